@@ -1,0 +1,77 @@
+"""The typed batch that travels from rollout to training, one per data-parallel rank, and its slicing. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TrainBatch:
+    """N samples with T tokens in all, ragged: sample i owns tokens[offsets[i] : offsets[i+1]], offsets = cumsum(lengths).
+
+    Everything with T entries is aligned with `tokens`; the value at t belongs to the event "tokens[t] was chosen given
+    the tokens before it in its sample". The first token of a sample never has a loss.
+
+    tokens: [T] int64, prompt then response of each sample
+    lengths: [N] int64, tokens per sample
+    loss_mask: [T] float32, 1 where the token was sampled by the policy (or is a target of supervised training), else 0
+    rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where loss_mask is 0; None for supervised data
+    advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
+    loss_weights: [T] float32, weight of each token's loss; sums over the loss tokens of a *global* batch to their count,
+        so that "weighted sum / token count" is the configured reduction whatever the split into ranks and micro-batches
+    rewards: [N] float32
+    group_ids: [N] int64, equal for samples of one prompt
+    old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
+    ref_logprobs: [T] float32, reference model's; None without a reference
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    loss_mask: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    loss_weights: Tensor
+    rollout_logprobs: Tensor | None = None
+    advantages: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_tokens, num_samples = int(self.lengths.sum()), len(self.lengths)
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None:
+                continue
+            expected = num_samples if item.name in ("lengths", "rewards", "group_ids") else num_tokens
+            if value.shape != (expected,):
+                raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected ({expected},)")
+            dtype = torch.int64 if item.name in ("tokens", "lengths", "group_ids") else torch.float32
+            if value.dtype != dtype:
+                raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    def replace(self, **changes: Tensor | None) -> TrainBatch:
+        return replace(self, **changes)
+
+    def select(self, samples: list[int]) -> TrainBatch:
+        """The batch of these samples, in this order. Token weights are kept as they are, not normalised again."""
+        ends = self.lengths.cumsum(0)
+        pieces = [torch.arange(int(ends[i] - self.lengths[i]), int(ends[i])) for i in samples]
+        token_index = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
+        sample_index = torch.tensor(samples, dtype=torch.int64)
+        changes = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is not None:
+                changes[item.name] = value[sample_index if item.name in ("lengths", "rewards", "group_ids") else token_index]
+        return TrainBatch(**changes)

@@ -1,0 +1,23 @@
+"""Configuration of `rltool router`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rltool.config.base import Config
+
+
+class RouterConfig(Config):
+    host: str = "127.0.0.1"
+    port: int = Field(0, ge=0, le=65535)
+    """0 picks a free port."""
+    policy: Literal["random", "round_robin", "cache_aware", "power_of_two"] = "cache_aware"
+    key_file: Path | None = None
+    """Bearer key that the router demands of clients and presents to workers."""
+    ready_timeout: float = Field(120.0, gt=0)
+    request_timeout: float = Field(1800.0, gt=0)
+    """Seconds after which the router gives one generation up."""
+    health_check_interval: float = Field(10.0, gt=0)

@@ -1,0 +1,207 @@
+"""Configuration of `rltool train` and `rltool debug`: one section per concern, each handed alone to the code that uses it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from rltool.config.base import Config
+
+ImportPath = str
+"""`package.module:attribute`"""
+
+
+class ModelConfig(Config):
+    path: Path
+    """Hugging Face directory, or a torch_dist directory written by convert-ckpt."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
+    trust_remote_code: bool = False
+
+
+class TrainerConfig(Config):
+    """The Megatron side. world_size is the number of ranks, one bundle each."""
+
+    world_size: int = Field(1, ge=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(1, ge=1)
+    max_tokens_per_micro_batch: int = Field(4096, ge=1)
+    """Packed tokens of one micro-batch on one rank; a longer single sample is an error at the start of the step."""
+    cpus_per_rank: float = Field(1.0, gt=0)
+    """Ray CPUs that each rank's bundle asks for."""
+    torch_threads: int | None = Field(None, ge=1)
+    """Threads of torch in each rank on the CPU; None leaves torch's own choice."""
+    rendezvous_timeout: float = Field(300.0, gt=0)
+    """Seconds for the ranks to find each other, and for any one collective."""
+
+    @property
+    def data_parallel(self) -> int:
+        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+
+    @model_validator(mode="after")
+    def _divides(self) -> TrainerConfig:
+        if self.world_size % (self.tensor_parallel * self.pipeline_parallel):
+            raise ValueError(
+                f"world_size {self.world_size} is not a multiple of tensor_parallel {self.tensor_parallel} "
+                f"x pipeline_parallel {self.pipeline_parallel}"
+            )
+        return self
+
+
+class OptimizerConfig(Config):
+    """Adam with decoupled weight decay, Megatron's optimizer and schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    min_lr: float = Field(0.0, ge=0)
+    warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up from 0."""
+    decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    decay_steps: int | None = Field(None, ge=1)
+    """Optimizer steps until min_lr; None: all that the run takes."""
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Global gradient norm limit; 0 does not clip."""
+    max_skipped_steps: int = Field(3, ge=1)
+    """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
+
+
+class AlgorithmConfig(Config):
+    loss: Literal["policy", "sft"] = "policy"
+    """policy: clipped policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation (GRPO); False is Dr. GRPO's."""
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy || reference) in the loss; 0 needs no reference model."""
+    loss_reduction: Literal["token", "sample"] = "token"
+    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean."""
+
+
+class RolloutConfig(Config):
+    mode: Literal["external", "managed", "colocate"] = "external"
+    external: tuple[str, ...] = ()
+    """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
+    router: str | None = None
+    """URL that generation requests go to instead of the engines."""
+    api_key_file: Path | None = None
+    """Bearer key for addresses given as host:port; endpoints.json names its own."""
+    num_engines: int = Field(1, ge=1)
+    """Managed and colocate only: how many engines to start."""
+    gpus_per_engine: int = Field(1, ge=1)
+    """Managed and colocate only."""
+    prompts_per_step: int = Field(32, ge=1)
+    samples_per_prompt: int = Field(8, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longer prompts are filtered out when the data set is read, and counted."""
+    max_response_tokens: int = Field(1024, ge=1)
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside those of generation_config.json and the tokenizer's EOS."""
+    requests_per_engine: int = Field(64, ge=1)
+    """Prompt groups in flight per engine; total concurrency is this times the number of engines found."""
+    request_timeout: float = Field(600.0, gt=0)
+    preflight_timeout: float = Field(30.0, gt=0)
+    """Seconds to wait for each given address to answer."""
+
+
+class DataConfig(Config):
+    """JSONL or Parquet: `prompt` (text) or `messages` (chat), optional `label`, `response`, `metadata`."""
+
+    train: tuple[Path, ...] = ()
+    prompt_key: str = "prompt"
+    label_key: str = "label"
+    response_key: str = "response"
+    apply_chat_template: bool | None = None
+    """None: for `messages` yes, for `prompt` no."""
+    shuffle: bool = True
+
+
+class RewardConfig(Config):
+    function: ImportPath = "rltool.rollout.rewards:exact_match"
+    """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the decoded response."""
+    max_failure_fraction: float = Field(0.1, ge=0, le=1)
+    """Share of a step's samples whose reward may raise or be non-finite; above it the run stops with a checkpoint."""
+    workers: int = Field(4, ge=1)
+    """Threads for synchronous reward functions."""
+    timeout: float = Field(60.0, gt=0)
+
+
+class EvalConfig(Config):
+    sets: dict[str, Path] = Field(default_factory=dict)
+    """name -> data file; results appear as eval/<name>/accuracy."""
+    every_steps: int = Field(0, ge=0)
+    """0: only before the first and after the last step."""
+    samples_per_prompt: int = Field(1, ge=1)
+    temperature: float = Field(1.0, ge=0)
+    max_prompts: int | None = Field(None, ge=1)
+    stop_at: float | None = None
+    """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
+
+
+class WeightsConfig(Config):
+    transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
+    """auto: nccl between GPUs, gloo on the CPU."""
+    bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    timeout: float = Field(120.0, gt=0)
+    """Deadline of one whole sync, and of every step in it."""
+    advertise_host: str | None = None
+    """Address of the trainer as engines see it; None: the local address of the route to each engine."""
+    port_range: tuple[int, int] | None = None
+    """Ports for rendezvous; None picks free ones."""
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    disk_dir: Path | None = None
+    """Directory that trainer and engines share, for the disk transport; None: <run>/weights."""
+    verify_tolerance: float = Field(1e-3, gt=0)
+    """Mean |log-probability difference| between engine and trainer allowed in the value check of the first sync."""
+
+
+class CheckpointConfig(Config):
+    every_steps: int = Field(0, ge=0)
+    """0: only at the end, on SIGTERM and on a stop."""
+    save_hf_every: int = Field(0, ge=0)
+    """Also export Hugging Face weights every so many steps; 0: never."""
+    save_hf_at_end: bool = False
+
+
+class RayConfig(Config):
+    address: str | None = None
+    """Address of a running cluster; None starts a local one."""
+    num_cpus: float | None = Field(None, gt=0)
+    """CPUs declared to a local cluster; None: exactly what the plan needs."""
+    placement_timeout: float = Field(300.0, gt=0)
+
+
+class MonitorConfig(Config):
+    tensorboard: bool = True
+    logprob_gap_limit: float = Field(0.1, gt=0)
+    """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
+
+
+class TrainConfig(Config):
+    """Everything of one run. steps counts rollouts; optimizer_steps_per_rollout updates follow each."""
+
+    model: ModelConfig
+    seed: int = 0
+    steps: int = Field(100, ge=1)
+    optimizer_steps_per_rollout: int = Field(1, ge=1)
+    trainer: TrainerConfig = TrainerConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    data: DataConfig = DataConfig()
+    reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    ray: RayConfig = RayConfig()
+    monitor: MonitorConfig = MonitorConfig()

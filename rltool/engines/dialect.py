@@ -1,0 +1,59 @@
+"""What an engine's HTTP interface looks like to rltool: pure functions from typed values to requests and back.
+
+A dialect performs no I/O and imports no engine package, so it is tested without a network. `client.py` does the I/O for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest
+
+PauseMode = Literal["keep", "wait", "abort"]
+Medium = Literal["gloo", "disk", "nccl"]
+
+
+class Dialect(Protocol):
+    """One file per engine kind: vllm.py, sglang.py."""
+
+    name: str
+
+    # -- generation (data plane)
+    def generate(self, request: GenerateRequest) -> list[HttpRequest]:
+        """The HTTP requests that together yield request.n samples (one request where the engine can do n with seeds)."""
+
+    def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
+        """Exactly request.n completions, or EngineError / MissingLogprobs."""
+
+    # -- probing
+    def probe(self) -> Mapping[str, HttpRequest]:
+        """Named read-only requests; replies go to parse_probe. A key that ends in '?' may answer 404 (reply None)."""
+
+    def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo: ...
+
+    def health(self) -> HttpRequest: ...
+
+    # -- control plane; each list is sent in order, all must answer 2xx
+    def pause(self, mode: PauseMode) -> list[HttpRequest]: ...
+
+    def resume(self) -> list[HttpRequest]: ...
+
+    # -- weights
+    def init_transfer(self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float) -> list[HttpRequest]:
+        """Join the transfer group. The gloo request blocks in the engine until the trainer has joined as rank 0."""
+
+    def begin_update(self) -> list[HttpRequest]: ...
+
+    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
+        """Announce one bucket; gloo: received while this request is open. disk: `path` is one safetensors file of a HF-layout directory."""
+
+    def finish_update(self, version: str) -> list[HttpRequest]: ...
+
+    def shutdown_transfer(self, group: str) -> list[HttpRequest]: ...
+
+    # -- launching
+    def argv(self, launch: EngineLaunch) -> list[str]: ...
+
+    def environment(self, launch: EngineLaunch) -> dict[str, str]: ...

@@ -1,0 +1,107 @@
+"""Requests to and replies from an engine, whatever its dialect. Token ids in, token ids out; no text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rltool.errors import MissingLogprobs
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one response. temperature 0 is greedy; top_k -1 keeps all tokens."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """`n` samples of one prompt. Sample i is seeded with seed + i (mod 2**31); request_id is a uuid4 hex, so of fixed length."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    request_id: str
+    n: int = 1
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled from weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled response.
+
+    token_ids: the response alone, with the stop token if the model emitted one; logprobs: natural logs under the
+    sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty
+    if the engine does not report them). Raises MissingLogprobs if the two lists differ in length or a value is not finite.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: tuple[VersionSpan, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise MissingLogprobs(f"the engine returned {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities")
+        bad = next((i for i, value in enumerate(self.logprobs) if value is None or not math.isfinite(value)), None)
+        if bad is not None:
+            raise MissingLogprobs(f"log-probability {bad} of {len(self.logprobs)} is {self.logprobs[bad]}")
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """What a dialect asks the client to send. `body` is JSON; `query` goes into the URL."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    body: Any = None
+    query: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What a probe of a live engine found. Nothing here is assumed; None means that this engine does not tell."""
+
+    dialect: str
+    engine_version: str
+    model_id: str
+    world_size: int
+    max_model_len: int | None
+    vocab_size: int | None
+    dtype: str | None
+    weight_backend: str | None
+    weight_version: str | None
+    boot_id: str | None
+    plugin: bool
+    paused: bool | None = None
+    model_config: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """One tensor of the weight stream: HF name, torch dtype name without "torch." (e.g. "float32"), shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Bucket = tuple[TensorMeta, ...]
+"""Tensors sent together. Their bytes travel back to back as one flat uint8 tensor, in this order, contiguous, unpadded."""

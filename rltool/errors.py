@@ -1,0 +1,41 @@
+"""The errors that a user reads. Each says what was expected, what was found and what to do next.
+
+`exit_code` is what the command line ends with: 1 failure, 2 wrong usage or configuration (nothing was started).
+A room defines further subclasses next to the code that raises them; these are the ones that cross rooms.
+"""
+
+
+class RltoolError(Exception):
+    """Base of every error that is shown without a traceback."""
+
+    exit_code = 1
+
+
+class UsageError(RltoolError):
+    """Wrong flags, configuration or input, found before anything was started."""
+
+    exit_code = 2
+
+
+class EngineError(RltoolError):
+    """An engine or router did not do what was asked of it."""
+
+
+class EngineUnreachable(EngineError):
+    """No answer: connection refused or reset, or the deadline passed, after all retries."""
+
+
+class EngineRejected(EngineError):
+    """The engine answered 4xx: the request is wrong, and repeating it cannot help. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class MissingLogprobs(EngineError):
+    """A reply without one finite log-probability per token. Never replaced by a default: 0.0 would mean probability 1."""
+
+
+class TrainingStopped(RltoolError):
+    """The run cannot go on (log-probability gap, non-finite steps, failing rewards); a checkpoint was saved."""

@@ -1,0 +1,70 @@
+"""One sampled response and its prompt: what generation fills, rewards score, dumps store and training consumes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rltool.engines.types import Completion, VersionSpan
+
+
+class SampleStatus(StrEnum):
+    PENDING = "pending"  # no response yet
+    COMPLETED = "completed"  # the model stopped by itself
+    TRUNCATED = "truncated"  # cut at max_response_tokens
+    ABORTED = "aborted"  # cut by an abort on the engine; may be continued
+    FAILED = "failed"  # dropped: its reward raised or was not finite
+
+
+@dataclass
+class Sample:
+    """group_id is unique per (step, prompt); index counts samples within the group.
+
+    response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
+    sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
+    `prompt_index` is the row of the data set.
+    """
+
+    group_id: int
+    index: int
+    prompt_index: int
+    prompt_ids: list[int]
+    prompt_text: str = ""
+    label: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    versions: list[VersionSpan] = field(default_factory=list)
+    status: SampleStatus = SampleStatus.PENDING
+    reward: float | None = None
+
+    def append_response_tokens(self, completion: Completion) -> None:
+        """Append what the engine sampled; version spans are shifted behind what is already there."""
+        shift = len(self.response_ids)
+        self.response_ids.extend(completion.token_ids)
+        self.response_mask.extend([1] * len(completion.token_ids))
+        self.response_logprobs.extend(completion.logprobs)
+        self.versions.extend(VersionSpan(v.version, v.start + shift, v.end + shift) for v in completion.versions)
+        self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[completion.finish_reason]
+        self.validate()
+
+    def append_environment_tokens(self, token_ids: list[int]) -> None:
+        """Append tokens that the policy did not sample (tool output, a next user turn): no loss, no log-probability."""
+        self.response_ids.extend(token_ids)
+        self.response_mask.extend([0] * len(token_ids))
+        self.response_logprobs.extend([0.0] * len(token_ids))
+        self.validate()
+
+    def validate(self) -> None:
+        """ValueError unless the lists are aligned and the version spans lie inside the response, in order."""
+        n = len(self.response_ids)
+        if not (len(self.response_mask) == len(self.response_logprobs) == n):
+            raise ValueError(f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.response_mask)} mask entries, {len(self.response_logprobs)} log-probabilities")
+        last = 0
+        for span in self.versions:
+            if not last <= span.start <= span.end <= n:
+                raise ValueError(f"sample {self.group_id}/{self.index}: version span {span} does not fit a response of {n} tokens")
+            last = span.end
