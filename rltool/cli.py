@@ -1,0 +1,134 @@
+"""The `rltool` command: which verbs there are, and how a failure of any of them ends.
+
+A verb's module is imported only when that verb runs, so `rltool --help` stays fast and needs none of the heavy packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+from typer.core import TyperGroup
+
+from rltool import __version__
+from rltool.errors import RltoolError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Verb(NamedTuple):
+    """`target` is module:attribute, a plain function or a Typer app; `help` is its line in `rltool --help`."""
+
+    target: str
+    help: str
+
+
+VERBS: dict[str, Verb] = {
+    "quickstart": Verb("rltool.commands.quickstart:quickstart", "Train a tiny model end to end on this machine, and see it learn."),
+    "init": Verb("rltool.commands.init:init", "Write a commented run template (TOML) to edit."),
+    "serve-engines": Verb("rltool.commands.serve_engines:serve_engines", "Start inference engines and write their addresses."),
+    "router": Verb("rltool.commands.router:app", "Start a router in front of engines; add, remove or list its workers."),
+    "convert-ckpt": Verb("rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."),
+    "train": Verb("rltool.commands.train:train", "Train against running engines."),
+    "debug": Verb("rltool.commands.debug:app", "Only roll out (no trainer), or only train (no engine)."),
+    "engines": Verb("rltool.commands.engines:app", "Bring engines back that a dead trainer left paused."),
+    "status": Verb("rltool.commands.status:status", "Show what a run's processes are doing."),
+    "logs": Verb("rltool.commands.logs:logs", "Show or follow the logs of a run."),
+    "stop": Verb("rltool.commands.stop:stop", "Stop processes that rltool started."),
+    "doctor": Verb("rltool.commands.doctor:doctor", "Check what this machine has, and what is missing for what."),
+}
+
+EXTRA_OF_PACKAGE = {
+    "jinja2": "train",
+    "megatron": "train",
+    "numpy": "train",
+    "pyarrow": "train",
+    "ray": "train",
+    "reasoning_gym": "quickstart",
+    "safetensors": "train",
+    "sglang": "sglang",
+    "sglang_router": "router",
+    "tensorboard": "train",
+    "torch": "train",
+    "transformers": "train",
+    "vllm": "vllm",
+}
+"""Which optional dependency of rltool brings a package, for the message when it is missing."""
+
+INTERRUPTED = 130
+
+
+def load_command(name: str) -> Any:
+    """The real click command behind a verb; imports its module."""
+    module_name, attribute = VERBS[name].target.split(":")
+    target = getattr(importlib.import_module(module_name), attribute)
+    if not isinstance(target, typer.Typer):
+        single = typer.Typer(add_completion=False)
+        single.command(name)(target)
+        target = single
+    command = typer.main.get_command(target)
+    command.name = name
+    return command
+
+
+class LazyVerbs(TyperGroup):
+    """Help and suggestions come from the table; only the verb that is run is imported."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in VERBS:
+            return args[0], load_command(args[0]), args[1:]
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=LazyVerbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement-learning post-training of language models: engines, router and trainer, each its own process.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version.")) -> None:
+    pass
+
+
+for _name, _verb in VERBS.items():
+    app.command(_name, help=_verb.help)(lambda: None)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point. Exits 0, 1 (failure), 2 (wrong usage or configuration) or 130 (interrupted)."""
+    try:
+        app(args=None if argv is None else list(argv), prog_name="rltool")
+    except RltoolError as error:
+        _fail(error, error.exit_code)
+    except ModuleNotFoundError as error:
+        extra = EXTRA_OF_PACKAGE.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        _fail(RltoolError(f"this needs the package {error.name!r}, which is not installed here: pip install 'rltool[{extra}]'"), 1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _fail(error: RltoolError, exit_code: int) -> None:
+    """One message on stderr; the traceback only for who asks for it with RLTOOL_TRACEBACK=1."""
+    if os.environ.get("RLTOOL_TRACEBACK") == "1":
+        raise error
+    from rich.console import Console
+    from rich.text import Text
+
+    # soft_wrap: a path or a command in the message must survive copying from the terminal.
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+    sys.exit(exit_code)
