@@ -75,3 +75,11 @@ class TrainBatch:
             if value is not None:
                 changes[item.name] = value[sample_index if item.name in ("lengths", "rewards", "group_ids") else token_index]
         return TrainBatch(**changes)
+
+    def micro_batch(self, samples: list[int]) -> TrainBatch:
+        """`select`, but an empty list gives a filler: the shortest sample without any loss (see schedule.plan_micro_batches)."""
+        if samples:
+            return self.select(samples)
+        filler = self.select([int(self.lengths.argmin())])
+        silent = torch.zeros_like(filler.loss_mask)
+        return filler.replace(loss_mask=silent, loss_weights=silent)

@@ -1,0 +1,81 @@
+"""Which samples go into which micro-batch of which rank. Pure Python: lengths in, indices out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rltool.errors import UsageError
+
+
+def balanced_shares(lengths: Sequence[int], shares: int) -> list[list[int]]:
+    """Split samples into `shares` lists whose token sums are near equal (greedy, longest first to the lightest share).
+
+    lengths: tokens per sample. Returns indices, ascending within a share. Every sample is in exactly one share; a
+    share may be empty if there are fewer samples than shares.
+    """
+    loads = [0] * shares
+    result: list[list[int]] = [[] for _ in range(shares)]
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        lightest = min(range(shares), key=lambda s: (loads[s], len(result[s]), s))
+        result[lightest].append(i)
+        loads[lightest] += lengths[i]
+    return [sorted(share) for share in result]
+
+
+def first_fit(lengths: Sequence[int], samples: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Pack the given samples into bins of at most max_tokens, first fit over decreasing lengths."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(samples, key=lambda i: (-lengths[i], i)):
+        place = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(max_tokens)
+        bins[place].append(i)
+        room[place] -= lengths[i]
+    return bins
+
+
+def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, data_parallel: int) -> list[list[list[int]]]:
+    """plan[rank][micro_batch] = sample indices: packed to max_tokens, balanced over ranks, equal counts on all ranks.
+
+    lengths: tokens per sample of one global batch. Every sample appears exactly once. Megatron's schedules need the same
+    number of micro-batches on every rank, or the collectives of one would wait for ever for the others: ranks with fewer
+    bins have their largest ones split, and where there is nothing left to split (three full samples on two ranks) the
+    micro-batch is empty, for `micro_batch` to fill without a loss.
+    Raises UsageError for a sample longer than max_tokens.
+    """
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    if lengths[longest] > max_tokens:
+        raise UsageError(
+            f"sample {longest} has {lengths[longest]} tokens, more than trainer.max_tokens_per_micro_batch = {max_tokens}; "
+            f"raise it to at least rollout.max_prompt_tokens + rollout.max_response_tokens"
+        )
+    plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(lengths, data_parallel)]
+    target = max(len(plan) for plan in plans)
+    for plan in plans:
+        while len(plan) < target:
+            largest = max(range(len(plan)), key=lambda b: len(plan[b]), default=None)
+            if largest is None or len(plan[largest]) < 2:
+                plan.append([])
+                continue
+            whole = plan[largest]
+            halves = balanced_shares([lengths[i] for i in whole], 2)
+            plan[largest : largest + 1] = [[whole[i] for i in half] for half in halves]
+    return plans
+
+
+def split_for_optimizer_steps(group_ids: Sequence[int], steps: int) -> list[list[int]]:
+    """Samples of a rollout dealt to `steps` optimizer steps, whole prompt groups together, in order of first appearance.
+
+    Groups are dealt round-robin. Raises UsageError if there are fewer groups than steps.
+    """
+    order = list(dict.fromkeys(group_ids))
+    if len(order) < steps:
+        raise UsageError(f"{len(order)} prompt groups cannot feed {steps} optimizer steps per rollout")
+    owner = {group: i % steps for i, group in enumerate(order)}
+    result: list[list[int]] = [[] for _ in range(steps)]
+    for i, group in enumerate(group_ids):
+        result[owner[group]].append(i)
+    return result
