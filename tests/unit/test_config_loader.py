@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+
+from rltool.config.loader import ConfigError, load_config
+from rltool.config.train import TrainConfig
+
+
+def write(tmp_path: Path, text: str, name: str = "run.toml") -> Path:
+    file = tmp_path / name
+    file.write_text(text)
+    return file
+
+
+def test_flags_win_over_set_over_later_files_over_earlier_ones_over_defaults(tmp_path):
+    first = write(tmp_path, 'seed = 1\nsteps = 5\n[model]\npath = "a"\n[optimizer]\nlr = 1.0\nmin_lr = 0.5\n', "first.toml")
+    second = write(tmp_path, "steps = 6\n[optimizer]\nlr = 2.0\n", "second.toml")
+    loaded = load_config(TrainConfig, [first, second], ["optimizer.lr=3.0", "model.path=models/b"], {"seed": ("--seed", 9), "steps": ("--steps", None)})
+    config = loaded.config
+    assert (config.seed, config.steps, config.optimizer.lr, config.optimizer.min_lr) == (9, 6, 3.0, 0.5)
+    assert config.model.path == Path("models/b")
+    assert config.optimizer.beta1 == 0.9
+    assert loaded.origins == {
+        "seed": "--seed", "steps": str(second), "optimizer.lr": "--set", "optimizer.min_lr": str(first), "model.path": "--set",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "suggestion"),
+    [
+        ("[optimiser]\nlr = 1.0", "did you mean optimizer"),
+        ("[optimizer]\nzzz = 1.0\n", "known here"),
+        ("[optimizer]\nwarmup_step = 1", "did you mean optimizer.warmup_steps"),
+        ("[trainer]\nlr = 1.0", "did you mean optimizer.lr"),
+        ("lr = 1.0", "did you mean optimizer.lr"),
+    ],
+)
+def test_an_unknown_key_is_refused_and_the_nearest_known_one_named(tmp_path, text, suggestion):
+    with pytest.raises(ConfigError, match=suggestion) as error:
+        load_config(TrainConfig, [write(tmp_path, text)])
+    assert "run.toml" in str(error.value) and error.value.exit_code == 2
+
+
+def test_an_unknown_key_in_set_is_refused():
+    with pytest.raises(ConfigError, match="rollout.prompts_per_step"):
+        load_config(TrainConfig, [], ["rollout.prompt_per_step=3"])
+
+
+@pytest.mark.parametrize("text", ["optimizer.lr", "=3", ""])
+def test_a_malformed_set_shows_the_form(text):
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        load_config(TrainConfig, [], [text])
+
+
+def test_a_wrong_value_names_key_value_and_origin(tmp_path):
+    file = write(tmp_path, '[model]\npath = "a"\n[optimizer]\nlr = -1.0\n')
+    with pytest.raises(ConfigError, match=r"optimizer\.lr: .*greater than 0 \(got -1.0\), from .*run\.toml"):
+        load_config(TrainConfig, [file])
+
+
+def test_a_missing_value_and_a_missing_or_broken_file_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="model is required"):
+        load_config(TrainConfig)
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(TrainConfig, [tmp_path / "none.toml"])
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load_config(TrainConfig, [write(tmp_path, "a = ")])
+
+
+def test_tables_of_the_users_own_names_merge(tmp_path):
+    file = write(tmp_path, '[model]\npath = "a"\n[eval.sets]\nmath = "m.jsonl"\n')
+    config = load_config(TrainConfig, [file], ["eval.sets.code=c.jsonl"]).config
+    assert config.eval.sets == {"math": Path("m.jsonl"), "code": Path("c.jsonl")}
+
+
+def test_world_size_that_does_not_divide_is_refused_with_the_numbers():
+    with pytest.raises(ConfigError, match="world_size 3 is not a multiple of tensor_parallel 2"):
+        load_config(TrainConfig, [], ["model.path=a", "trainer.world_size=3", "trainer.tensor_parallel=2"])
