@@ -124,8 +124,7 @@ def _unknown(model: type[BaseModel], key: str, parent: str, part: str, section: 
         suggestion = f"did you mean {parent + '.' if parent else ''}{nearest[0]}?"
     else:  # right name, wrong section: look for it everywhere
         elsewhere = [k for k in _all_keys(model) if k.rpartition(".")[2] == key.rpartition(".")[2]]
-        near = elsewhere or difflib.get_close_matches(key, _all_keys(model), n=1, cutoff=0.8)
-        suggestion = f"did you mean {near[0]}?" if near else f"known here: {', '.join(sorted(section.model_fields))}"
+        suggestion = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(section.model_fields))}"
     raise ConfigError(f"{origin}: unknown key {key!r}; {suggestion}")
 
 
