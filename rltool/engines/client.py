@@ -1,0 +1,225 @@
+"""The one place that talks HTTP to engines and routers, whatever their dialect.
+
+Dialects say what to send and how to read the reply; this client owns deadlines, retries, keys and error text. It retries
+transport errors, 5xx and 429 of requests that may be repeated (generation, which is seeded, and probes), never another 4xx, and
+never a control call: a weight update that was half done must not be started again blindly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import aiohttp
+
+from rltool.engines.dialects import NAMES, dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import Completion, EngineInfo, GenerateRequest, HttpRequest
+from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
+
+PROBE_SECONDS = 30.0
+"""Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call, which takes seconds."""
+HEALTH_SECONDS = 5.0
+"""Deadline of one health check: it answers at once, or the server's event loop is stuck."""
+QUOTED_CHARACTERS = 600
+"""How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
+KEEPALIVE_SECONDS = 2.0
+"""Idle connections are dropped before uvicorn's 5 s do it, so that a request is not sent into a closing one."""
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """When to send again. The deadline of the request bounds it as well, whichever comes first."""
+
+    attempts: int = 6
+    """One more than sglang-router's own five: a worker that died is out of the router's rotation by then."""
+    first_delay: float = 0.2
+    """Seconds; doubled each time. The sum, about 6 s, outlasts a router's restart, not an engine's: that is the fleet's matter."""
+    longest_delay: float = 4.0
+
+    def delay(self, attempt: int, rng: random.Random) -> float:
+        """Seconds to wait after failed `attempt` (from 0): exponential, with jitter so that 64 clients do not return together."""
+        return min(self.first_delay * 2**attempt, self.longest_delay) * rng.uniform(0.5, 1.0)
+
+
+class EngineClient:
+    """Async context manager. Connections are unlimited: how many requests are in flight is the caller's decision, and a queue
+    hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it."""
+
+    def __init__(self, *, retry: RetryPolicy | None = None, rng: random.Random | None = None) -> None:
+        self.retry = retry or RetryPolicy()
+        self._rng = rng or random.Random()
+        self._reusing: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        no_timeout = aiohttp.ClientTimeout(total=None)  # the deadline spans all attempts, so it is kept here
+        self._reusing = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout
+        )
+        # A control call is sent once: it must not die with a kept-alive connection that the server is just closing.
+        self._fresh = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=no_timeout)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for session in (self._reusing, self._fresh):
+            if session is not None:
+                await session.close()
+        self._reusing = self._fresh = None
+
+    async def request(self, base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float, retry: bool) -> Any:
+        """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
+
+        `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time or no
+        connection), EngineError (5xx to the end). With `retry` false the request is sent once.
+        """
+        what = f"{request.method} {base_url}{request.path}"
+        attempts = self.retry.attempts if retry else 1
+        failure: EngineError = EngineUnreachable(f"{what}: no answer")
+        tried = 0
+        try:
+            async with asyncio.timeout(timeout):
+                for attempt in range(attempts):
+                    tried = attempt + 1
+                    try:
+                        return await self._send(base_url, request, key, what, reuse=retry)
+                    except _Temporary as error:
+                        failure = error.failure
+                        if tried < attempts:
+                            await asyncio.sleep(self.retry.delay(attempt, self._rng))
+        except TimeoutError as error:
+            before = f"; before that: {failure}" if tried > 1 else ""
+            raise EngineUnreachable(f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}") from error
+        raise type(failure)(f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})")
+
+    async def _send(self, base_url: str, request: HttpRequest, key: str | None, what: str, *, reuse: bool) -> Any:
+        session = self._reusing if reuse else self._fresh
+        if session is None:
+            raise RuntimeError("EngineClient is used outside `async with`")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with session.request(
+                request.method, base_url + request.path, json=request.body, params=request.query, headers=headers, allow_redirects=False
+            ) as response:
+                status, body = response.status, await response.read()
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
+        text = body.decode("utf-8", "replace")
+        if status == 429 or status >= 500:
+            raise _Temporary(EngineError(f"{what} answered {status}: {_quote(text)}"))
+        if status >= 300:
+            sent = f" (sent: {_quote(json.dumps(request.body))})" if request.body is not None else ""
+            raise EngineRejected(f"{what} answered {status}: {_quote(text)}{_hint(status)}{sent}", status)
+        return _decode(text)
+
+    async def generate(self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float) -> list[Completion]:
+        """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
+
+        Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which makes
+        the engine abort them.
+        """
+        speaks = _dialect_of(endpoint)
+        key = endpoint.read_key()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.request(endpoint.url, http, key=key, timeout=timeout, retry=True))
+                    for http in speaks.generate(request)
+                ]
+        except* EngineError as errors:
+            raise _first(errors) from errors
+        return speaks.parse_generate(request, [task.result() for task in tasks])
+
+    async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest], *, timeout: float) -> list[Any]:
+        """Send control calls in order, each once; `timeout` is for all of them. The first that fails ends it by raising."""
+        key = endpoint.read_key()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        replies = []
+        for http in requests:
+            left = max(deadline - loop.time(), 0.001)
+            replies.append(await self.request(endpoint.url, http, key=key, timeout=left, retry=False))
+        return replies
+
+    async def probe(self, endpoint: EngineEndpoint, *, timeout: float = PROBE_SECONDS) -> EngineInfo:
+        """Ask a live engine what it is. An endpoint without a dialect is asked for that first. Changes nothing there."""
+        if endpoint.dialect is None:
+            name = await self.detect_dialect(endpoint.url, endpoint.read_key(), timeout=timeout)
+            endpoint = endpoint.model_copy(update={"dialect": name})
+        speaks = _dialect_of(endpoint)
+        key = endpoint.read_key()
+
+        async def ask(name: str, http: HttpRequest) -> Any:
+            try:
+                return await self.request(endpoint.url, http, key=key, timeout=timeout, retry=True)
+            except EngineRejected as error:
+                if name.endswith("?") and error.status == 404:
+                    return None
+                raise
+
+        questions = dict(speaks.probe())
+        replies = await asyncio.gather(*(ask(name, http) for name, http in questions.items()))
+        return speaks.parse_probe(dict(zip(questions, replies, strict=True)))
+
+    async def detect_dialect(self, url: str, key: str | None, *, timeout: float = PROBE_SECONDS) -> str:
+        """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
+        for name, path, field in (("vllm", "/version", "version"), ("sglang", "/model_info", "model_path")):
+            try:
+                reply = await self.request(url, HttpRequest("GET", path), key=key, timeout=timeout, retry=True)
+            except EngineRejected as error:
+                if error.status != 404:
+                    raise
+                continue
+            if isinstance(reply, dict) and field in reply:
+                return name
+        raise UsageError(f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as theirs do)")
+
+    async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
+        """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
+        http = _dialect_of(endpoint).health()
+        await self.request(endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=False)
+
+
+class _Temporary(Exception):
+    """A failure that may pass; `failure` is what the user reads if it does not."""
+
+    def __init__(self, failure: EngineError) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def _dialect_of(endpoint: EngineEndpoint):
+    if endpoint.dialect is None:
+        raise RuntimeError(f"the dialect of {endpoint.url} is not known yet: probe it first")
+    return dialect(endpoint.dialect)
+
+
+def _first(errors: BaseExceptionGroup) -> BaseException:
+    inner = errors.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+
+
+def _quote(text: str) -> str:
+    text = " ".join(text.split()) or "(empty reply)"
+    return text if len(text) <= QUOTED_CHARACTERS else text[:QUOTED_CHARACTERS] + " ..."
+
+
+def _hint(status: int) -> str:
+    if status in (401, 403):
+        return " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in endpoints.json"
+    if status == 404:
+        return " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL routes enabled?"
+    return ""
+
+
+def _decode(text: str) -> Any:
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

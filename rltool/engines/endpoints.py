@@ -1,0 +1,223 @@
+"""Where engines are: endpoints.json, and the addresses that a person types.
+
+Every fleet has two kinds of address that are never mixed. `engines` is the control plane: each of these URLs is told about
+weights, pauses and health. `data_url`, where present, is the router to which generation goes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from rltool.config.base import Config
+from rltool.config.serve import EngineKind
+from rltool.errors import UsageError
+
+EXPECTED_FORM = "expected HOST:PORT, http://HOST:PORT, [IPV6]:PORT or @FILE (an endpoints.json), separated by commas"
+
+
+class EngineEndpoint(Config):
+    """One engine, as its starter described it. A dialect of None means: not known yet, ask the engine."""
+
+    url: str
+    dialect: EngineKind | None = None
+    group: str = "default"
+    role: Literal["regular", "prefill", "decode"] = "regular"
+    bootstrap_port: int | None = None
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    weight_backend: str | None = None
+    plugin: bool = False
+    boot_id: str | None = None
+    gpus: tuple[int, ...] = ()
+    key_file: Path | None = None
+
+    def read_key(self) -> str | None:
+        """The bearer key, or None where the engine demands none. Raises UsageError where the file cannot be read."""
+        if self.key_file is None:
+            return None
+        try:
+            key = self.key_file.read_text().strip()
+        except OSError as error:
+            raise UsageError(f"cannot read the key file of {self.url}: {error}") from error
+        if not key:
+            raise UsageError(f"the key file {self.key_file} of {self.url} is empty")
+        return key
+
+
+class ModelEndpoints(Config):
+    """The engines of one model. update_weights is false for engines that are never synced (a judge, a reference)."""
+
+    update_weights: bool = True
+    data_url: str | None = None
+    engines: tuple[EngineEndpoint, ...] = ()
+
+    def data_endpoint(self) -> EngineEndpoint | None:
+        """The router, addressed like an engine that speaks SGLang's /generate; None where there is none.
+
+        It demands the key of the first engine: serve-engines makes one key for engines, router and client.
+        """
+        if self.data_url is None:
+            return None
+        key_file = next((engine.key_file for engine in self.engines if engine.key_file), None)
+        return EngineEndpoint(url=self.data_url, dialect="sglang", key_file=key_file)
+
+
+class Endpoints(Config):
+    """The content of endpoints.json: model name -> its engines."""
+
+    version: Literal[1] = 1
+    models: dict[str, ModelEndpoints] = {}
+
+    @classmethod
+    def load(cls, path: Path) -> Endpoints:
+        """Read `path`; relative key files count from its directory. Raises UsageError."""
+        path = Path(path).absolute()
+        try:
+            endpoints = cls.model_validate_json(path.read_text())
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror or error}; serve-engines writes this file") from error
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
+            raise UsageError(f"{path} is not an endpoints file of this version: {problems}") from error
+        return endpoints._map_key_files(lambda key_file: path.parent / key_file)
+
+    def save(self, path: Path) -> None:
+        """Replace `path` atomically; key files below its directory are written relative to it."""
+        path = Path(path).absolute()
+
+        def portable(key_file: Path) -> Path:
+            return key_file.relative_to(path.parent) if key_file.is_relative_to(path.parent) else key_file
+
+        text = json.dumps(self._map_key_files(portable).model_dump(mode="json"), indent=2) + "\n"
+        write_atomically(path, text)
+
+    def _map_key_files(self, change) -> Endpoints:
+        def engine(e: EngineEndpoint) -> EngineEndpoint:
+            return e.model_copy(update={"key_file": change(e.key_file)}) if e.key_file else e
+
+        models = {
+            name: model.model_copy(update={"engines": tuple(engine(e) for e in model.engines)})
+            for name, model in self.models.items()
+        }
+        return self.model_copy(update={"models": models})
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never a part: temporary file, fsync, rename, fsync of the directory."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@dataclass(frozen=True)
+class Address:
+    """What a person typed: exactly one of a URL (without a trailing slash) or an endpoints file."""
+
+    url: str | None = None
+    file: Path | None = None
+
+
+def parse_address(text: str) -> tuple[Address, ...]:
+    """Every address in a comma-separated `text`. Raises UsageError that quotes the part which is malformed."""
+    return tuple(_parse_one(part.strip(), text) for part in text.split(","))
+
+
+def _parse_one(part: str, text: str) -> Address:
+    def malformed(why: str) -> UsageError:
+        inside = f" in {text!r}" if part != text else ""
+        return UsageError(f"malformed address {part!r}{inside}: {why}; {EXPECTED_FORM}")
+
+    if not part:
+        raise malformed("it is empty")
+    if part.startswith("@"):
+        if part == "@":
+            raise malformed("no file after the @")
+        return Address(file=Path(part[1:]).expanduser())
+    try:
+        url = urlsplit(part if "://" in part else f"http://{part}")
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise malformed(str(error)) from error
+    if url.scheme not in ("http", "https"):
+        raise malformed(f"scheme {url.scheme!r} is not http or https")
+    if url.username is not None or url.password is not None:
+        raise malformed("keys do not belong into an address: use a key file")
+    if url.path not in ("", "/") or url.query or url.fragment:
+        raise malformed("nothing may follow the port")
+    if not host or any(c.isspace() for c in part):
+        raise malformed("there is no host" if not host else "it contains a space")
+    if port is None or port == 0:
+        raise malformed("there is no port")
+    return Address(url=f"{url.scheme}://{_bracketed(host, malformed)}:{port}")
+
+
+def _bracketed(host: str, malformed) -> str:
+    if ":" not in host:
+        return host
+    try:
+        return f"[{ipaddress.IPv6Address(host)}]"
+    except ValueError as error:
+        raise malformed(f"{host!r} is not an IPv6 address") from error
+
+
+def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
+    """The engines of `model` behind everything that was typed; files are read, bare URLs have an unknown dialect.
+
+    A file that holds one model only is taken whatever that model is called. Raises UsageError: nothing typed, a file without
+    that model or without engines, an engine named twice, two different routers.
+    """
+    engines: list[EngineEndpoint] = []
+    data_urls: set[str] = set()
+    update_weights = True
+    for address in (a for text in texts for a in parse_address(text)):
+        if address.url is not None:
+            engines.append(EngineEndpoint(url=address.url))
+            continue
+        found = _model_of(Endpoints.load(address.file), address.file, model)
+        engines.extend(found.engines)
+        update_weights = update_weights and found.update_weights
+        if found.data_url is not None:
+            data_urls.add(found.data_url)
+    if not engines:
+        raise UsageError(f"no engine address was given; {EXPECTED_FORM}")
+    urls = [engine.url for engine in engines]
+    twice = sorted({url for url in urls if urls.count(url) > 1})
+    if twice:
+        raise UsageError(f"these engines are named twice: {', '.join(twice)}")
+    if len(data_urls) > 1:
+        raise UsageError(f"the endpoints files name different routers: {', '.join(sorted(data_urls))}; one model has one router")
+    return ModelEndpoints(update_weights=update_weights, data_url=next(iter(data_urls), None), engines=tuple(engines))
+
+
+def _model_of(endpoints: Endpoints, file: Path, model: str) -> ModelEndpoints:
+    found = endpoints.models.get(model)
+    if found is None and len(endpoints.models) == 1:
+        found = next(iter(endpoints.models.values()))
+    if found is None:
+        raise UsageError(f"{file} has no model {model!r}, only {', '.join(sorted(endpoints.models)) or 'none'}")
+    if not found.engines:
+        raise UsageError(f"{file} lists no engine for model {model!r}")
+    return found

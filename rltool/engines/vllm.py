@@ -1,0 +1,271 @@
+"""The vLLM dialect (0.32): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement learning.
+
+Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online, vllm/entrypoints/launchers/cli_args.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.dialect import Medium, PauseMode
+from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
+from rltool.errors import EngineError, MissingLogprobs, UsageError
+
+GENERATE_PATH = "/inference/v1/generate"
+MIDDLEWARE = "rltool.engines.plugin.server.RltoolMiddleware"
+WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
+
+SEED_MODULUS = 2**31
+MAX_N_PER_REQUEST = 64
+"""vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
+MISSING_LOGPROB = -9999.0
+"""What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py, _clamp_logprob)."""
+CPU_MAX_MODEL_LEN = 2048
+"""Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small host."""
+
+
+class VllmDialect:
+    """See rltool.engines.dialect.Dialect."""
+
+    name = "vllm"
+
+    # -- generation
+
+    def generate(self, request: GenerateRequest) -> list[HttpRequest]:
+        return [self._generate_chunk(request, start, count) for start, count in _chunks(request)]
+
+    def _generate_chunk(self, request: GenerateRequest, start: int, count: int) -> HttpRequest:
+        sampling = request.sampling
+        parameters: dict[str, Any] = {
+            "n": count,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+            "logprobs": 0,  # the sampled token's own, no alternatives
+            "detokenize": False,
+        }
+        if request.seed is not None:
+            # vLLM seeds sample i of a request with seed + i (v1/engine/parallel_sampling.py).
+            parameters["seed"] = (request.seed + start) % SEED_MODULUS
+        request_id = request.request_id if start == 0 else f"{request.request_id}-{start}"
+        body = {"request_id": request_id, "token_ids": list(request.prompt_ids), "sampling_params": parameters}
+        return HttpRequest("POST", GENERATE_PATH, body)
+
+    def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
+        completions = []
+        for (_, count), reply in zip(_chunks(request), replies, strict=True):
+            choices = reply.get("choices") if isinstance(reply, dict) else None
+            if not isinstance(choices, list) or len(choices) != count:
+                found = len(choices) if isinstance(choices, list) else "no"
+                raise EngineError(f"{GENERATE_PATH} returned {found} choices where {count} samples were asked for")
+            completions.extend(parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
+        return completions
+
+    # -- probing
+
+    def probe(self) -> Mapping[str, HttpRequest]:
+        return {
+            "version": HttpRequest("GET", "/version"),
+            "models": HttpRequest("GET", "/v1/models"),
+            "world_size?": HttpRequest("GET", "/get_world_size"),
+            "weights?": HttpRequest("GET", "/weight_info"),
+            "paused?": HttpRequest("GET", "/is_paused"),
+            "plugin?": HttpRequest("GET", "/rltool/info"),
+            "server?": HttpRequest("GET", "/server_info", query={"config_format": "json"}),
+        }
+
+    def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo:
+        if replies["world_size?"] is None or replies["weights?"] is None:
+            raise EngineError(
+                "this vLLM server does not offer its control routes (/get_world_size, /weight_info): start it with "
+                "`rltool serve-engines`, or with VLLM_SERVER_DEV_MODE=1 in its environment"
+            )
+        models = replies["models"]["data"]
+        if not models:
+            raise EngineError("this vLLM server lists no model under /v1/models")
+        # A LoRA adapter is listed as a further model with a parent: the first one is the base model.
+        model = models[0]
+        plugin = replies["plugin?"]
+        facts = plugin if plugin is not None else _facts_of_stock_server(replies["server?"])
+        config = facts.get("model_config") or {}
+        return EngineInfo(
+            dialect=self.name,
+            engine_version=replies["version"]["version"],
+            model_id=model["id"],
+            world_size=replies["world_size?"]["world_size"],
+            max_model_len=model.get("max_model_len"),
+            vocab_size=facts.get("vocab_size"),
+            dtype=facts.get("dtype"),
+            weight_backend=facts.get("weight_backend"),
+            weight_version=replies["weights?"]["weight_version"],
+            boot_id=facts.get("boot_id"),
+            plugin=plugin is not None,
+            paused=(replies["paused?"] or {}).get("is_paused"),
+            model_config=config,
+        )
+
+    def health(self) -> HttpRequest:
+        return HttpRequest("GET", "/health")
+
+    # -- control plane
+
+    def pause(self, mode: PauseMode) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/pause", query={"mode": mode})]
+
+    def resume(self) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/resume")]
+
+    # -- weights (the wire contract is in rltool.engines.wire)
+
+    def init_transfer(
+        self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float
+    ) -> list[HttpRequest]:
+        _refuse_nccl(medium)
+        info: dict[str, Any] = {"medium": medium}
+        if medium == "gloo":
+            info |= {
+                "address": address,
+                "port": port,
+                "rank_offset": rank_offset,
+                "world_size": world_size,
+                "group": group,
+                "timeout_seconds": timeout_seconds,
+            }
+        return [HttpRequest("POST", "/init_weight_transfer_engine", {"init_info": info})]
+
+    def begin_update(self) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/start_weight_update")]
+
+    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
+        _refuse_nccl(medium)
+        info: dict[str, Any] = {
+            "names": [meta.name for meta in bucket],
+            "dtypes": [meta.dtype for meta in bucket],
+            "shapes": [list(meta.shape) for meta in bucket],
+        }
+        if medium == "disk":
+            if path is None:
+                raise ValueError("a bucket that travels over the disk needs the path of its file")
+            info["path"] = path
+        return [HttpRequest("POST", "/update_weights", {"update_info": info})]
+
+    def finish_update(self, version: str) -> list[HttpRequest]:
+        # The prefix cache holds keys and values of the old weights. A pause with mode=keep leaves it alone, and requests that
+        # are frozen hold blocks of it: they are requeued, so that their tokens so far stay and their cache is computed anew.
+        return [
+            HttpRequest("POST", "/finish_weight_update", {"weight_version": version}),
+            HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
+        ]
+
+    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
+
+    # -- launching
+
+    def argv(self, launch: EngineLaunch) -> list[str]:
+        # Not `vllm serve`: the CPU build's distribution has another name, and that command looks itself up by name.
+        argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", str(launch.model), "--served-model-name", launch.served_name]
+        argv += ["--host", launch.host, "--port", str(launch.port)]
+        argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
+        # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
+        argv += ["--logprobs-mode", "processed_logprobs"]
+        argv += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        argv += ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
+        argv += ["--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
+        dtype, max_model_len = launch.dtype, launch.max_model_len
+        if launch.device == "cpu":
+            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
+            argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
+        if dtype is not None:
+            argv += ["--dtype", dtype]
+        if max_model_len is not None:
+            argv += ["--max-model-len", str(max_model_len)]
+        if launch.trust_remote_code:
+            argv += ["--trust-remote-code"]
+        return [*argv, *launch.extra_args]
+
+    def environment(self, launch: EngineLaunch) -> dict[str, str]:
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",  # opens the RL routes; the guard closes the others that this opens
+            "VLLM_API_KEY": "",  # an inherited one would make vLLM demand another key than the guard does
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RLTOOL_KEY_FILE": str(launch.key_file),
+            "RLTOOL_BOOT_ID": launch.boot_id,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
+        }
+        if launch.device == "cpu":
+            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+        return environment
+
+
+def parse_choice(choice: Mapping[str, Any]) -> Completion:
+    """One entry of `choices`. Raises MissingLogprobs also where vLLM's stand-in for a missing value is found."""
+    token_ids = tuple(choice.get("token_ids") or ())
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    reason = choice.get("finish_reason")
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {reason!r}")
+    for position, (token_id, entry) in enumerate(zip(token_ids, content, strict=False)):
+        if entry["token_id"] != token_id:
+            raise EngineError(f"log-probability {position} is that of token {entry['token_id']}, the sampled token is {token_id}")
+        if entry["logprob"] is not None and entry["logprob"] <= MISSING_LOGPROB:
+            raise MissingLogprobs(f"vLLM has no finite log-probability for sampled token {position} (it sent {entry['logprob']})")
+    spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
+    return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans)
+
+
+def _chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
+    """(first sample, samples) of each HTTP request: at most MAX_N_PER_REQUEST, and none across the end of the seeds."""
+    start = 0
+    while start < request.n:
+        count = min(MAX_N_PER_REQUEST, request.n - start)
+        if request.seed is not None:
+            count = min(count, SEED_MODULUS - (request.seed + start) % SEED_MODULUS)
+        yield start, count
+        start += count
+
+
+def _refuse_nccl(medium: Medium) -> None:
+    if medium == "nccl":
+        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
+
+
+def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
+    """What /server_info?config_format=json of an unmodified server (in dev mode) tells; {} where it does not answer.
+
+    The HF config in it is text: the class's name followed by JSON, for pydantic cannot dump it.
+    """
+    config = (reply or {}).get("vllm_config")
+    if not isinstance(config, dict):
+        return {}
+    model = config.get("model_config") or {}
+    text = model.get("hf_text_config") or model.get("hf_config") or ""
+    hf_config = {}
+    if isinstance(text, str) and "{" in text:
+        try:
+            hf_config = json.loads(text[text.index("{") :])
+        except ValueError:
+            hf_config = {}  # the text is cut or has changed: then the vocabulary stays unknown, which preflight names
+    return {
+        "vocab_size": hf_config.get("vocab_size"),
+        "dtype": str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
+        "weight_backend": (config.get("weight_transfer_config") or {}).get("backend"),
+        "model_config": hf_config,
+    }
+
+
+def _cpu_max_model_len(launch: EngineLaunch) -> int:
+    try:
+        config = json.loads((launch.model / "config.json").read_text())
+    except (OSError, ValueError):
+        return CPU_MAX_MODEL_LEN  # vLLM itself will say what is wrong with the model directory
+    longest = config.get("max_position_embeddings")
+    return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN
