@@ -1,0 +1,142 @@
+"""The mapping between a Hugging Face checkpoint and a Megatron model, parameter by parameter. A family fills it in.
+
+Nothing here knows Megatron or files: a `Parameter` says how HF tensors become one Megatron tensor, how that tensor is
+cut over tensor-parallel ranks, and both ways back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rltool.errors import RltoolError
+
+
+class ShapeMismatch(RltoolError):
+    """A tensor whose shape is not the one that config.json implies."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the Megatron model and the HF tensors that it is made of.
+
+    name: Megatron's name with the global layer index, e.g. "decoder.layers.3.mlp.linear_fc1.weight"
+    hf: name and shape of each HF tensor, in merge order
+    layer: global layer index; None for embedding, final norm and head
+    shard_dim: dimension that tensor parallelism cuts; None: every rank holds all of it
+    merge_as: "same" (one HF tensor), "stack" (equal blocks along dimension 0, each cut separately: gate and up), or
+        "qkv" (per query group: its queries, its key, its value; cut by group)
+    query_groups, head_dim: for "qkv"
+    vocabulary: dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size
+    """
+
+    name: str
+    hf: tuple[tuple[str, tuple[int, ...]], ...]
+    layer: int | None = None
+    shard_dim: int | None = None
+    merge_as: Literal["same", "stack", "qkv"] = "same"
+    query_groups: int = 0
+    head_dim: int = 0
+    vocabulary: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return len(self.hf) if self.merge_as == "stack" else 1
+
+    def merge(self, tensors: list[Tensor]) -> Tensor:
+        """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
+        for (name, shape), tensor in zip(self.hf, tensors, strict=True):
+            if tuple(tensor.shape) != shape:
+                raise ShapeMismatch(
+                    f"{name} has shape {tuple(tensor.shape)}, but config.json implies {shape}; "
+                    "the weights and the config.json beside them do not belong together"
+                )
+        if self.merge_as == "same":
+            return tensors[0]
+        if self.merge_as == "stack":
+            return torch.cat(tensors)
+        grouped = [tensor.reshape(self.query_groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        merged = torch.cat(grouped, dim=1)
+        return merged.reshape(-1, *merged.shape[2:])
+
+    def split(self, tensor: Tensor) -> list[Tensor]:
+        """The inverse of `merge`; contiguous tensors in the order of `hf`."""
+        if self.merge_as == "same":
+            return [tensor]
+        if self.merge_as == "stack":
+            return list(tensor.chunk(self.blocks))
+        grouped = tensor.reshape(self.query_groups, -1, *tensor.shape[1:])
+        sizes = [shape[0] // self.query_groups for _, shape in self.hf]
+        return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds, vocabulary padded with zeros."""
+        if self.shard_dim is None:
+            return tensor
+        if self.vocabulary:
+            missing = padded_vocabulary(tensor.shape[0], size) - tensor.shape[0]
+            tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+        parts = [block.chunk(size, dim=self.shard_dim)[rank] for block in tensor.chunk(self.blocks)]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def unshard(self, shards: list[Tensor]) -> Tensor:
+        """The inverse of `shard`, from the parts of all ranks in rank order; vocabulary padding is stripped."""
+        if self.shard_dim is None:
+            return shards[0]
+        if len(shards) == 1:
+            full = shards[0]
+        else:
+            per_rank = [shard.chunk(self.blocks) for shard in shards]
+            joined = [torch.cat(block, dim=self.shard_dim) for block in zip(*per_rank, strict=True)]
+            full = torch.cat(joined) if len(joined) > 1 else joined[0]
+        return full[: self.hf[0][1][0]] if self.vocabulary else full
+
+
+def padded_vocabulary(size: int, tensor_parallel: int) -> int:
+    """The smallest multiple of the tensor-parallel size that is not below the vocabulary size."""
+    return -(-size // tensor_parallel) * tensor_parallel
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """A model of one family: what Megatron needs to build it, and the mapping of every tensor.
+
+    transformer: keyword arguments of Megatron's TransformerConfig
+    inverse_frequencies: [head_dim / 2] float32 of the rotary embedding, scaling applied
+    parameters: every Megatron parameter of the model, in the order in which weights are exported
+    """
+
+    architecture: str
+    transformer: dict[str, Any]
+    vocab_size: int
+    max_position_embeddings: int
+    tied_embeddings: bool
+    rope_theta: float
+    inverse_frequencies: Tensor
+    parameters: tuple[Parameter, ...]
+    _by_name: dict[str, Parameter] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_by_name", {parameter.name: parameter for parameter in self.parameters})
+
+    def parameter(self, name: str) -> Parameter:
+        """The parameter with this Megatron name (global layer index). The head of a tied model is its embedding."""
+        if self.tied_embeddings and name == HEAD:
+            name = EMBEDDING
+        return self._by_name[name]
+
+    @property
+    def num_layers(self) -> int:
+        return self.transformer["num_layers"]
+
+    def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every HF tensor, in export order. A tied model has no lm_head."""
+        return [tensor for parameter in self.parameters for tensor in parameter.hf]
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+HEAD = "output_layer.weight"

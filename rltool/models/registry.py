@@ -1,0 +1,45 @@
+"""Which family a config.json belongs to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rltool.errors import UsageError
+from rltool.models import llama, qwen2
+from rltool.models.base import Family
+
+_BUILDERS = {architecture: module.build for module in (qwen2, llama) for architecture in module.ARCHITECTURES}
+
+
+def supported_architectures() -> list[str]:
+    return sorted(_BUILDERS)
+
+
+def family_for(hf_config: dict[str, Any]) -> Family:
+    """The model that this config.json describes. UsageError for an architecture or a feature that is not implemented."""
+    architectures = hf_config.get("architectures") or []
+    known = [name for name in architectures if name in _BUILDERS]
+    if not known:
+        found = ", ".join(architectures) or "none named"
+        raise UsageError(
+            f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}"
+        )
+    return _BUILDERS[known[0]](hf_config)
+
+
+def read_hf_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a model directory. UsageError when there is none or it is no JSON object."""
+    path = Path(directory) / "config.json"
+    if not Path(directory).is_dir():
+        raise UsageError(f"{directory} is not a directory; expected a Hugging Face model directory with a config.json")
+    if not path.is_file():
+        raise UsageError(f"{directory} has no config.json; expected a Hugging Face model directory")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds a {type(config).__name__}, expected a JSON object")
+    return config

@@ -1,0 +1,136 @@
+"""Families: what config.json becomes, what is refused, and merge/split/shard/unshard being inverses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rltool.errors import UsageError
+from rltool.models.base import EMBEDDING, HEAD, ShapeMismatch, padded_vocabulary
+from rltool.models.registry import family_for, read_hf_config
+from rltool.models.rope import inverse_frequencies, rope_settings
+
+
+def hf_config(architecture: str = "Qwen2ForCausalLM", **changes):
+    config = {
+        "architectures": [architecture],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 11,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return {**config, **changes}
+
+
+def random_hf_state(family):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in family.hf_tensors()}
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_hf_tensor_survives_merge_shard_unshard_split(architecture, tp):
+    family = family_for(hf_config(architecture))
+    state = random_hf_state(family)
+    for parameter in family.parameters:
+        merged = parameter.merge([state[name] for name, _ in parameter.hf])
+        shards = [parameter.shard(merged, rank, tp) for rank in range(tp)]
+        assert len({shard.shape for shard in shards}) == 1
+        for (name, _), tensor in zip(parameter.hf, parameter.split(parameter.unshard(shards)), strict=True):
+            assert torch.equal(tensor, state[name]), name
+
+
+def test_gate_and_up_are_cut_separately():
+    parameter = family_for(hf_config()).parameter("decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = torch.zeros(24, 16), torch.ones(24, 16)
+    shard = parameter.shard(parameter.merge([gate, up]), 1, 2)
+    assert torch.equal(shard, torch.cat([torch.zeros(12, 16), torch.ones(12, 16)]))
+
+
+def test_qkv_is_grouped_queries_then_key_then_value():
+    parameter = family_for(hf_config()).parameter("decoder.layers.0.self_attention.linear_qkv.bias")
+    merged = parameter.merge([torch.arange(16.0), torch.full((8,), 100.0), torch.full((8,), 200.0)])
+    assert merged[:16].tolist() == [*range(8), *[100.0] * 4, *[200.0] * 4]
+    assert merged[16:24].tolist() == list(range(8, 16))
+
+
+def test_vocabulary_is_padded_with_zeros_and_stripped_again():
+    parameter = family_for(hf_config()).parameter(EMBEDDING)
+    full = torch.randn(11, 16)
+    last = parameter.shard(full, 1, 2)
+    assert last.shape == (6, 16) and not last[-1].any()
+    assert torch.equal(parameter.unshard([parameter.shard(full, 0, 2), last]), full)
+    assert padded_vocabulary(12, 2) == 12
+
+
+def test_tied_model_has_no_head_tensor_and_its_head_is_the_embedding():
+    family = family_for(hf_config(tie_word_embeddings=True))
+    assert "lm_head.weight" not in dict(family.hf_tensors())
+    assert family.parameter(HEAD).name == EMBEDDING
+    assert "lm_head.weight" in dict(family_for(hf_config()).hf_tensors())
+
+
+def test_wrong_shape_names_the_tensor():
+    parameter = family_for(hf_config()).parameter("decoder.final_layernorm.weight")
+    with pytest.raises(ShapeMismatch, match=r"model\.norm\.weight has shape \(3,\).*implies \(16,\)"):
+        parameter.merge([torch.zeros(3)])
+
+
+def test_unknown_architecture_is_refused_with_the_supported_ones():
+    with pytest.raises(UsageError, match="MambaForCausalLM; supported: LlamaForCausalLM, Qwen2ForCausalLM"):
+        family_for(hf_config("MambaForCausalLM"))
+    with pytest.raises(UsageError, match="none named"):
+        family_for({})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "named"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ("Qwen2ForCausalLM", {"attention_bias": False}, "attention_bias"),
+        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act"),
+        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
+        ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
+    ],
+)
+def test_feature_that_is_not_implemented_is_refused_by_name(architecture, changes, named):
+    with pytest.raises(UsageError, match=named):
+        family_for(hf_config(architecture, **changes))
+
+
+def test_sliding_window_size_that_is_not_in_use_is_accepted():
+    family_for(hf_config(sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"] * 2))
+
+
+def test_both_spellings_of_rope_mean_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = rope_settings({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    new = rope_settings({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}})
+    assert torch.equal(inverse_frequencies(32, old), inverse_frequencies(32, new))
+    plain = inverse_frequencies(32, rope_settings({"rope_theta": 5e5}))
+    assert torch.equal(inverse_frequencies(32, new)[:1], plain[:1])
+    assert torch.allclose(inverse_frequencies(32, new)[-1], plain[-1] / 8)
+
+
+def test_directory_without_config_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        read_hf_config(tmp_path)
+    with pytest.raises(UsageError, match="not a directory"):
+        read_hf_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="not valid JSON"):
+        read_hf_config(tmp_path)
