@@ -110,6 +110,8 @@ class RolloutConfig(Config):
     requests_per_engine: int = Field(64, ge=1)
     """Prompt groups in flight per engine; total concurrency is this times the number of engines found."""
     request_timeout: float = Field(600.0, gt=0)
+    generate_function: ImportPath | None = None
+    """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn generation."""
     preflight_timeout: float = Field(30.0, gt=0)
     """Seconds to wait for each given address to answer."""
 
