@@ -1,0 +1,35 @@
+"""Files that are either old or new, never half written, whoever reads them meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+
+def write_text_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Replace `path` by a complete new file with these permissions; its directory must exist."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json_atomic(path: Path, value: Any, *, mode: int = 0o644) -> None:
+    write_text_atomic(path, json.dumps(value, indent=2) + "\n", mode=mode)
+
+
+def replace_symlink(link: Path, target: str) -> None:
+    """Point `link` at `target` (relative to the link's directory) without a moment in which it is missing."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    os.symlink(target, temporary)
+    os.replace(temporary, link)

@@ -1,0 +1,76 @@
+"""The GPUs of this host, found without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltool.processes.run_directory import list_runs
+from rltool.processes.state import is_alive, read_states
+
+_PROC = Path("/proc/driver/nvidia/gpus")
+_QUERY_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """`memory_mib` is None where nvidia-smi is missing."""
+
+    index: int
+    name: str
+    memory_mib: int | None = None
+
+
+def visible_gpus() -> list[Gpu]:
+    """NVIDIA GPUs of this host, less those that CUDA_VISIBLE_DEVICES hides, with the host's own indices."""
+    return hide_gpus(_from_nvidia_smi() or _from_proc(_PROC), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def hide_gpus(gpus: list[Gpu], cuda_visible_devices: str | None) -> list[Gpu]:
+    """Keep those that the variable lists. UUIDs in it are not understood: then nothing is hidden here, and CUDA decides."""
+    if cuda_visible_devices is None:
+        return gpus
+    named = [part.strip() for part in cuda_visible_devices.split(",") if part.strip()]
+    if not all(part.isdigit() for part in named):
+        return gpus
+    return [gpu for gpu in gpus if str(gpu.index) in named]
+
+
+def parse_nvidia_smi(text: str) -> list[Gpu]:
+    """Lines of `index, name, memory.total` in MiB without header and units."""
+    gpus = []
+    for line in text.strip().splitlines():
+        index, name, memory = (part.strip() for part in line.split(","))
+        gpus.append(Gpu(int(index), name, int(memory) if memory.isdigit() else None))
+    return gpus
+
+
+def gpus_in_use(root: Path | None = None) -> dict[int, str]:
+    """GPU index -> "run NAME, ROLE" for every GPU that a living process of some run on this host holds."""
+    held: dict[int, str] = {}
+    for run in list_runs(root):
+        for state in read_states(run):
+            if state.gpus and is_alive(state):
+                held.update(dict.fromkeys(state.gpus, f"run {run.name}, {state.role}"))
+    return held
+
+
+def _from_nvidia_smi() -> list[Gpu]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    argv = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        reply = subprocess.run(argv, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):  # a driver that does not answer: /proc may still tell
+        return []
+    return parse_nvidia_smi(reply.stdout)
+
+
+def _from_proc(directory: Path) -> list[Gpu]:
+    if not directory.is_dir():
+        return []
+    return [Gpu(index, entry.name) for index, entry in enumerate(sorted(directory.iterdir()))]

@@ -1,0 +1,66 @@
+"""Reading the logs of processes: the last lines of one, and several at once as they grow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+_BLOCK = 64 * 1024
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """The last `count` lines, without line ends; fewer if the file is shorter, none if it is missing.
+
+    Reads from the end, so the size of the file does not matter. Bytes that are not UTF-8 are replaced.
+    """
+    if count <= 0 or not path.exists():
+        return []
+    with path.open("rb") as file:
+        position = file.seek(0, 2)
+        data = b""
+        # One newline more than lines: the last line usually ends in one.
+        while position > 0 and data.count(b"\n") <= count:
+            step = min(_BLOCK, position)
+            position = file.seek(position - step)
+            data = file.read(step) + data
+    return data.decode("utf-8", "replace").removesuffix("\n").split("\n")[-count:] if data else []
+
+
+def follow(
+    files: Mapping[str, Path],
+    *,
+    lines: int = 0,
+    poll: float = 0.2,
+    sleep: Callable[[float], None] = time.sleep,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Iterator[tuple[str, str]]:
+    """(role, line) of every file: first its last `lines`, then each line when it is complete, until go_on() is false.
+
+    When go_on turns false, what was written until then is still yielded, an unfinished last line too.
+    """
+    positions: dict[str, int] = {}
+    rests: dict[str, bytes] = {role: b"" for role in files}
+    for role, path in files.items():
+        positions[role] = path.stat().st_size if path.exists() else 0
+        yield from ((role, line) for line in last_lines(path, lines))
+    while True:
+        active = go_on()
+        for role, path in files.items():
+            fresh = _read_from(path, positions[role])
+            positions[role] += len(fresh)
+            *complete, rests[role] = (rests[role] + fresh).split(b"\n")
+            if not active and rests[role]:
+                complete.append(rests[role])
+            yield from ((role, line.decode("utf-8", "replace")) for line in complete)
+        if not active:
+            return
+        sleep(poll)
+
+
+def _read_from(path: Path, position: int) -> bytes:
+    if not path.exists():
+        return b""
+    with path.open("rb") as file:
+        file.seek(position)
+        return file.read()

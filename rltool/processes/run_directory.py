@@ -1,0 +1,188 @@
+"""The directory that all commands of one run share: where everything is, and nothing about what is in it.
+
+    runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
+                rollouts/  checkpoints/step_N/  metrics.jsonl  report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import uuid
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from rltool import __version__
+from rltool.errors import UsageError
+from rltool.processes.files import replace_symlink, write_json_atomic
+
+RUNS_VARIABLE = "RLTOOL_RUNS"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_KEY_BYTES = 32
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """An absolute path and the names below it. Made by open_run."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def endpoints_file(self) -> Path:
+        return self.path / "endpoints.json"
+
+    @property
+    def state_dir(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def key_file(self) -> Path:
+        """The bearer key of the run's engines and router; ensure_key() writes it."""
+        return self.state_dir / "key"
+
+    @property
+    def logs_dir(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def rollouts_dir(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def report_file(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def is_used(self) -> bool:
+        """It holds metrics or a checkpoint, so training may go on here only by resuming."""
+        has_metrics = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        return has_metrics or any(self.checkpoints_dir.glob("step_*"))
+
+    @property
+    def run_id(self) -> str:
+        """uuid4 hex, the same for the directory's whole life."""
+        return _identity(self.path)["id"]
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt that has logs; 0 before the first."""
+        return max((_attempt_number(path) for path in self.logs_dir.glob("attempt_*")), default=0)
+
+    def ensure_key(self) -> Path:
+        """The key file (0600), written at the first call with a fresh random key and never changed."""
+        try:
+            descriptor = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return self.key_file
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(_KEY_BYTES))
+        return self.key_file
+
+    def new_log(self, role: str) -> Path:
+        """A fresh, empty log file for a process that is about to start.
+
+        It goes into the newest attempt, unless this role has a log there already: then it was started again, and a new
+        attempt begins. So an attempt is one life of the whole run, and attempt_of(log) is unique for a role.
+        """
+        attempt = max(self.attempt, 1)
+        while True:
+            log = self.logs_dir / f"attempt_{attempt}" / f"{role}.log"
+            log.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                log.touch(exist_ok=False)
+            except FileExistsError:
+                attempt += 1
+                continue
+            replace_symlink(self.logs_dir / "latest", log.parent.name)
+            return log
+
+
+def attempt_of(log: Path) -> int:
+    """The attempt that a path returned by new_log belongs to."""
+    return _attempt_number(log.parent)
+
+
+def runs_root(root: Path | None = None) -> Path:
+    """Absolute path of the directory that holds runs: `root`, or $RLTOOL_RUNS, or ./runs."""
+    return (root or Path(os.environ.get(RUNS_VARIABLE) or "runs")).absolute()
+
+
+def open_run(name: str | None, *, create: bool, root: Path | None = None) -> RunDirectory:
+    """The run called `name`; without a name a fresh one (create=True) or the newest (create=False).
+
+    create=True with a name opens it, making it if need be. Raises UsageError if there is no such run, or for a name
+    that is not a plain directory name.
+    """
+    root = runs_root(root)
+    if name is not None and not _NAME.fullmatch(name):
+        raise UsageError(f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})")
+    if create:
+        return _create(root / (name or _fresh_name()))
+    runs = list_runs(root)
+    if name is None:
+        if not runs:
+            raise UsageError(f"there is no run in {root}: start one with `rltool serve-engines`, or say --run NAME where one is made")
+        return runs[-1]
+    for run in runs:
+        if run.name == name:
+            return run
+    known = ", ".join(run.name for run in reversed(runs[-5:])) or "none"
+    raise UsageError(f"--run {name}: no such run in {root}; the newest ones: {known}")
+
+
+def list_runs(root: Path | None = None) -> list[RunDirectory]:
+    """All runs below the root, oldest first."""
+    found = []
+    for marker in runs_root(root).glob("*/state/run.json"):
+        path = marker.parent.parent
+        found.append((_identity(path)["created"], path))
+    return [RunDirectory(path) for _, path in sorted(found)]
+
+
+def _create(path: Path) -> RunDirectory:
+    state = path / "state"
+    state.mkdir(parents=True, exist_ok=True)
+    # Other users share the host: who can list state/ learns argv and urls, and is next to the key.
+    state.chmod(0o700)
+    if not (state / "run.json").exists():
+        created = datetime.now().astimezone().isoformat()
+        write_json_atomic(state / "run.json", {"id": uuid.uuid4().hex, "created": created, "rltool": __version__})
+    return RunDirectory(path)
+
+
+def _identity(path: Path) -> dict[str, str]:
+    marker = path / "state" / "run.json"
+    try:
+        return json.loads(marker.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} is not a run directory: {marker} is missing") from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{marker} is not JSON ({error}); move the directory away, or restore the file") from error
+
+
+def _fresh_name() -> str:
+    return f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def _attempt_number(path: Path) -> int:
+    number = path.name.removeprefix("attempt_")
+    return int(number) if number.isdigit() else 0

@@ -1,0 +1,98 @@
+"""Starting one process of a run: own session, own log file, recorded before anybody can lose sight of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from rltool.errors import RltoolError
+from rltool.processes.logs import last_lines
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.signals import deferred_interrupts
+from rltool.processes.state import ProcessState, write_state
+
+LOG_LINES_IN_ERRORS = 20
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """What to start. `environment` is laid over the parent's; secrets belong into files that it names, not into argv."""
+
+    role: str
+    argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = None
+    gpus: tuple[int, ...] = ()
+    cwd: Path | None = None
+
+
+class ProcessFailed(RltoolError):
+    """A process ended that should not have, or never got ready. The message quotes the end of its log."""
+
+
+@dataclass(frozen=True)
+class RunningProcess:
+    """A child of this process. `state` is what other shells see of it."""
+
+    state: ProcessState
+    popen: subprocess.Popen[bytes]
+    run: RunDirectory
+
+    @property
+    def role(self) -> str:
+        return self.state.role
+
+    @property
+    def log(self) -> Path:
+        if self.state.log is None:
+            raise ValueError(f"{self.role} was started without a log file")
+        return self.state.log
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative is the number of the signal that killed it."""
+        return self.popen.poll()
+
+    def failure(self, what: str) -> ProcessFailed:
+        """The error to show: what happened, the last lines of the log, where it is, what to type next."""
+        quoted = "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
+        return ProcessFailed(
+            f"{self.role} {what}. The end of its log:\n{quoted}\n"
+            f"log: {self.log}\nnext: rltool logs {self.role} --run {self.run.name} -n 200"
+        )
+
+
+def start(spec: ProcessSpec, run: RunDirectory) -> RunningProcess:
+    """Start it in a session of its own, stdout and stderr to a fresh log file, and write its state file.
+
+    Its own session keeps the terminal's Ctrl-C from it (whoever started it stops it in order) and lets `stop_processes`
+    find orphans. Raises ProcessFailed if the program cannot be executed.
+    """
+    log = run.new_log(spec.role)
+    with deferred_interrupts(), log.open("ab") as output:
+        try:
+            popen = subprocess.Popen(
+                list(spec.argv),
+                env={**os.environ, **spec.environment},
+                cwd=spec.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise ProcessFailed(f"{spec.role} could not be started: {error.strerror}: {spec.argv[0]}") from error
+        # An unreaped child keeps its pid and start time readable even if it has died at once.
+        start_time = psutil.Process(popen.pid).create_time()
+        state = ProcessState(role=spec.role, pid=popen.pid, start_time=start_time, argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus)
+        write_state(run, state)
+    return RunningProcess(state=state, popen=popen, run=run)
+
+
+def describe_exit(code: int) -> str:
+    """Exit code in words, for "ROLE ..."."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

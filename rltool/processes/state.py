@@ -1,0 +1,108 @@
+"""What rltool knows about a process that it started, kept in state/ROLE.json so that any shell can find it again.
+
+A pid alone names nobody for long: the kernel hands it out again. So a process is ours only if its pid *and* its start
+time match, and everything that signals or counts processes asks `is_alive` first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rltool import __version__
+from rltool.errors import RltoolError
+from rltool.processes.files import write_text_atomic
+from rltool.processes.run_directory import RunDirectory
+
+_START_TIME_TOLERANCE = 1.0
+"""Seconds. psutil adds start ticks to the boot time, which wanders by fractions of a second as the clock is slewed."""
+
+_NOT_ROLES = ("run.json",)
+
+
+class ProcessState(BaseModel):
+    """One process. Times are seconds since the epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    role: str
+    pid: int
+    start_time: float
+    argv: tuple[str, ...]
+    log: Path | None = None
+    url: str | None = None
+    gpus: tuple[int, ...] = ()
+    session_leader: bool = True
+    """It was started by `start` in a session of its own, so whatever is left of that session belongs to it."""
+    stopping: bool = False
+    """Somebody asked for its end; its death is no failure."""
+    rltool: str = __version__
+
+
+def is_alive(state: ProcessState) -> bool:
+    """The very process of this state is running (a zombie is not)."""
+    return find_process(state) is not None
+
+
+def find_process(state: ProcessState) -> psutil.Process | None:
+    try:
+        process = psutil.Process(state.pid)
+        same = abs(process.create_time() - state.start_time) <= _START_TIME_TOLERANCE
+        return process if same and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def state_of_this_process(role: str, *, argv: Iterable[str], url: str | None = None, log: Path | None = None) -> ProcessState:
+    """For a command that runs in the foreground and wants to be seen by status and stop."""
+    pid = os.getpid()
+    return ProcessState(
+        role=role, pid=pid, start_time=psutil.Process(pid).create_time(), argv=tuple(argv), url=url, log=log, session_leader=False
+    )
+
+
+def state_file(run: RunDirectory, role: str) -> Path:
+    return run.state_dir / f"{role}.json"
+
+
+def write_state(run: RunDirectory, state: ProcessState) -> None:
+    write_text_atomic(state_file(run, state.role), state.model_dump_json(indent=2) + "\n", mode=0o600)
+
+
+def read_states(run: RunDirectory) -> list[ProcessState]:
+    """Every process that this run has recorded, alive or not, by role."""
+    files = sorted(run.state_dir.glob("*.json"), key=lambda file: _natural_order(file.stem))
+    return [state for file in files if file.name not in _NOT_ROLES and (state := _read(file)) is not None]
+
+
+def read_state(run: RunDirectory, role: str) -> ProcessState | None:
+    return _read(state_file(run, role))
+
+
+def remove_state(run: RunDirectory, state: ProcessState) -> None:
+    """Forget a process that has ended, unless its role has been taken by a newer one."""
+    current = read_state(run, state.role)
+    if current is not None and current.pid == state.pid:
+        state_file(run, state.role).unlink(missing_ok=True)
+
+
+def _read(file: Path) -> ProcessState | None:
+    try:
+        return ProcessState.model_validate_json(file.read_text())
+    except FileNotFoundError:  # removed between listing and reading
+        return None
+    except ValidationError as error:
+        raise RltoolError(
+            f"{file} is not a process state of rltool {__version__}: {error.errors()[0]['msg']}. "
+            "Another version wrote it, or it is damaged; if nothing of that run lives, remove it"
+        ) from error
+
+
+def _natural_order(role: str) -> tuple[str, int]:
+    """engine-10 after engine-9."""
+    name, _, number = role.rpartition("-")
+    return (name, int(number)) if number.isdigit() else (role, -1)

@@ -1,0 +1,227 @@
+"""Starting, watching and stopping real child processes, with children of their own."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from rltool.errors import RltoolError
+from rltool.processes.readiness import NotReady, wait_until_ready
+from rltool.processes.run_directory import open_run
+from rltool.processes.spawn import ProcessFailed, ProcessSpec, start
+from rltool.processes.state import is_alive, read_state, read_states, write_state
+from rltool.processes.stop import process_tree, stop_processes
+from rltool.processes.supervise import stop_all, supervise
+
+DEADLINE = 30.0
+
+# A parent that prints the pid of a child which ignores TERM, as do some worker processes while they load CUDA.
+STUBBORN_FAMILY = """
+import signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = open_run("test", create=True, root=tmp_path)
+    yield run
+    for state in read_states(run):
+        for process in process_tree(state):
+            process.kill()
+
+
+def python(role, code, **options):
+    return ProcessSpec(role=role, argv=(sys.executable, "-c", code), **options)
+
+
+def wait_for_log(process, text):
+    deadline = time.monotonic() + DEADLINE
+    while text not in process.log.read_text():
+        assert time.monotonic() < deadline, f"{text!r} never appeared in {process.log.read_text()!r}"
+        time.sleep(0.02)
+    return process.log.read_text()
+
+
+def start_family(run):
+    parent = start(python("family", STUBBORN_FAMILY), run)
+    wait_for_log(parent, "deaf")
+    child = int(wait_for_log(parent, "child").split("child")[1].split()[0])
+    return parent, psutil.Process(child)
+
+
+def gone(process):
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_started_process_is_recorded_and_logs_both_streams(run):
+    process = start(python("worker", "import sys, os; print('out', os.environ['X']); sys.stderr.write('err')", environment={"X": "1"}, url="http://u", gpus=(3,)), run)
+    assert process.popen.wait(DEADLINE) == 0
+    log = process.log.read_text()
+    assert "out 1" in log
+    assert "err" in log
+    state = read_state(run, "worker")
+    assert state == process.state
+    assert (state.url, state.gpus, state.pid) == ("http://u", (3,), process.popen.pid)
+    assert not is_alive(state)
+
+
+def test_a_program_that_does_not_exist_is_named(run):
+    with pytest.raises(ProcessFailed, match="/does/not/exist"):
+        start(ProcessSpec(role="worker", argv=("/does/not/exist",)), run)
+    assert read_states(run) == []
+
+
+def test_stop_ends_the_whole_tree_even_a_child_that_ignores_term(run):
+    parent, child = start_family(run)
+    stop_processes([parent.state], grace=0.5)
+    assert not is_alive(parent.state)
+    assert gone(child)
+
+
+def test_an_orphan_whose_parent_was_killed_is_still_found_and_stopped(run):
+    parent, child = start_family(run)
+    parent.popen.kill()
+    parent.popen.wait()
+    assert child.is_running()
+    stop_processes([parent.state], grace=0.2)
+    assert gone(child)
+
+
+def test_a_reused_pid_is_never_signalled(run):
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    try:
+        mine = start(python("worker", "pass"), run)
+        mine.popen.wait(DEADLINE)
+        reused = mine.state.model_copy(update={"pid": stranger.pid, "start_time": mine.state.start_time - 3600})
+        write_state(run, reused)
+        assert not is_alive(reused)
+        stop_processes([reused], grace=0.2)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_an_interrupt_in_the_grace_period_kills_at_once_and_leaves_nothing(run):
+    parent, child = start_family(run)
+
+    def impatient(_seconds):
+        raise KeyboardInterrupt
+
+    slept = iter([impatient])
+    stop_processes([parent.state], grace=600, sleep=lambda s: next(slept, time.sleep)(s))
+    assert not is_alive(parent.state)
+    assert gone(child)
+
+
+def test_waiting_returns_what_the_probe_found(run):
+    process = start(python("worker", "import time; time.sleep(600)"), run)
+    answers = iter([NotReady("no port"), NotReady("loading"), "served"])
+
+    async def probe():
+        answer = next(answers)
+        if isinstance(answer, NotReady):
+            raise answer
+        return answer
+
+    assert asyncio.run(wait_until_ready(process, probe, timeout=DEADLINE, poll=0.01)) == "served"
+    stop_all([process])
+    assert read_states(run) == []
+
+
+def test_death_while_waiting_fails_at_once_with_the_end_of_the_log(run):
+    process = start(python("worker", "print('\\n'.join(f'line {i}' for i in range(50))); raise SystemExit(7)"), run)
+
+    async def hanging_probe():
+        await asyncio.sleep(3600)
+
+    with pytest.raises(ProcessFailed) as failure:
+        asyncio.run(wait_until_ready(process, hanging_probe, timeout=3600, poll=0.01))
+    message = str(failure.value)
+    assert "worker ended with exit code 7 while starting" in message
+    assert "line 49" in message
+    assert "line 30" in message
+    assert "line 29" not in message
+    assert str(process.log) in message
+    assert "rltool logs worker --run test" in message
+
+
+def test_a_process_that_never_serves_is_reported_with_what_is_missing(run):
+    process = start(python("worker", "import time; time.sleep(600)"), run)
+    now = iter(range(0, 10_000, 30))
+
+    async def probe():
+        raise NotReady("connection refused")
+
+    with pytest.raises(ProcessFailed, match=r"not ready within 100 s \(connection refused\)"):
+        asyncio.run(wait_until_ready(process, probe, timeout=100, poll=0.0, clock=lambda: next(now)))
+    stop_all([process])
+
+
+def test_a_final_error_of_the_probe_is_passed_on(run):
+    process = start(python("worker", "import time; time.sleep(600)"), run)
+
+    async def probe():
+        raise RltoolError("it serves another model")
+
+    with pytest.raises(RltoolError, match="another model"):
+        asyncio.run(wait_until_ready(process, probe, timeout=DEADLINE, poll=0.01))
+    stop_all([process])
+
+
+def test_the_first_failure_names_role_and_exit_code(run):
+    steady = start(python("steady", "import time; time.sleep(600)"), run)
+    failing = start(python("failing", "print('boom'); raise SystemExit(3)"), run)
+    with pytest.raises(ProcessFailed, match=r"(?s)failing ended with exit code 3.*boom"):
+        supervise([steady, failing], poll=0.01)
+    stop_all([steady, failing])
+    assert not is_alive(steady.state)
+
+
+def test_a_process_that_was_killed_is_reported_with_its_signal(run):
+    process = start(python("worker", "import time; time.sleep(600)"), run)
+    process.popen.kill()
+    with pytest.raises(ProcessFailed, match="killed by signal 9"):
+        supervise([process], poll=0.01)
+
+
+def test_a_process_that_was_asked_to_stop_is_no_failure(run):
+    process = start(python("worker", "import time; time.sleep(600)"), run)
+    write_state(run, process.state.model_copy(update={"stopping": True}))
+    stop_processes([process.state])
+    supervise([process], poll=0.01)
+
+
+def test_an_interrupt_while_a_child_is_being_started_arrives_after_it_is_recorded(run, monkeypatch):
+    popen = subprocess.Popen
+
+    def interrupted_popen(*args, **kwargs):
+        child = popen(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)
+        return child
+
+    monkeypatch.setattr("rltool.processes.spawn.subprocess.Popen", interrupted_popen)
+    with pytest.raises(KeyboardInterrupt):
+        start(python("worker", "import time; time.sleep(600)"), run)
+    state = read_state(run, "worker")
+    assert state is not None
+    assert is_alive(state)
+    stop_processes([state])
+    os.waitpid(state.pid, 0)
+
+
+def test_processes_can_be_started_outside_of_the_main_thread(run):
+    started = []
+    thread = threading.Thread(target=lambda: started.append(start(python("worker", "pass"), run)))
+    thread.start()
+    thread.join(DEADLINE)
+    assert started[0].popen.wait(DEADLINE) == 0

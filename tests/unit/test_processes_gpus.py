@@ -1,0 +1,37 @@
+from pathlib import Path
+
+from rltool.processes.gpus import Gpu, _from_proc, gpus_in_use, hide_gpus, parse_nvidia_smi
+from rltool.processes.run_directory import open_run
+from rltool.processes.state import state_of_this_process, write_state
+
+GPUS = [Gpu(0, "A"), Gpu(1, "B"), Gpu(2, "C")]
+
+
+def test_nvidia_smi_lines_become_gpus():
+    assert parse_nvidia_smi("0, NVIDIA H200, 143771\n1, NVIDIA H200, [N/A]\n") == [
+        Gpu(0, "NVIDIA H200", 143771),
+        Gpu(1, "NVIDIA H200", None),
+    ]
+
+
+def test_cuda_visible_devices_hides_the_others():
+    assert hide_gpus(GPUS, None) == GPUS
+    assert hide_gpus(GPUS, "2,0") == [GPUS[0], GPUS[2]]
+    assert hide_gpus(GPUS, "") == []
+    assert hide_gpus(GPUS, "GPU-8f6e") == GPUS
+
+
+def test_the_proc_file_system_counts_gpus_where_nvidia_smi_is_missing(tmp_path: Path):
+    for name in ("0000:2a:00.0", "0000:18:00.0"):
+        (tmp_path / name).mkdir()
+    assert [gpu.index for gpu in _from_proc(tmp_path)] == [0, 1]
+    assert _from_proc(tmp_path / "missing") == []
+
+
+def test_a_gpu_is_in_use_only_while_its_process_lives(tmp_path):
+    run = open_run("a", create=True, root=tmp_path)
+    state = state_of_this_process("engine-0", argv=("x",)).model_copy(update={"gpus": (1, 2)})
+    write_state(run, state)
+    assert gpus_in_use(tmp_path) == {1: "run a, engine-0", 2: "run a, engine-0"}
+    write_state(run, state.model_copy(update={"start_time": state.start_time - 60}))
+    assert gpus_in_use(tmp_path) == {}

@@ -1,0 +1,104 @@
+import json
+import stat
+
+import pytest
+
+from rltool.errors import UsageError
+from rltool.processes.files import write_json_atomic
+from rltool.processes.run_directory import attempt_of, list_runs, open_run, runs_root
+
+
+def test_named_run_is_made_once_and_keeps_its_identity(tmp_path):
+    first = open_run("a", create=True, root=tmp_path)
+    again = open_run("a", create=True, root=tmp_path)
+    assert first == again
+    assert first.run_id == again.run_id
+    assert first.path.is_absolute()
+
+
+def test_without_a_name_create_makes_a_fresh_run_each_time(tmp_path):
+    names = {open_run(None, create=True, root=tmp_path).name for _ in range(3)}
+    assert len(names) == 3
+
+
+def test_without_a_name_the_newest_run_is_opened(tmp_path):
+    for name in ("zebra", "apple"):
+        open_run(name, create=True, root=tmp_path)
+    open_run("zebra", create=True, root=tmp_path)  # opening again does not make it newer
+    assert open_run(None, create=False, root=tmp_path).name == "apple"
+
+
+def test_a_missing_run_is_a_usage_error_that_lists_the_known_ones(tmp_path):
+    open_run("known", create=True, root=tmp_path)
+    with pytest.raises(UsageError, match="known"):
+        open_run("unknown", create=False, root=tmp_path)
+
+
+def test_no_run_at_all_is_a_usage_error(tmp_path):
+    with pytest.raises(UsageError, match="no run"):
+        open_run(None, create=False, root=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b", "/etc"])
+def test_a_run_name_that_is_a_path_is_refused(tmp_path, name):
+    with pytest.raises(UsageError, match="--run"):
+        open_run(name, create=True, root=tmp_path)
+
+
+def test_the_environment_variable_moves_the_root(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "elsewhere"))
+    assert open_run("a", create=True).path == tmp_path / "elsewhere" / "a"
+    assert runs_root(tmp_path) == tmp_path
+
+
+def test_a_directory_without_marker_is_no_run(tmp_path):
+    (tmp_path / "stray").mkdir()
+    assert list_runs(tmp_path) == []
+
+
+def test_the_key_is_private_and_never_changes(tmp_path):
+    run = open_run("a", create=True, root=tmp_path)
+    key = run.ensure_key().read_text()
+    assert len(key) >= 32
+    assert run.ensure_key().read_text() == key
+    assert stat.S_IMODE(run.key_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.state_dir.stat().st_mode) == 0o700
+
+
+def test_metrics_or_a_checkpoint_make_a_run_used(tmp_path):
+    run = open_run("a", create=True, root=tmp_path)
+    run.metrics_file.touch()
+    assert not run.is_used
+    (run.checkpoints_dir / "step_3").mkdir(parents=True)
+    assert run.is_used
+    other = open_run("b", create=True, root=tmp_path)
+    other.metrics_file.write_text("{}\n")
+    assert other.is_used
+
+
+def test_roles_share_an_attempt_until_one_is_started_again(tmp_path):
+    run = open_run("a", create=True, root=tmp_path)
+    assert run.attempt == 0
+    engine, router = run.new_log("engine-0"), run.new_log("router")
+    assert attempt_of(engine) == attempt_of(router) == run.attempt == 1
+    again = run.new_log("router")
+    assert attempt_of(again) == run.attempt == 2
+    assert (run.logs_dir / "latest").resolve() == again.parent
+    assert attempt_of(run.new_log("engine-0")) == 2
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    target = tmp_path / "x.json"
+    write_json_atomic(target, {"a": 1})
+    write_json_atomic(target, {"a": 2}, mode=0o600)
+    assert json.loads(target.read_text()) == {"a": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path):
+    target = tmp_path / "x.json"
+    write_json_atomic(target, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json_atomic(target, {"a": object()})
+    assert json.loads(target.read_text()) == {"a": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
