@@ -1,0 +1,85 @@
+"""Contract tests that users run on their own functions, in their own test suites.
+
+    from rltool.rollout.contracts import check_reward_function
+    def test_my_reward():
+        check_reward_function("my_package.rewards:brevity")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from collections.abc import Sequence
+
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
+from rltool.errors import RltoolError
+from rltool.rollout.generate import GenerateContext, generate_groups
+from rltool.rollout.import_path import load_callable
+from rltool.rollout.rewards import score_samples
+from rltool.rollout.sample import Sample, SampleStatus
+
+
+class ContractViolation(RltoolError):
+    """A user's function does not keep the contract of its extension point; the text lists every violation."""
+
+
+EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
+
+
+def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = (), timeout: float = 60.0) -> None:
+    """ContractViolation unless the function at `package.module:function` gives a finite number for every sample.
+
+    samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
+    texts with the label "42" are used, among them an empty and a very long one. The function must not change the sample.
+    """
+    function = load_callable(path, setting="path")
+    pairs = list(samples) or [
+        (Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1], prompt_text="6 x 7 = ", label="42", status=SampleStatus.COMPLETED), text)
+        for i, text in enumerate(EXAMPLE_TEXTS)
+    ]
+    problems = []
+    for number, (sample, text) in enumerate(pairs):
+        before = copy.deepcopy(sample)
+        stats = asyncio.run(score_samples([sample], function, lambda _, text=text: text, workers=1, timeout=timeout))
+        where = f"sample {number} (text {text[:40]!r})"
+        if stats.num_failed:
+            problems.append(f"{where}: {next(iter(stats.reasons))}")
+            continue
+        before.reward = sample.reward
+        if before != sample:
+            problems.append(f"{where}: the function changed the sample")
+    _raise_if_any(path, problems)
+
+
+def check_generate_function(path: str) -> None:
+    """ContractViolation unless the generate function fills a group correctly against an engine that answers every request."""
+    function = load_callable(path, setting="path")
+    group = [Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i) for i in range(4)]
+    problems: list[str] = []
+
+    async def engine(request: GenerateRequest) -> list[Completion]:
+        if request.seed is None:
+            problems.append("a request without a seed: the rollout cannot be repeated")
+        if any(not 0 <= token < 100 for token in request.prompt_ids):
+            problems.append("a prompt id outside the vocabulary")
+        return [Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),)) for _ in range(request.n)]
+
+    context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
+    try:
+        asyncio.run(generate_groups([group], context, function=function))
+    except Exception as error:  # reported as a violation, with its cause
+        raise ContractViolation(f"{path}: raised {type(error).__name__}: {error}") from error
+    for sample in group:
+        if len(sample.prompt_ids) != 3:
+            problems.append(f"sample {sample.index}: the prompt was changed; append to the response instead")
+        if not any(sample.response_mask):
+            problems.append(f"sample {sample.index}: no token of the response was sampled by the policy")
+        if any(not math.isfinite(value) for value in sample.response_logprobs):
+            problems.append(f"sample {sample.index}: a log-probability is not finite")
+    _raise_if_any(path, problems)
+
+
+def _raise_if_any(path: str, problems: list[str]) -> None:
+    if problems:
+        raise ContractViolation(f"{path} breaks its contract:\n" + "\n".join(f"  - {problem}" for problem in problems))

@@ -1,0 +1,159 @@
+"""Rollouts on disk: what `debug rollout-only` writes, `debug train-only` replays, and a resume test is fed.
+
+One step is two files: `step_000012.safetensors` holds the long numeric fields of all samples back to back, and
+`step_000012.json` everything else with the size and SHA-256 of the tensor file. The JSON is written last: a step without it is
+not there. Every field of Sample comes back exactly; log-probabilities are stored as float64, so bit-equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from rltool.engines.types import VersionSpan
+from rltool.errors import RltoolError
+from rltool.rollout.sample import Sample, SampleStatus
+
+FORMAT_VERSION = 1
+
+RAGGED = {"prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64}
+"""Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
+
+
+class DumpError(RltoolError):
+    """A dump that cannot be written or read; the text names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Dump:
+    """One step's samples. weight_versions: all that occur, sorted; seed: the run's; info: whatever the writer added."""
+
+    step: int
+    seed: int
+    samples: list[Sample]
+    weight_versions: list[str]
+    info: dict[str, Any]
+
+
+def dump_paths(directory: Path, step: int) -> tuple[Path, Path]:
+    """(tensor file, JSON file) of a step."""
+    return directory / f"step_{step:06d}.safetensors", directory / f"step_{step:06d}.json"
+
+
+def dumped_steps(directory: Path) -> list[int]:
+    """Steps that are completely there, ascending."""
+    return sorted(int(path.stem.removeprefix("step_")) for path in directory.glob("step_[0-9]*.json"))
+
+
+def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None) -> Path:
+    """Write one step atomically, replacing an earlier dump of it. Returns the JSON file. DumpError if metadata is not JSON."""
+    tensor_path, json_path = dump_paths(directory, step)
+    tensors: dict[str, np.ndarray] = {}
+    for name, dtype in RAGGED.items():
+        values = [getattr(sample, name) for sample in samples]
+        tensors[f"{name}.lengths"] = np.array([len(value) for value in values], dtype=np.int64)
+        tensors[name] = np.array([item for value in values for item in value], dtype=dtype)
+    data = save_tensors(tensors)
+    document = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "seed": seed,
+        "weight_versions": sorted({span.version for sample in samples for span in sample.versions}),
+        "info": info or {},
+        "tensors": {"file": tensor_path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "samples": [_to_json(sample) for sample in samples],
+    }
+    try:
+        text = json.dumps(document, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DumpError(f"rollout of step {step} cannot be written as JSON ({error}): keep `metadata` to text, numbers, lists and objects") from error
+    directory.mkdir(parents=True, exist_ok=True)
+    json_path.unlink(missing_ok=True)  # never an old description beside new tensors
+    _write_atomically(tensor_path, data)
+    _write_atomically(json_path, text.encode())
+    return json_path
+
+
+def read_dump(directory: Path, step: int) -> Dump:
+    """Read one step back. DumpError if it is missing, truncated, altered, or of another format version."""
+    tensor_path, json_path = dump_paths(directory, step)
+    try:
+        document = json.loads(json_path.read_bytes())
+    except FileNotFoundError:
+        there = dumped_steps(directory)
+        have = f"it has steps {there[0]} to {there[-1]}" if there else "it has none"
+        raise DumpError(f"no rollout of step {step} in {directory}: {have}") from None
+    except ValueError as error:
+        raise DumpError(f"{json_path} is truncated or not JSON: {error}") from error
+    version = document.get("format_version") if isinstance(document, dict) else None
+    if version != FORMAT_VERSION:
+        raise DumpError(f"{json_path} has format version {version}; this rltool reads {FORMAT_VERSION}")
+    if document["step"] != step:
+        raise DumpError(f"{json_path} says that it is step {document['step']}: was the file renamed?")
+    columns = _read_tensors(tensor_path, document["tensors"], len(document["samples"]))
+    samples = [_from_json(entry, {name: columns[name][i] for name in RAGGED}) for i, entry in enumerate(document["samples"])]
+    for sample in samples:
+        try:
+            sample.validate()
+        except ValueError as error:
+            raise DumpError(f"{json_path}: {error}") from error
+    return Dump(step, document["seed"], samples, document["weight_versions"], document["info"])
+
+
+def _to_json(sample: Sample) -> dict[str, Any]:
+    entry = {item.name: getattr(sample, item.name) for item in fields(sample) if item.name not in RAGGED}
+    entry["versions"] = [[span.version, span.start, span.end] for span in sample.versions]
+    return entry
+
+
+def _from_json(entry: dict[str, Any], columns: dict[str, list[Any]]) -> Sample:
+    values = {**entry, **columns}
+    values["status"] = SampleStatus(values["status"])
+    values["versions"] = [VersionSpan(*span) for span in values["versions"]]
+    return Sample(**values)
+
+
+def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dict[str, list[list[Any]]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DumpError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) != expected["bytes"]:
+        raise DumpError(f"{path} has {len(data)} bytes, its JSON file says {expected['bytes']}: the copy is incomplete")
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise DumpError(f"{path} is not the file that its JSON file describes (SHA-256 differs): the two were mixed up or altered")
+    try:
+        tensors = load_tensors(data)
+        columns = {}
+        for name in RAGGED:
+            ends = np.cumsum(tensors[f"{name}.lengths"])
+            if len(ends) != num_samples:
+                raise DumpError(f"{path}: {name} covers {len(ends)} samples, the JSON file {num_samples}")
+            columns[name] = [part.tolist() for part in np.split(tensors[name], ends[:-1])] if num_samples else []
+    except (SafetensorError, KeyError) as error:
+        raise DumpError(f"{path} lacks what this format needs: {error}") from error
+    return columns
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

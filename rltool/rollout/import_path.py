@@ -1,0 +1,37 @@
+"""Extension points are import paths: `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from rltool.errors import UsageError
+
+
+def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
+    """The callable that `package.module:attribute` names. `setting` is the configuration key that the error message names.
+
+    UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is missing
+    or not callable.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not (module_name and colon and attribute):
+        raise UsageError(f"{setting} = {path!r}: expected `package.module:function`")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{setting} = {path!r}: no module named {error.name!r}; install it, or put its directory on PYTHONPATH"
+        ) from error
+    except Exception as error:
+        raise UsageError(f"{setting} = {path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+    found = getattr(module, attribute, None)
+    if found is None:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"{setting} = {path!r}: module {module_name} has no {attribute!r}{hint}")
+    if not callable(found):
+        raise UsageError(f"{setting} = {path!r}: expected a function, found {type(found).__name__}")
+    return found

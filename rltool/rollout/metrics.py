@@ -1,0 +1,76 @@
+"""Numbers of a rollout under their stable names. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from rltool.rollout.sample import Sample, SampleStatus
+
+
+def rollout_metrics(samples: Sequence[Sample], *, seconds: float, dropped: Mapping[str, int]) -> dict[str, float]:
+    """Metrics of the samples that training will see.
+
+    seconds: wall-clock time of generation; dropped: reason -> number of samples that were taken out, each reported as
+    rollout/dropped_<reason> beside their sum rollout/dropped. Tokens are those that the policy sampled.
+    """
+    rewards = _rewards(samples)
+    tokens = sum(sum(sample.response_mask) for sample in samples)
+    metrics = {
+        "rollout/samples": float(len(samples)),
+        "rollout/reward_mean": _mean(rewards),
+        "rollout/reward_std": _std(rewards),
+        "rollout/zero_std_group_fraction": zero_std_group_fraction(samples),
+        **_lengths("rollout", samples),
+        "rollout/tokens_per_second": tokens / seconds if seconds > 0 else math.nan,
+        "rollout/dropped": float(sum(dropped.values())),
+        "rollout/weight_versions": float(len({span.version for sample in samples for span in sample.versions})),
+    }
+    metrics.update({f"rollout/dropped_{reason}": float(count) for reason, count in dropped.items()})
+    return metrics
+
+
+def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """eval/<name>/accuracy is the mean reward over all samples; one whose reward failed counts 0 and is reported as well."""
+    failed = sum(sample.reward is None for sample in samples)
+    return {
+        f"eval/{name}/accuracy": _mean([sample.reward or 0.0 for sample in samples]),
+        f"eval/{name}/samples": float(len(samples)),
+        f"eval/{name}/failed": float(failed),
+        **_lengths(f"eval/{name}", samples),
+    }
+
+
+def zero_std_group_fraction(samples: Sequence[Sample]) -> float:
+    """Share of prompt groups whose rewards are all equal: they have no advantage and teach nothing."""
+    groups: dict[int, set[float]] = defaultdict(set)
+    for sample in samples:
+        groups[sample.group_id].add(sample.reward)
+    return _mean([float(len(values) == 1) for values in groups.values()])
+
+
+def _lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
+    lengths = [float(len(sample.response_ids)) for sample in samples]
+    return {
+        f"{prefix}/response_length_mean": _mean(lengths),
+        f"{prefix}/response_length_max": max(lengths, default=math.nan),
+        f"{prefix}/truncated_fraction": _mean([float(s.status is SampleStatus.TRUNCATED) for s in samples]),
+    }
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float]:
+    lacking = next((sample for sample in samples if sample.reward is None), None)
+    if lacking is not None:
+        raise ValueError(f"sample {lacking.group_id}/{lacking.index} has no reward; drop it before the metrics")
+    return [sample.reward for sample in samples]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def _std(values: Sequence[float]) -> float:
+    """Population standard deviation; 0 for a single value."""
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) ** 2 for value in values])) if values else math.nan
