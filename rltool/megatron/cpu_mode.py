@@ -1,0 +1,88 @@
+"""What lets Megatron-core run without CUDA: a context that turns its hard-coded "cuda" into the CPU.
+
+Megatron-core 0.16 and 0.19 create tensors with device="cuda", ask torch.cuda for streams and RNG states, and compare type
+strings with "torch.cuda.FloatTensor". Inside the context those land on the CPU; outside, torch is untouched.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+_state = threading.local()
+
+
+class _NullStream:
+    """Stands for a CUDA stream: everything on the CPU is already in order."""
+
+    device = CPU
+
+    def wait_stream(self, *_: Any) -> None:
+        pass
+
+    wait_event = record_event = synchronize = wait_stream
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and str(device).split(":")[0] == "cuda"
+
+
+class _CudaToCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if kwargs:
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], (str, torch.device)) and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        result = func(*args, **(kwargs or {}))
+        # DistributedDataParallel and the optimizers sort gradients by `tensor.type()` and know only CUDA's names.
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs and not result.startswith("torch.cuda."):
+            result = result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def _replacements() -> list[tuple[Any, str, Any]]:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    stream = _NullStream()
+    return [
+        (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "default_stream", lambda *_: stream),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+    ]
+
+
+@contextmanager
+def cpu_mode() -> Iterator[None]:
+    """Re-entrant. The mode is thread-local and the replaced functions are process-wide: enter it from one thread only."""
+    if getattr(_state, "active", False):
+        yield
+        return
+    saved = []
+    _state.active = True
+    try:
+        for owner, name, replacement in _replacements():
+            saved.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, replacement)
+        with _CudaToCpu():
+            yield
+    finally:
+        _state.active = False
+        for owner, name, original in reversed(saved):
+            setattr(owner, name, original)

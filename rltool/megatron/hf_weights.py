@@ -1,0 +1,167 @@
+"""Weights between a Hugging Face directory and the running model, one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from safetensors import safe_open
+from torch import Tensor
+
+from rltool.engines.types import TensorMeta
+from rltool.errors import UsageError
+from rltool.megatron.model import global_names
+from rltool.megatron.runtime import Runtime
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+
+class HFTensors:
+    """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises UsageError when there are no safetensors, or the index names a file that is missing."""
+        self._stack = ExitStack()
+        files = _weight_files(Path(directory))
+        self._owner = {}
+        for path in files:
+            handle = self._stack.enter_context(safe_open(path, framework="pt"))
+            for name in handle.keys():  # noqa: SIM118 (no mapping: iteration is not defined)
+                if name in self._owner:
+                    raise UsageError(f"{directory}: tensor {name} stands in more than one file")
+                self._owner[name] = handle
+
+    def __enter__(self) -> HFTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._owner)
+
+    def read(self, name: str) -> Tensor:
+        return self._owner[name].get_tensor(name)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / INDEX).is_file():
+        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
+        files = sorted({directory / name for name in index["weight_map"].values()})
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise UsageError(f"{directory / INDEX} names files that are not there: {', '.join(absent)}")
+        return files
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    raise UsageError(
+        f"{directory} has neither {SINGLE} nor {INDEX}; other weight formats are not read "
+        "(save the model with transformers' save_pretrained, which writes safetensors)"
+    )
+
+
+def check_names(family: Family, tensors: HFTensors, directory: Path) -> None:
+    """UsageError naming the tensors that config.json does not imply, and those that it implies and are missing."""
+    expected = {name for name, _ in family.hf_tensors()}
+    extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
+    if family.tied_embeddings and "lm_head.weight" in extra:
+        # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
+        if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):
+            raise UsageError(
+                f"{directory}: config.json ties lm_head.weight to the embedding, but the stored lm_head.weight differs; "
+                "set tie_word_embeddings to false or remove the tensor"
+            )
+        extra.discard("lm_head.weight")
+    missing = expected - tensors.names
+    for what, names in (("unknown", extra), ("missing", missing)):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise UsageError(f"{directory}: {what} tensors for {family.architecture}: {shown}")
+
+
+@torch.no_grad()
+def load_hf(model: GPTModel, family: Family, directory: Path, runtime: Runtime) -> None:
+    """Fills every parameter of this rank from the directory: read, merge, cut, check the shape, copy (and cast).
+
+    UsageError for unknown or missing tensors, ShapeMismatch for shapes that config.json does not imply.
+    """
+    at = runtime.coordinates
+    with HFTensors(directory) as tensors:
+        check_names(family, tensors, directory)
+        for name, target in global_names(model).items():
+            parameter = family.parameter(name)
+            merged = parameter.merge([tensors.read(hf_name) for hf_name, _ in parameter.hf])
+            shard = parameter.shard(merged, at.tp_rank, at.tp_size)
+            if shard.shape != target.shape:
+                raise RuntimeError(f"{name}: shard {tuple(shard.shape)} for parameter {tuple(target.shape)}")
+            target.copy_(shard)
+
+
+def weight_metadata(family: Family, dtype: torch.dtype) -> list[TensorMeta]:
+    """What `export_weights` yields: HF names and shapes, in its order."""
+    return [TensorMeta(name, str(dtype).removeprefix("torch."), shape) for name, shape in family.hf_tensors()]
+
+
+@torch.no_grad()
+def export_weights(
+    model: GPTModel, family: Family, dtype: torch.dtype, runtime: Runtime
+) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+    """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere.
+
+    A generator that is collective over the ranks of data-parallel rank 0: each of them must run it to its end. Besides
+    the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
+    use them before the next optimizer step.
+    """
+    metadata = iter(weight_metadata(family, dtype))
+    local = global_names(model)
+    for parameter in family.parameters:
+        full = _gather(parameter, local, family, runtime) if runtime.coordinates.dp_rank == 0 else None
+        parts = [None] * len(parameter.hf) if full is None else parameter.split(full)
+        for part in parts:
+            yield next(metadata), None if part is None else part.contiguous()
+
+
+def _gather(
+    parameter: Parameter, local: dict[str, torch.nn.Parameter], family: Family, runtime: Runtime
+) -> Tensor | None:
+    """The unsharded parameter on global rank 0, None on the others: over TP within its stage, then from stage to stage 0."""
+    at = runtime.coordinates
+    stage = owner_stage(parameter, family, at.pp_size)
+    full = None
+    if at.pp_rank == stage:
+        shard = local[parameter.name].detach()
+        shards = [shard]
+        if parameter.shard_dim is not None and at.tp_size > 1:
+            shards = [torch.empty_like(shard) for _ in range(at.tp_size)]
+            dist.all_gather(shards, shard.contiguous(), group=runtime.tp_group)
+        full = parameter.unshard(shards)
+    if stage == 0:
+        return full if at.rank == 0 else None
+    sender = runtime.global_rank(tp=0, pp=stage)
+    if at.rank == sender:
+        dist.send(full.contiguous(), dst=0)
+    elif at.rank == 0:
+        full = torch.empty(_merged_shape(parameter), dtype=next(iter(local.values())).dtype, device=runtime.device)
+        dist.recv(full, src=sender)
+        return full
+    return None
+
+
+def _merged_shape(parameter: Parameter) -> tuple[int, ...]:
+    rows = sum(shape[0] for _, shape in parameter.hf)
+    return (rows, *parameter.hf[0][1][1:])
+
+
+def owner_stage(parameter: Parameter, family: Family, stages: int) -> int:
+    """The pipeline stage that holds this parameter; layers are cut evenly."""
+    if parameter.layer is not None:
+        return parameter.layer * stages // family.num_layers
+    return {EMBEDDING: 0, FINAL_NORM: stages - 1, HEAD: stages - 1}[parameter.name]

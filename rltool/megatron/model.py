@@ -1,0 +1,122 @@
+"""A Megatron GPTModel from a family: the pipeline stage and tensor-parallel shard that this rank holds."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rltool.errors import UsageError
+from rltool.megatron.layers import PackedCausalAttention, RMSNorm, RotaryPositions
+from rltool.megatron.packing import PackedSequences
+from rltool.megatron.runtime import Coordinates, with_known_fields
+from rltool.models.base import Family, padded_vocabulary
+
+
+def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel: int) -> None:
+    """UsageError, naming flag and number, when this model cannot be cut that way."""
+    for what, flag, size in (
+        ("num_attention_heads", "tensor_parallel", tensor_parallel),
+        ("num_query_groups", "tensor_parallel", tensor_parallel),
+        ("ffn_hidden_size", "tensor_parallel", tensor_parallel),
+        ("num_layers", "pipeline_parallel", pipeline_parallel),
+    ):
+        if family.transformer[what] % size:
+            raise UsageError(
+                f"trainer.{flag} = {size} does not divide the model's {what} = {family.transformer[what]}; "
+                f"choose a divisor of {family.transformer[what]}"
+            )
+
+
+def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off."""
+    return with_known_fields(
+        TransformerConfig,
+        **family.transformer,
+        tensor_model_parallel_size=coordinates.tp_size,
+        pipeline_model_parallel_size=coordinates.pp_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also divide.
+        calculate_per_token_loss=True,
+        # Packed rows differ in length, and pipeline stages must tell each other; Megatron then insists on this
+        # dispatcher even for a model without experts.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        optional=dict(
+            persist_layer_norm=False,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+        ),
+    )
+
+
+def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device) -> GPTModel:
+    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel."""
+    check_parallelism(family, tensor_parallel=coordinates.tp_size, pipeline_parallel=coordinates.pp_size)
+    config = transformer_config(family, coordinates, dtype)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(config),
+        vocab_size=padded_vocabulary(family.vocab_size, coordinates.tp_size),
+        max_sequence_length=family.max_position_embeddings,
+        pre_process=coordinates.pp_rank == 0,
+        post_process=coordinates.is_last_stage,
+        share_embeddings_and_output_weights=family.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=family.rope_theta,
+        parallel_output=True,
+    )
+    model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
+    return model.to(device)
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    # The spec objects are shared inside Megatron: change a copy.
+    layer: ModuleSpec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
+    num_layers = config.num_layers // config.pipeline_model_parallel_size
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+
+
+def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:
+    """tokens: [T] on the model's device. Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden]."""
+    output = model(
+        input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
+    )
+    return output.squeeze(0) if unwrap(model).post_process else output
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside its data-parallel wrapper."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by Megatron name with the global layer index (inside, each pipeline stage counts from 0)."""
+    named = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+        named[".".join(parts)] = parameter
+    return named

@@ -1,0 +1,223 @@
+"""Where Megatron runs: device, process groups, and what differs between Megatron-core 0.16 and 0.19. Nothing else asks."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rltool.errors import RltoolError, UsageError
+from rltool.megatron.cpu_mode import cpu_mode
+
+T = TypeVar("T")
+
+
+class RendezvousFailed(RltoolError):
+    """The trainer ranks did not find each other in time."""
+
+
+class OtherRankFailed(RltoolError):
+    """Something that one rank does for all of them failed there; that rank's own error says what."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands. Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages."""
+
+    rank: int
+    world_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    dp_rank: int
+    dp_size: int
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """True on the one rank of each data-parallel replica that hands results back."""
+        return self.is_last_stage and self.tp_rank == 0
+
+
+def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **required: Any) -> T:
+    """cls(**required, **optional) without those optional fields that this Megatron version does not have.
+
+    An unknown required field still raises TypeError: a setting that changes results is never dropped in silence.
+    """
+    known = {item.name for item in fields(cls)}  # type: ignore[arg-type]
+    return cls(**required, **{name: value for name, value in optional.items() if name in known})
+
+
+class Runtime:
+    """Device and process groups of this process; at most one is open at a time. `close` ends them."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        master_address: str,
+        master_port: int,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        device: str,
+        timeout: float,
+        seed: int,
+    ) -> None:
+        """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
+        if dist.is_initialized():
+            raise RuntimeError("this process already belongs to a torch.distributed group; close that trainer first")
+        self.device = _pick_device(device, rank)
+        self._join(rank, world_size, master_address, master_port, timeout)
+        try:
+            with self.mode():
+                self._build_groups(tensor_parallel, pipeline_parallel, timeout, seed)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
+
+    def mode(self) -> AbstractContextManager[None]:
+        """Context for every entry into Megatron."""
+        return cpu_mode() if self.device.type == "cpu" else nullcontext()
+
+    def _join(self, rank: int, world_size: int, address: str, port: int, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        try:
+            store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        except (dist.DistError, RuntimeError, TimeoutError) as error:
+            raise RendezvousFailed(
+                f"trainer rank {rank} of {world_size} could not join the others at {address}:{port} within {timeout:g} s "
+                f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
+            ) from error
+
+    def _build_groups(self, tensor_parallel: int, pipeline_parallel: int, timeout: float, seed: int) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor_parallel,
+            pipeline_model_parallel_size=pipeline_parallel,
+            distributed_timeout_minutes=timeout / 60,
+        )
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        self.coordinates = Coordinates(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=tensor_parallel,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=pipeline_parallel,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+        )
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_tensor_model_parallel_group()
+
+    def global_rank(self, *, tp: int, pp: int, dp: int = 0) -> int:
+        """Rank in the whole world of these coordinates."""
+        at = self.coordinates
+        return tp + at.tp_size * (dp + at.dp_size * pp)
+
+    def sum_over_world(self, values: list[float]) -> list[float]:
+        """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def max_over_world(self, values: list[float]) -> list[float]:
+        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return largest.tolist()
+
+    def on_rank_zero(self, action: Callable[[], T], what: str) -> T | None:
+        """Runs `action` on rank 0; if it raises, all ranks raise: its own error there, OtherRankFailed elsewhere.
+
+        Without this the others would wait in the next collective until its deadline.
+        """
+        result, failure = None, None
+        if self.coordinates.rank == 0:
+            try:
+                result = action()
+            except Exception as error:
+                failure = error
+        (failed,) = self.max_over_world([float(failure is not None)])
+        if failure is not None:
+            raise failure
+        if failed:
+            raise OtherRankFailed(f"{what} failed on rank 0; its own error says why")
+        return result
+
+    def close(self) -> None:
+        """Leaves the process groups. Idempotent."""
+        from megatron.core import parallel_state
+
+        if not dist.is_initialized():
+            return
+        with self.mode():
+            parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _pick_device(wanted: str, rank: int) -> torch.device:
+    if wanted == "auto":
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("trainer.device is cuda, but torch finds no CUDA device here; use device = cpu or auto")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def varlen_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float | None
+) -> torch.Tensor:
+    """Causal attention over packed sequences by torch's own kernel (CUDA, 16 bit): [T, heads, d] -> [T, heads, d].
+
+    Torch spells "causal" `is_causal` up to 2.11 and `window_size=(-1, 0)` later; older ones have no grouped queries.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None and not math.isclose(scale, query.size(-1) ** -0.5):
+        raise NotImplementedError("this torch's varlen_attn has no scale argument; torch 2.11 or newer has")
+    if query.size(1) != key.size(1):
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            repeats = query.size(1) // key.size(1)
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+
+
+def has_varlen_attention(tensor: torch.Tensor) -> bool:
+    """Whether torch's variable-length kernel serves tensors like this one."""
+    if tensor.device.type != "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
+    except ImportError:
+        return False
+    return True
