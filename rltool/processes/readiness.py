@@ -34,6 +34,7 @@ async def wait_until_ready(
     *,
     timeout: float,
     poll: float = 0.25,
+    probe_timeout: float = PROBE_TIMEOUT,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> T:
@@ -50,7 +51,7 @@ async def wait_until_ready(
         while True:
             if asked is None:
                 asked = asyncio.ensure_future(probe())
-                asked_until = clock() + PROBE_TIMEOUT
+                asked_until = clock() + probe_timeout
             await sleep(poll)
             answer = None
             if asked.done():
@@ -60,7 +61,7 @@ async def wait_until_ready(
                     missing, answer = str(error), None
             elif clock() >= asked_until:
                 asked.cancel()
-                missing, asked = f"it did not answer within {PROBE_TIMEOUT:g} s", None
+                missing, asked = f"it did not answer within {probe_timeout:g} s", None
             verdict = decide(now=clock(), deadline=deadline, exit_code=process.exit_code(), ready=answer is not None)
             if verdict == "died":
                 raise process.failure(f"{describe_exit(process.exit_code() or 0)} while starting")

@@ -1,13 +1,80 @@
-"""Keeping processes company in the foreground: the first one that ends decides, and all end together."""
+"""Keeping processes company: a group that leaves nothing behind, and a foreground in which the first failure wins."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
 
-from rltool.processes.spawn import RunningProcess, describe_exit
-from rltool.processes.state import read_state, remove_state, write_state
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.signals import deferred_interrupts, termination_interrupts
+from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, start
+from rltool.processes.state import is_alive, read_state, remove_state, state_of_this_process, write_state
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
+
+
+class ProcessGroup:
+    """Processes of one run that live no longer than this `with` block, whichever way it is left, unless detach() was called."""
+
+    def __init__(self, run: RunDirectory, *, grace: float = GRACE_SECONDS) -> None:
+        self.run = run
+        self.processes: list[RunningProcess] = []
+        self._grace = grace
+
+    def start(self, spec: ProcessSpec) -> RunningProcess:
+        """Raises UsageError if the run has a living process of this role already."""
+        current = read_state(self.run, spec.role)
+        if current is not None and is_alive(current):
+            raise UsageError(
+                f"run {self.run.name} has a living {spec.role} (pid {current.pid}): "
+                f"`rltool stop --run {self.run.name} {spec.role}` ends it, another --run NAME leaves it alone"
+            )
+        # An interrupt between the start and the append would lose the process.
+        with deferred_interrupts():
+            process = start(spec, self.run)
+            self.processes.append(process)
+        return process
+
+    def detach(self) -> None:
+        """Let all live on after the block; `rltool stop` ends them then."""
+        self.processes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        stop_all(self.processes, self._grace)
+
+
+def run_in_foreground(
+    role: str, run: RunDirectory, bring_up: Callable[[ProcessGroup], None], *, detach: bool, note: Callable[[str], None] = lambda _: None
+) -> int:
+    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death; then stop all. The exit code.
+
+    bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this command
+    has a state of its own under `role`, so status and stop see it. 130 after Ctrl-C, 0 after SIGTERM or `rltool stop`;
+    a process that dies raises ProcessFailed.
+    """
+    with termination_interrupts() as ending:
+        try:
+            own = state_of_this_process(role, argv=sys.argv)
+            write_state(run, own)
+            try:
+                with ProcessGroup(run) as group:
+                    bring_up(group)
+                    if detach:
+                        group.detach()
+                        return 0
+                    supervise(group.processes)
+                    note("stopped from outside; stopping the rest")
+                    return 0
+            finally:
+                remove_state(run, own)
+        except KeyboardInterrupt:
+            return ending.exit_code
 
 
 def supervise(processes: Sequence[RunningProcess], *, poll: float = 0.2, sleep: Callable[[float], None] = time.sleep) -> None:

@@ -1,0 +1,122 @@
+"""`rltool router`, `rltool router add|remove|list`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from rltool.config.loader import load_config
+from rltool.config.router import RouterConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import resolve
+from rltool.processes.run_directory import open_run
+from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.router.launch import forget_router, plan_router, running_router, start_router
+from rltool.router.workers import add_worker, list_workers, remove_worker
+
+console = Console()
+Run = Annotated[str | None, typer.Option("--run", help="Run to use; default: the newest.")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for it.")]
+
+
+class StartByDefault(TyperGroup):
+    """`rltool router @endpoints.json` is `rltool router start @endpoints.json`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] != "--help"):
+            args = ["start", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=StartByDefault, help="A router in front of engines. Without add, remove or list: start one.")
+
+
+@app.command()
+def start(
+    addresses: Annotated[list[str] | None, typer.Argument(help="@endpoints.json or engine URLs; default: the run's endpoints.json.")] = None,
+    run: Run = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Return when it serves; it lives on until `rltool stop`.")] = False,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: a free one]")] = None,
+    policy: Annotated[str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two.  [default: cache_aware]")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as URLs.")] = None,
+    ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all workers must be registered.  [default: 120]")] = None,
+) -> None:
+    """Start sglang-router for engines, register them, and wait until it serves."""
+    flags = {"host": ("--host", host), "port": ("--port", port), "policy": ("--policy", policy)}
+    flags |= {"key_file": ("--key-file", key_file), "ready_timeout": ("--ready-timeout", ready_timeout)}
+    config = load_config(RouterConfig, flags=flags).config
+    plan = plan_router(addresses or [], run)
+    started: list[str] = []
+
+    def bring_up(group: ProcessGroup) -> None:
+        url = start_router(config, plan.model, group, endpoints_file=plan.endpoints_file, report=console.print)
+        started.append(url)
+        console.print(f"router ready: {url}, {len(plan.model.engines)} worker(s), run {plan.run.name}")
+        if plan.endpoints_file is not None:
+            console.print(f"rltool train --rollout-external @{plan.endpoints_file}", soft_wrap=True)
+        else:
+            urls = ",".join(engine.url for engine in plan.model.engines)
+            console.print(f"rltool train --rollout-external {urls} --router {url}", soft_wrap=True)
+
+    try:
+        code = run_in_foreground("router-command", plan.run, bring_up, detach=detach, note=console.print)
+    finally:
+        if started and not detach and plan.endpoints_file is not None:
+            forget_router(plan.endpoints_file, started[0])
+    raise typer.Exit(code)
+
+
+@app.command()
+def add(
+    addresses: Annotated[list[str], typer.Argument(help="Engine URLs or @endpoints.json.")],
+    run: Run = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with the engines' key, where they are given as URLs.")] = None,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Add engines to the run's router and wait until it serves through them."""
+    router = running_router(open_run(run, create=False))
+
+    async def work() -> None:
+        async with EngineClient() as client:
+            for engine in resolve(addresses).engines:
+                keyed = engine if engine.key_file else engine.model_copy(update={"key_file": key_file or router.key_file})
+                worker = await add_worker(client, router, keyed, timeout=timeout)
+                console.print(f"added {worker.url}")
+
+    asyncio.run(work())
+
+
+@app.command()
+def remove(urls: Annotated[list[str], typer.Argument(help="Engine URLs.")], run: Run = None, timeout: Timeout = 60.0) -> None:
+    """Remove engines from the run's router and wait until they get no new request."""
+    router = running_router(open_run(run, create=False))
+
+    async def work() -> None:
+        async with EngineClient() as client:
+            for engine in resolve(urls).engines:
+                removed = await remove_worker(client, router, engine.url, timeout=timeout)
+                console.print(f"removed {engine.url}" if removed else f"{engine.url} was no worker")
+
+    asyncio.run(work())
+
+
+@app.command("list")
+def list_command(run: Run = None) -> None:
+    """List the workers of the run's router."""
+    router = running_router(open_run(run, create=False))
+
+    async def work() -> Table:
+        async with EngineClient() as client:
+            table = Table("worker", "healthy", "in flight", "model", title=f"workers of {router.url}")
+            for worker in await list_workers(client, router):
+                table.add_row(worker.url, "yes" if worker.healthy else "no", str(worker.load), worker.model_id)
+            return table
+
+    console.print(asyncio.run(work()))

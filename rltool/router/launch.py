@@ -1,0 +1,185 @@
+"""Starting sglang-router for the engines of one model, and telling endpoints.json about it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltool.config.router import RouterConfig
+from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, parse_address, resolve
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, UsageError
+from rltool.processes.hosts import http_url
+from rltool.processes.ports import reserved_ports
+from rltool.processes.readiness import NotReady, wait_until_ready
+from rltool.processes.run_directory import RunDirectory, list_runs, open_run
+from rltool.processes.spawn import ProcessSpec, RunningProcess
+from rltool.processes.state import is_alive, read_state
+from rltool.processes.supervise import ProcessGroup
+from rltool.router.workers import add_worker, wait_ready
+
+ROLE = "router"
+
+
+@dataclass(frozen=True)
+class RouterPlan:
+    """What to start a router for. `endpoints_file` is told of the router's URL; None: nobody is."""
+
+    run: RunDirectory
+    model: ModelEndpoints
+    endpoints_file: Path | None
+
+
+def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
+    """Engines and run that a command line means.
+
+    Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs go
+    to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
+    """
+    files = [address.file for text in addresses for address in parse_address(text) if address.file is not None]
+    if not addresses:
+        run = open_run(run_name, create=False)
+        files = [run.endpoints_file]
+        addresses = [f"@{run.endpoints_file}"]
+    elif run_name is None and files and (files[0].absolute().parent / "state" / "run.json").exists():
+        run = RunDirectory(files[0].absolute().parent)
+    else:
+        run = open_run(run_name, create=run_name is not None or not list_runs())
+    model = resolve(addresses)
+    if len(files) == 1 and all(text.startswith("@") for text in addresses):
+        return RouterPlan(run, model, files[0].absolute())
+    if not files and not run.endpoints_file.exists():
+        return RouterPlan(run, model, run.endpoints_file)
+    return RouterPlan(run, model, None)
+
+
+def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run: RunDirectory) -> Path:
+    """The key that the router will demand: given, or that of the engines, or the run's own.
+
+    Raises UsageError if two of them differ: the router forwards the client's key to the engines, so there can be but one.
+    """
+    files = [config.key_file, *(engine.key_file for engine in engines)]
+    chosen: Path | None = None
+    key: str | None = None
+    for file in files:
+        if file is None:
+            continue
+        try:
+            found = file.read_text().strip()
+        except OSError as error:
+            raise UsageError(f"cannot read the key file {file}: {error.strerror}") from error
+        if key is not None and found != key:
+            raise UsageError(f"{chosen} and {file} hold different keys; a router passes its clients' key on to all engines, so they must share one")
+        chosen, key = chosen or file, found
+    return (chosen or run.ensure_key()).absolute()
+
+
+def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_file: Path) -> tuple[str, ...]:
+    flags = {
+        "--host": config.host,
+        "--port": port,
+        "--prometheus-port": prometheus_port,
+        "--policy": config.policy,
+        "--key-file": key_file,
+        "--request-timeout": config.request_timeout,
+        "--health-check-interval": config.health_check_interval,
+        "--worker-startup-timeout": config.ready_timeout,
+    }
+    # -P: the router runs in the user's directory, whose modules it must not pick up.
+    return (sys.executable, "-P", "-m", "rltool.router.main", *(str(part) for pair in flags.items() for part in pair))
+
+
+def start_router(
+    config: RouterConfig, model: ModelEndpoints, group: ProcessGroup, *, endpoints_file: Path | None = None, report: Callable[[str], None] = lambda _: None
+) -> str:
+    """Start a router in `group`, register every engine, wait until it serves, write data_url; returns the router's URL.
+
+    Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a worker
+    is not registered in time.
+    """
+    if importlib.util.find_spec("sglang_router") is None:
+        raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
+    engines = asyncio.run(_probed(model.engines, config.ready_timeout))
+    key_file = router_key_file(config, engines, group.run)
+    with reserved_ports(1, host=config.host, first=config.port) as main, reserved_ports(1) as metrics:
+        argv = router_argv(config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file)
+        url = http_url(config.host, main.ports[0])
+        main.release()
+        metrics.release()
+        process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
+    router = EngineEndpoint(url=url, dialect="sglang", key_file=key_file)
+    asyncio.run(_register(process, router, engines, config.ready_timeout, report))
+    if endpoints_file is not None:
+        set_data_url(endpoints_file, model, url)
+    return url
+
+
+def set_data_url(file: Path, model: ModelEndpoints, url: str | None) -> None:
+    """Write the router's address (None: there is none any more) beside the engines in `file`, which is made if missing."""
+    endpoints = Endpoints.load(file) if file.exists() else Endpoints(models={"policy": model})
+    urls = {engine.url for engine in model.engines}
+    models = {
+        name: entry.model_copy(update={"data_url": url}) if urls & {engine.url for engine in entry.engines} else entry
+        for name, entry in endpoints.models.items()
+    }
+    endpoints.model_copy(update={"models": models}).save(file)
+
+
+def forget_router(file: Path, url: str) -> None:
+    """Take the address of a router that has ended out of `file`, so that nobody waits for it."""
+    if not file.exists():
+        return
+    endpoints = Endpoints.load(file)
+    for model in endpoints.models.values():
+        if model.data_url == url:
+            set_data_url(file, model, None)
+
+
+def running_router(run: RunDirectory) -> EngineEndpoint:
+    """The living router of a run. Raises UsageError if there is none."""
+    state = read_state(run, ROLE)
+    if state is None or state.url is None or not is_alive(state):
+        raise UsageError(f"run {run.name} has no running router: start one with `rltool router --run {run.name}`")
+    key_file = Path(state.argv[state.argv.index("--key-file") + 1])
+    return EngineEndpoint(url=state.url, dialect="sglang", key_file=key_file)
+
+
+async def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[EngineEndpoint]:
+    """The engines with their dialects, each asked; refuses those that do not answer the router's /generate."""
+    async with EngineClient() as client:
+        infos = await asyncio.gather(*(client.probe(engine, timeout=timeout) for engine in engines))
+    for engine, info in zip(engines, infos, strict=True):
+        if info.dialect == "vllm" and not info.plugin:
+            raise UsageError(
+                f"{engine.url} is a vLLM server without rltool's plugin, so it cannot answer the router's /generate: give it to "
+                "train directly (--rollout-external), or start it with `rltool serve-engines`"
+            )
+    return [engine.model_copy(update={"dialect": info.dialect}) for engine, info in zip(engines, infos, strict=True)]
+
+
+async def _register(
+    process: RunningProcess, router: EngineEndpoint, engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]
+) -> None:
+    async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
+
+        async def listening() -> bool:
+            try:
+                await client.request(router.url, HttpRequest("GET", "/liveness"), timeout=5.0, retry=False)
+            except EngineError as error:
+                raise NotReady(str(error)) from error
+            return True
+
+        async def serving() -> bool:
+            for engine in engines:
+                worker = await add_worker(client, router, engine, timeout=timeout)
+                report(f"worker {worker.url} registered")
+            await wait_ready(client, router, [engine.url for engine in engines], timeout=timeout)
+            return True
+
+        await wait_until_ready(process, listening, timeout=timeout, poll=0.05)
+        await wait_until_ready(process, serving, timeout=timeout, poll=0.05, probe_timeout=timeout)

@@ -1,0 +1,55 @@
+"""`python -m rltool.router.main`: sglang-router's own launcher, with the key read from a file.
+
+sglang-router takes its key in argv only, where every user of the host can read it; its Python interface has no such need.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+SHUTDOWN_GRACE_SECONDS = 5
+"""sglang-router waits this long for requests in flight when told to end; its default of 180 s outlasts our patience."""
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="rltool.router.main")
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--prometheus-port", type=int, required=True)
+    parser.add_argument("--policy", required=True)
+    parser.add_argument("--key-file", type=Path, required=True)
+    parser.add_argument("--request-timeout", type=float, required=True)
+    parser.add_argument("--health-check-interval", type=float, required=True)
+    parser.add_argument("--worker-startup-timeout", type=float, required=True)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    from sglang_router.launch_router import launch_router
+    from sglang_router.router_args import RouterArgs
+
+    launch_router(
+        RouterArgs(
+            host=arguments.host,
+            port=arguments.port,
+            # Both listeners bind 0.0.0.0 unless told otherwise, and this one knows no key.
+            prometheus_host="127.0.0.1",
+            prometheus_port=arguments.prometheus_port,
+            policy=arguments.policy,
+            api_key=arguments.key_file.read_text().strip(),
+            request_timeout_secs=max(1, round(arguments.request_timeout)),
+            health_check_interval_secs=max(1, round(arguments.health_check_interval)),
+            # How often, and for how long, it asks a worker that was just added whether it is up.
+            worker_startup_check_interval=1,
+            worker_startup_timeout_secs=max(1, round(arguments.worker_startup_timeout)),
+            shutdown_grace_period_secs=SHUTDOWN_GRACE_SECONDS,
+            # Two lines per request at level info: at 1,000 requests a second the log would be the bottleneck.
+            log_level="warn",
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The worker list of a running sglang-router: read, add and wait, remove and wait.
+
+POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, EngineRejected, EngineUnreachable
+
+_CALL_SECONDS = 10.0
+_POLL_SECONDS = 0.1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One engine as the router sees it. `load` is its requests in flight."""
+
+    id: str
+    url: str
+    healthy: bool
+    model_id: str
+    load: int
+
+
+def parse_workers(reply: Any) -> list[Worker]:
+    """The reply to GET /workers. Raises EngineError if it is not one."""
+    try:
+        return [
+            Worker(id=item["id"], url=item["url"].rstrip("/"), healthy=item["is_healthy"], model_id=item["model_id"], load=item["load"])
+            for item in reply["workers"]
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"GET /workers did not answer with a list of workers, so this is no sglang-router: {str(reply)[:200]}") from error
+
+
+def find_worker(workers: Iterable[Worker], url: str) -> Worker | None:
+    return next((worker for worker in workers if worker.url == url.rstrip("/")), None)
+
+
+async def list_workers(client: EngineClient, router: EngineEndpoint) -> list[Worker]:
+    return parse_workers(await _call(client, router, HttpRequest("GET", "/workers")))
+
+
+async def add_worker(client: EngineClient, router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float) -> Worker:
+    """Register an engine and wait until the router has it as a healthy worker. Adding one that is there already is harmless.
+
+    Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout` seconds.
+    """
+    body: dict[str, Any] = {"url": engine.url}
+    key = engine.read_key()
+    if key is not None:
+        body["api_key"] = key
+    accepted = await _call(client, router, HttpRequest("POST", "/workers", body))
+    job = f"/workers/{accepted['worker_id']}"
+
+    async def registered() -> Worker | None:
+        worker = find_worker(await list_workers(client, router), engine.url)
+        if worker is not None and worker.healthy:
+            return worker
+        await _raise_if_job_failed(client, router, job, engine.url)
+        return None
+
+    return await _until(registered, timeout, f"{router.url} did not register {engine.url} as a healthy worker")
+
+
+async def remove_worker(client: EngineClient, router: EngineEndpoint, url: str, *, timeout: float) -> bool:
+    """Take an engine out and wait until it is gone: then it gets no new request. False if it was no worker.
+
+    Requests that are already with it are not cut off.
+    """
+    worker = find_worker(await list_workers(client, router), url)
+    if worker is None:
+        return False
+    try:
+        await _call(client, router, HttpRequest("DELETE", f"/workers/{worker.id}"))
+    except EngineRejected as error:
+        if error.status != 404:  # gone meanwhile
+            raise
+
+    async def gone() -> bool | None:
+        return True if find_worker(await list_workers(client, router), url) is None else None
+
+    return await _until(gone, timeout, f"{router.url} did not let go of {url}")
+
+
+async def wait_ready(client: EngineClient, router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -> None:
+    """Wait until the router says that it is ready and every one of `urls` is a healthy worker.
+
+    /readiness, because /health answers 200 without a single worker.
+    """
+    wanted = [url.rstrip("/") for url in urls]
+
+    async def ready() -> bool | None:
+        workers = await list_workers(client, router)
+        if not all((worker := find_worker(workers, url)) and worker.healthy for url in wanted):
+            return None
+        try:
+            await _call(client, router, HttpRequest("GET", "/readiness"))
+        except EngineError:  # 503 until a worker serves
+            return None
+        return True
+
+    await _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
+
+
+async def _call(client: EngineClient, router: EngineEndpoint, request: HttpRequest) -> Any:
+    return await client.request(router.url, request, key=router.read_key(), timeout=_CALL_SECONDS, retry=False)
+
+
+async def _raise_if_job_failed(client: EngineClient, router: EngineEndpoint, job: str, url: str) -> None:
+    try:
+        status = (await _call(client, router, HttpRequest("GET", job))).get("job_status") or {}
+    except EngineRejected as error:
+        if error.status == 404:  # between accepting and queueing
+            return
+        raise
+    if status.get("status") == "failed":
+        raise EngineError(f"{router.url} could not register {url}: {status.get('message')}")
+
+
+async def _until(
+    attempt: Callable[[], Awaitable[T | None]], timeout: float, what: str, clock: Callable[[], float] = time.monotonic
+) -> T:
+    deadline = clock() + timeout
+    while True:
+        found = await attempt()
+        if found is not None:
+            return found
+        if clock() >= deadline:
+            raise EngineUnreachable(f"{what} within {timeout:g} s")
+        await asyncio.sleep(_POLL_SECONDS)
