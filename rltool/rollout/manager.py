@@ -114,6 +114,15 @@ class RolloutManager:
             self.close()
             raise
 
+    @property
+    def client(self) -> EngineClient:
+        """The one HTTP client of the run; its coroutines go through `run`."""
+        return self._client
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the HTTP thread's loop and wait for it: how the control plane shares the client."""
+        return self._thread.run(coroutine)
+
     def set_targets(self, targets: Sequence[EngineEndpoint], *, num_engines: int | None = None) -> None:
         """The fleet changed: requests of the next rollout go to `targets`."""
         self._plane = self._thread.run(self._make_plane(targets, num_engines or len(targets)))
