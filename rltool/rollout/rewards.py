@@ -165,6 +165,8 @@ async def _in_daemon_thread(function: RewardFunction, sample: Sample, text: str)
 
 def _finite(value: Any) -> float:
     if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
         raise UsageError("the reward function returned an awaitable; declare it `async def`")
     try:
         number = float(value)
