@@ -15,7 +15,7 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = "/inference/v1/generate"
-MIDDLEWARE = "rltool.engines.plugin.server.RltoolMiddleware"
+MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
 
 SEED_MODULUS = 2**31
@@ -176,7 +176,7 @@ class VllmDialect:
         argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
         # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
         argv += ["--logprobs-mode", "processed_logprobs"]
-        argv += ["--enable-scale-out", "--disable-uvicorn-access-log"]
+        argv += ["--enable-scale-out", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         argv += ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
         argv += ["--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
         dtype, max_model_len = launch.dtype, launch.max_model_len

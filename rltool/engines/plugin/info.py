@@ -1,0 +1,67 @@
+"""What a vLLM server tells about itself on /rltool/info, and what sglang-router asks for when it registers a worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import rltool
+
+
+async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
+    """`state` is the FastAPI app's. Keys are those that rltool.engines.vllm reads; model_config is the HF config of the text model."""
+    from vllm.version import __version__ as vllm_version
+
+    config = state.vllm_config
+    model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
+    return {
+        "rltool_version": rltool.__version__,
+        "vllm_version": vllm_version,
+        "boot_id": boot_id,
+        "model_path": model.model,
+        "served_name": model.served_model_name,
+        "vocab_size": model.get_vocab_size(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "max_model_len": model.max_model_len,
+        "logprobs_mode": str(model.logprobs_mode),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "tp": parallel.tensor_parallel_size,
+        "pp": parallel.pipeline_parallel_size,
+        "dp": parallel.data_parallel_size,
+        "weight_backend": transfer.backend if transfer else None,
+        "weight_version": await state.engine_client.get_weight_version(),
+        "model_config": model.hf_text_config.to_dict(),
+    }
+
+
+def sglang_server_info(facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of SGLang's /server_info that sglang-router reads."""
+    return {
+        "model_path": facts["model_path"],
+        "tokenizer_path": facts["model_path"],
+        "served_model_name": facts["served_name"],
+        "is_generation": True,
+        "tp_size": facts["tp"],
+        "pp_size": facts["pp"],
+        "dp_size": facts["dp"],
+        "context_length": facts["max_model_len"],
+        "max_running_requests": facts["max_num_seqs"],
+        "disaggregation_mode": "null",
+        "weight_version": facts["weight_version"],
+        "version": f"vllm-{facts['vllm_version']}",
+        "status": "ready",
+    }
+
+
+def sglang_model_info(facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of SGLang's /model_info."""
+    return {
+        "model_path": facts["model_path"],
+        "tokenizer_path": facts["model_path"],
+        "is_generation": True,
+        "weight_version": facts["weight_version"],
+        "model_type": facts["model_config"].get("model_type"),
+        "architectures": facts["model_config"].get("architectures"),
+        "has_image_understanding": False,
+        "has_audio_understanding": False,
+        "preferred_sampling_params": None,
+    }

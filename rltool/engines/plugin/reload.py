@@ -1,0 +1,84 @@
+"""vLLM's layerwise reload, with the three things that it lacks: abandoning an unfinished one, a check that all has arrived, and
+tied embeddings on the CPU.
+
+During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are processed and
+copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
+from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+
+def begin_reload(model: torch.nn.Module) -> None:
+    """Start afresh, whatever an earlier update left behind."""
+    abandon_reload(model)
+    initialize_layerwise_reload(model)
+
+
+@torch.no_grad()
+def abandon_reload(model: torch.nn.Module) -> None:
+    """Give every layer that waits for tensors its old weights back; layers that are complete keep the new ones. Idempotent.
+
+    Without it the engine would run on meta tensors, and the next update would count the tensors of the failed one.
+    """
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+            info.reset()
+    if hasattr(model, "_original_do_torchao_reload"):
+        model._do_torchao_reload = model._original_do_torchao_reload
+
+
+def missing_layers(model: torch.nn.Module) -> list[str]:
+    """Layers that have not got all elements of their parameters, as "name (received of expected)". Call before finishing."""
+    tied = _tied_head(model)
+    missing = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or layer is tied:
+            continue
+        expected = sum(
+            _checkpoint_elements(layer, parameter)
+            for parameter_name, parameter in layer.named_parameters(recurse=False)
+            if parameter_name not in SKIP_LOAD_TENSORS
+        )
+        if info.load_numel < expected:
+            missing.append(f"{name} ({info.load_numel} of {expected} elements)")
+    return missing
+
+
+def finish_reload(model: torch.nn.Module, model_config) -> None:
+    finalize_layerwise_reload(model, model_config)
+    _mend_tied_head(model)
+
+
+def _checkpoint_elements(layer: torch.nn.Module, parameter: torch.Tensor) -> int:
+    """Elements of `parameter` that a checkpoint fills: a vocabulary is padded to a multiple of 64 rows, which it does not."""
+    shard = getattr(layer, "shard_indices", None)
+    if shard is None:
+        return get_tensor_load_numel(parameter)
+    return parameter.numel() // parameter.shape[0] * shard.num_org_elements
+
+
+def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
+    config = getattr(model, "config", None)
+    return getattr(model, "lm_head", None) if getattr(config, "tie_word_embeddings", False) else None
+
+
+def _mend_tied_head(model: torch.nn.Module) -> None:
+    """On the CPU the head multiplies with a prepacked copy of its matrix, and a reload of tied embeddings does not renew it:
+    vLLM logs "ParallelLMHead: Failed to load weights", and log-probabilities are off by 1."""
+    head = _tied_head(model)
+    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
+    weight = getattr(embedding, "weight", None)
+    if head is None or weight is None or weight.device.type != "cpu":
+        return
+    head.weight = weight
+    head.quant_method.process_weights_after_loading(head)

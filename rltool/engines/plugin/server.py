@@ -1,0 +1,120 @@
+"""The ASGI middleware of a vLLM server that rltool starts: guard, SGLang's routes, and the way out of failed weight updates.
+
+It is the outermost layer of the app. /server_info is SGLang's here, for sglang-router asks for it without saying what it wants;
+vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info tells what rltool needs of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from rltool.engines.plugin import info, sglang_api
+from rltool.engines.plugin.asgi import (
+    App,
+    Disconnected,
+    Receive,
+    Scope,
+    Send,
+    call_app,
+    header,
+    read_body,
+    send_bytes,
+    send_json,
+)
+from rltool.engines.plugin.guard import Decision, GuardPolicy
+
+logger = logging.getLogger(__name__)
+
+INCOMPLETE_VERSION = "incomplete"
+"""The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
+
+ENDS_UNFINISHED_UPDATE = frozenset(
+    {"/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine", "/resume"}
+)
+"""Before these an update that is still open (its trainer died) is ended; vLLM would refuse them, or run on meta tensors."""
+MAY_FAIL_HALFWAY = frozenset({"/update_weights", "/finish_weight_update"})
+
+
+class ServerMiddleware:
+    """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to whoever started the server."""
+
+    def __init__(self, app: App, *, key: str, boot_id: str | None = None) -> None:
+        self._app = app
+        self._policy = GuardPolicy(key)
+        self._boot_id = boot_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._guarded(scope, receive, send)
+        else:  # websockets: vLLM's real-time routes, which rltool does not use
+            await send({"type": "websocket.close", "code": 1008, "reason": "not available"})
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        method, path = scope["method"], scope["path"]
+        decision = self._policy.decide(method, path, header(scope, b"authorization"))
+        if decision is Decision.UNAUTHORIZED:
+            await send_json(send, 401, {"error": "this server demands its bearer key"})
+        elif decision is Decision.NOT_FOUND:
+            await send_json(send, 404, {"error": f"{method} {path} is not available on engines started by rltool"})
+        elif path == "/generate":
+            await self._generate(scope, receive, send)
+        elif path in ("/rltool/info", "/server_info", "/model_info"):
+            await self._describe(scope, path, send)
+        else:
+            await self._pass_on(scope, receive, send)
+
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await read_body(receive)
+        except Disconnected:
+            return
+        try:
+            request = sglang_api.to_vllm(json.loads(body))
+        except ValueError as error:  # BadRequest, or no JSON at all
+            await send_json(send, 400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
+            return
+        status, reply = await call_app(self._app, scope, receive, sglang_api.VLLM_PATH, request)
+        if status != 200:
+            await send_bytes(send, status, reply)
+            return
+        await send_json(send, 200, sglang_api.from_vllm(request, json.loads(reply)))
+
+    async def _describe(self, scope: Scope, path: str, send: Send) -> None:
+        facts = await info.describe(scope["app"].state, self._boot_id)
+        shape = {"/server_info": info.sglang_server_info, "/model_info": info.sglang_model_info}.get(path)
+        await send_json(send, 200, shape(facts) if shape else facts)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if path in ENDS_UNFINISHED_UPDATE:
+            await self._end_unfinished_update(scope["app"].state)
+        if path not in MAY_FAIL_HALFWAY:
+            await self._app(scope, receive, send)
+            return
+        status = 500
+
+        async def watching_send(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status >= 400:  # before the caller hears of it, so that what it asks next finds the version right
+                    try:
+                        await self._end_unfinished_update(scope["app"].state)
+                    except Exception:  # the engine may be dead: its own error is what the caller must get
+                        logger.exception("could not end the weight update that failed")
+            await send(message)
+
+        await self._app(scope, receive, watching_send)
+
+    async def _end_unfinished_update(self, state: Any) -> None:
+        client = state.engine_client
+        if state.vllm_config.weight_transfer_config is None:
+            return
+        mixed = await client.collective_rpc("rltool_end_unfinished_update")
+        if any(mixed):
+            logger.warning("a weight update was not finished: the weights are a mixture until the next full one")
+            await client.update_weight_version(INCOMPLETE_VERSION)

@@ -1,0 +1,122 @@
+"""SGLang's /generate in terms of vLLM's /inference/v1/generate, so that sglang-router can route to a vLLM server. Pure.
+
+Sources: sglang/srt/managers/io_struct.py (GenerateReqInput), sglang/srt/sampling/sampling_params.py, and the replies of SGLang 0.5.23.
+A parameter that cannot be honoured is refused by name: SGLang itself answers 500 there, and ignoring it would sample otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VLLM_PATH = "/inference/v1/generate"
+MISSING_LOGPROB = -9999.0  # see rltool.engines.vllm
+DEFAULT_MAX_NEW_TOKENS = 128
+"""SGLang's own default."""
+
+SAMPLING_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "frequency_penalty": "frequency_penalty",
+    "presence_penalty": "presence_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "n": "n",
+    "sampling_seed": "seed",
+}
+"""SGLang's name -> vLLM's name, where both mean the same."""
+
+TEXT_ONLY = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
+"""Sampling parameters that shape the text alone, which is empty here: token ids come back."""
+
+KNOWN_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "rid"})
+EMPTY = (None, False, "", [], {})
+"""A field that is not supported may be present with one of these: routers write out their defaults."""
+HARMLESS = {"logprob_start_len": (-1,), "top_logprobs_num": (0,), "log_metrics": (True,), "stream": (False,)}
+"""Further fields with the values that ask for nothing."""
+
+
+class BadRequest(ValueError):
+    """The request cannot be honoured; the text says which field."""
+
+
+def to_vllm(body: Any) -> dict[str, Any]:
+    """The body for VLLM_PATH. Raises BadRequest."""
+    if not isinstance(body, Mapping):
+        raise BadRequest("the body must be a JSON object")
+    for name, value in body.items():
+        if name not in KNOWN_FIELDS and value not in EMPTY and value not in HARMLESS.get(name, ()):
+            raise BadRequest(f"field {name!r} = {value!r} is not supported by a vLLM engine of rltool")
+    ids = body.get("input_ids")
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+        raise BadRequest("'input_ids' must be one non-empty list of token ids: neither text nor a batch of prompts is supported")
+    request: dict[str, Any] = {"token_ids": ids, "sampling_params": _sampling(body)}
+    rid = body.get("rid")
+    if rid is not None:
+        if not isinstance(rid, str):
+            raise BadRequest("'rid' must be a string")
+        request["request_id"] = rid
+    return request
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    given = body.get("sampling_params") or {}
+    if not isinstance(given, Mapping):
+        raise BadRequest("'sampling_params' must be one object: a list of them is not supported")
+    sampling: dict[str, Any] = {"max_tokens": DEFAULT_MAX_NEW_TOKENS, "detokenize": False}
+    for name, value in given.items():
+        if name in TEXT_ONLY or (name not in SAMPLING_NAMES and value in EMPTY):
+            continue
+        if name not in SAMPLING_NAMES:
+            raise BadRequest(f"sampling parameter {name!r} is not supported by a vLLM engine of rltool")
+        if value is not None:
+            sampling[SAMPLING_NAMES[name]] = value
+    if body.get("return_logprob"):
+        sampling["logprobs"] = 0  # the sampled token's own
+    return sampling
+
+
+def from_vllm(request: Mapping[str, Any], reply: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
+    """SGLang's reply: an object, or for n > 1 a list of them. `request` is what to_vllm made."""
+    samples = [_sample(request, reply, choice) for choice in sorted(reply["choices"], key=lambda choice: choice["index"])]
+    return samples if request["sampling_params"].get("n", 1) > 1 else samples[0]
+
+
+def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    ids = choice.get("token_ids") or []
+    usage = reply.get("usage") or {}
+    spans = choice.get("weight_versions") or []
+    rid = request.get("request_id", reply.get("request_id"))
+    meta: dict[str, Any] = {
+        # vLLM has one id for the n samples of a prompt; SGLang's ids are unique
+        "id": rid if request["sampling_params"].get("n", 1) == 1 else f"{rid}_{choice['index']}",
+        "finish_reason": _finish_reason(choice, len(ids)),
+        "prompt_tokens": len(request["token_ids"]),
+        "completion_tokens": len(ids),
+        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
+        "weight_version": spans[-1]["version"] if spans else None,
+        "weight_versions": spans,
+    }
+    content = (choice.get("logprobs") or {}).get("content")
+    if content is not None:
+        # null where vLLM has none: its stand-in is a number that a client would take for a log-probability
+        meta["output_token_logprobs"] = [
+            [None if entry["logprob"] <= MISSING_LOGPROB else entry["logprob"], entry["token_id"], None] for entry in content
+        ]
+    return {"text": "", "output_ids": ids, "meta_info": meta}
+
+
+def _finish_reason(choice: Mapping[str, Any], length: int) -> dict[str, Any]:
+    reason = choice.get("finish_reason")
+    if reason == "length":
+        return {"type": "length", "length": length}
+    if reason == "stop":
+        matched = choice.get("stop_reason")  # None where the model's own end token came
+        ids = choice.get("token_ids") or [None]
+        return {"type": "stop", "matched": matched if matched is not None else ids[-1]}
+    return {"type": "abort", "message": f"vLLM ended the request with finish_reason {reason!r}"}

@@ -1,0 +1,146 @@
+"""The wire contract of weight transfer into rltool's vLLM plugin; both sides import this file. Needs torch alone.
+
+gloo
+    The trainer is rank 0, hosts the TCPStore (`host_store`) and tells each engine over HTTP to join: init info {medium: "gloo",
+    address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset plus its rank in the engine.
+    Then trainer and workers call `open_group` side by side. A bucket is announced by update info {names, dtypes, shapes} and
+    travels, while that request is open, as ONE broadcast of a flat uint8 tensor (`flat_bytes`) from rank 0. A bucket without bytes
+    is not broadcast.
+disk
+    Init info {medium: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has its
+    absolute `path` as well, which the engine must see under the same name.
+
+Either way the update is bracketed by start and finish; the version travels with finish and is set only when that succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from rltool.engines.types import Bucket, TensorMeta
+
+DTYPES: dict[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+"""The dtypes that may travel, by the name that TensorMeta uses."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`. Raises ValueError for one that does not travel."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise ValueError(f"unknown dtype {name!r} in a weight transfer; known are {', '.join(DTYPES)}") from None
+
+
+def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
+    """How `tensor` is announced."""
+    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def tensor_bytes(meta: TensorMeta) -> int:
+    return math.prod(meta.shape) * dtype_of(meta.dtype).itemsize
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    """Bytes of a bucket on the wire: its tensors back to back, unpadded."""
+    return sum(tensor_bytes(meta) for meta in bucket)
+
+
+def flat_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The bucket's tensors as one flat uint8 CPU tensor, [bucket_bytes], in the announced order.
+
+    Raises ValueError where a tensor's dtype or shape is not the announced one.
+    """
+    flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8)
+    start = 0
+    for meta in bucket:
+        tensor = tensors[meta.name]
+        found = meta_of(meta.name, tensor)
+        if found != meta:
+            raise ValueError(f"{meta.name} was announced as {meta.dtype} {meta.shape}, and is {found.dtype} {found.shape}")
+        end = start + tensor_bytes(meta)
+        flat[start:end].copy_(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
+        start = end
+    return flat
+
+
+def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of each announced tensor: views of `flat`, except where its start is not aligned for its dtype."""
+    if flat.numel() != bucket_bytes(bucket):
+        raise ValueError(f"{flat.numel()} bytes were received for a bucket of {bucket_bytes(bucket)}")
+    named, start = [], 0
+    for meta in bucket:
+        dtype, end = dtype_of(meta.dtype), start + tensor_bytes(meta)
+        part = flat[start:end]
+        if start % dtype.itemsize:
+            part = part.clone()
+        named.append((meta.name, part.view(dtype).reshape(meta.shape)))
+        start = end
+    return named
+
+
+def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
+    """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (`.port` tells which).
+
+    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen()
+        store = TCPStore(
+            host,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_seconds),
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store owns the descriptor now
+    return store
+
+
+def open_group(
+    address: str, port: int, rank: int, world_size: int, group: str, timeout_seconds: float, *, store: Store | None = None
+) -> ProcessGroupGloo:
+    """Join the transfer group `group` as `rank` of `world_size`; blocks until all have joined or the timeout raises.
+
+    The trainer (rank 0) passes the store that it hosts; the others connect to it. Gloo listens on the interface that leads to
+    the address. Every later broadcast has the same timeout.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    if store is None:
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    options = ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address_towards(address, port))]
+    return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
+
+
+def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
+    """Send (rank 0) or receive (others) one flat bucket in place; raises RuntimeError after the group's timeout."""
+    if flat.numel() == 0:
+        return
+    options = BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([flat], options).wait()
+
+
+def _local_address_towards(address: str, port: int) -> str:
+    """This host's address on the route to `address`. A UDP socket that is connected sends nothing."""
+    family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return probe.getsockname()[0]

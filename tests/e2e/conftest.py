@@ -1,0 +1,34 @@
+"""Real engines, one of each kind per session, started at first use and shared by all tests.
+
+A test that changes an engine's weights leaves it with weights that its own test pushed: no test relies on those of the model
+directory, each pushes what it needs first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engines import RunningEngine, start_vllm, wait_ready
+
+
+@pytest.fixture(scope="session")
+def vllm_engine_tied(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """A guarded vLLM on the CPU with tied embeddings, ready to serve."""
+    engine = start_vllm(tiny_tied_dir, tmp_path_factory.mktemp("vllm-tied"))
+    try:
+        yield wait_ready(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="session")
+def vllm_engine_untied(tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """A guarded vLLM on the CPU with an own output head, ready to serve."""
+    engine = start_vllm(tiny_untied_dir, tmp_path_factory.mktemp("vllm-untied"))
+    try:
+        yield wait_ready(engine)
+    finally:
+        engine.stop()
