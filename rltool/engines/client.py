@@ -108,6 +108,8 @@ class EngineClient:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
+        if status in request.tolerate:
+            return status
         text = body.decode("utf-8", "replace")
         if status == 429 or status >= 500:
             raise _Temporary(EngineError(f"{what} answered {status}: {_quote(text)}"))

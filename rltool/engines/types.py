@@ -67,12 +67,17 @@ class Completion:
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """What a dialect asks the client to send. `body` is JSON; `query` goes into the URL."""
+    """What a dialect asks the client to send. `body` is JSON; `query` goes into the URL.
+
+    tolerate: HTTP statuses that are an answer here and no failure, such as the 400 for closing what is not open. The reply
+    is then the status, as an int.
+    """
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
     body: Any = None
     query: dict[str, str] = field(default_factory=dict)
+    tolerate: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
