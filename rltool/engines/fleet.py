@@ -1,0 +1,405 @@
+"""Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: whoever owns those
+(the rollout manager) tells the fleet *facts*, gives it *commands*, and asks it for *decisions*.
+
+- Facts (`probe_succeeded`, `probe_failed`, `request_succeeded`, `request_failed`, `process_exited`) are what was observed.
+  They come from concurrent tasks, so they are accepted in every state, and ignored when they are about an engine that has
+  been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
+- Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the state
+  does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
+- Decisions (`serving`, `syncable`, `to_probe`, `trials_due`, `membership_epoch`, `take_transitions`) are read by the owner,
+  who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again, logs.
+
+Three rules decide everything else.
+
+1. An engine that takes weights serves only at the fleet's version. **There is no transition from STALE to READY**, and none
+   from STARTING or DEAD to READY for such an engine: a healthy probe says that a server answers, and the version it echoes is
+   a label, not proof of what is in its memory. The one way back is a full sync: STALE -> PAUSED -> READY. (The trap: a worker
+   restarted under its old URL answers its health route at once, with the weights of the checkpoint on disk. A router takes
+   it back; the batch that it then samples is off-policy by the whole run, and nothing raises.)
+2. Probes and requests fail apart. A wedged engine answers probes for ever, so no healthy probe forgives failed requests:
+   a trial request does. Nor does a pause of ours, during which an engine may well refuse both, count as failure.
+3. DRAINING has no way back. Who told an engine to leave is not overruled by a probe that finds it healthy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from rltool.engines.weight_version import WeightVersion
+
+__all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
+
+
+class State(str, Enum):
+    STARTING = "starting"  # launched or just named to us; has not answered a probe yet
+    READY = "ready"  # healthy and at the fleet's version: the only state that serves
+    PAUSED = "paused"  # frozen by us for a weight sync; its silence is no failure
+    STALE = "stale"  # healthy, but its weights are not the fleet's: waits for a full sync
+    SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be given up
+    DEAD = "dead"  # given up: its process exited, or it failed for too long
+    DRAINING = "draining"  # told to leave; finishes what it has, gets nothing new
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.READY, State.STALE, State.DEAD}),
+    State.READY: frozenset({State.PAUSED, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.PAUSED: frozenset({State.READY, State.STALE, State.DEAD}),
+    State.STALE: frozenset({State.PAUSED, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.SUSPECT: frozenset({State.READY, State.STALE, State.DEAD, State.DRAINING}),
+    State.DEAD: frozenset({State.READY, State.STALE, State.STARTING}),
+    State.DRAINING: frozenset(),
+}
+"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone, PAUSED and STALE for the others."""
+
+IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE})
+
+
+class IllegalTransition(RuntimeError):
+    """The owner gave a command that the engine's state does not allow. A programming error, so it is shown with its traceback."""
+
+
+@dataclass(frozen=True)
+class FleetPolicy:
+    """Thresholds. Failures are counted in a row: one success sets its own count, and only that, back to 0."""
+
+    probe_seconds: float = 5.0
+    """How often the owner probes. A probe is one small GET; a dead engine is noticed within `probes_to_suspect` of these."""
+    probes_to_suspect: int = 2
+    """One lost probe is a busy event loop (a server that tokenises or compiles misses one now and then); two are a sign."""
+    probes_to_dead: int = 6
+    """Half a minute at the default interval: longer than a stall while graphs are captured or a host swaps, shorter than a step."""
+    incidents_to_suspect: int = 2
+    """The client has already repeated a request before it reports a failure, so one incident is several attempts."""
+    incidents_to_dead: int = 5
+    """Beyond `incidents_to_suspect` these are trials of one token: three of them in a row is not a poisoned prompt."""
+    trial_seconds: float = 10.0
+    """Pause between two trial requests to an engine that answers probes but fails requests."""
+    start_seconds: float = 900.0
+    """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten minutes."""
+    pause_seconds: float = 1800.0
+    """A pause that lasts longer was forgotten by a sync that died; the engine is then given to the next full sync."""
+
+    def __post_init__(self) -> None:
+        for name in ("probe_seconds", "trial_seconds", "start_seconds", "pause_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
+        for first, second in (("probes_to_suspect", "probes_to_dead"), ("incidents_to_suspect", "incidents_to_dead")):
+            if not 1 <= getattr(self, first) < getattr(self, second):
+                raise ValueError(
+                    f"1 <= {first} < {second} must hold, not {getattr(self, first)} and {getattr(self, second)}: "
+                    "an engine is suspected before it is given up, or a hiccup costs a full sync"
+                )
+
+
+@dataclass(frozen=True)
+class Member:
+    """What the fleet knows of one engine. A snapshot: transitions replace it."""
+
+    url: str
+    takes_weights: bool
+    state: State
+    since: float
+    """Clock of the last transition."""
+    reason: str
+    boot_id: str | None = None
+    """Of the process that last answered a probe; None if this kind of engine does not tell."""
+    version: WeightVersion | None = None
+    """Of the last full sync that it completed; None: its weights are unknown to us, whatever it says."""
+    probe_failures: int = 0
+    incidents: int = 0
+    """Failed requests in a row, those that broke together counted once."""
+    last_incident_at: float | None = None
+    last_trial_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One line for the log, and the owner's cue to tell the router. `before` is None for a new engine, `after` for a removed one."""
+
+    at: float
+    url: str
+    before: State | None
+    after: State | None
+    reason: str
+
+
+class Fleet:
+    """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner.
+
+    membership_epoch grows by at least one whenever a transfer group built before is no longer the right one: an engine that
+    takes weights has joined or left those that can be synced, was restarted, or failed in the middle of an update.
+    """
+
+    def __init__(self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy = policy or FleetPolicy()
+        self.version: WeightVersion | None = None
+        self.membership_epoch = 0
+        self._clock = clock
+        self._members: dict[str, Member] = {}
+        self._transitions: list[Transition] = []
+
+    # -- decisions
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(self._members.values())
+
+    def member(self, url: str) -> Member:
+        try:
+            return self._members[url]
+        except KeyError:
+            known = ", ".join(self._members) or "none"
+            raise IllegalTransition(f"{url} is not an engine of this fleet (known: {known})") from None
+
+    def serving(self) -> tuple[str, ...]:
+        """Engines that may be given generation requests."""
+        return self._in(State.READY)
+
+    def syncable(self) -> tuple[str, ...]:
+        """Engines that take weights and can be paused for a sync now: the members of the next transfer group."""
+        return tuple(m.url for m in self.members() if m.takes_weights and m.state in (State.READY, State.STALE))
+
+    def to_probe(self) -> tuple[str, ...]:
+        """Engines whose health matters, to be probed every `probe_seconds`. The paused and the leaving are left alone."""
+        return tuple(m.url for m in self.members() if m.state not in (State.PAUSED, State.DRAINING))
+
+    def trials_due(self) -> tuple[str, ...]:
+        """Engines that answer probes but fail requests. The owner sends each a generation of one token and reports the outcome.
+
+        Handing a trial out starts its `trial_seconds`.
+        """
+        now = self._clock()
+        due = [m for m in self.members() if self._awaits_trial(m) and self._trial_interval_is_over(m, now)]
+        for member in due:
+            self._update(member, last_trial_at=now)
+        return tuple(m.url for m in due)
+
+    def take_transitions(self) -> tuple[Transition, ...]:
+        """What happened since the last call, oldest first."""
+        taken, self._transitions = tuple(self._transitions), []
+        return taken
+
+    # -- commands: membership
+
+    def add(self, url: str, *, takes_weights: bool = True) -> None:
+        """-> STARTING. `takes_weights` False: a judge or frozen reference, which is never PAUSED and never STALE."""
+        if url in self._members:
+            raise IllegalTransition(f"{url} is in the fleet already; one URL is one engine")
+        now = self._clock()
+        self._members[url] = Member(url, takes_weights, State.STARTING, now, "added")
+        self._transitions.append(Transition(now, url, None, State.STARTING, "added"))
+
+    def drain(self, url: str, reason: str) -> None:
+        """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first: its requests are frozen and would never finish."""
+        self._require(url, "drain", State.READY, State.STALE, State.SUSPECT)
+        self._move(url, State.DRAINING, reason)
+
+    def remove(self, url: str, reason: str) -> None:
+        """Forget an engine. Not from READY (drain it first), and not from PAUSED (a transfer group still counts on it)."""
+        member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
+        del self._members[url]
+        if self._in_group(member):
+            self.membership_epoch += 1
+        self._transitions.append(Transition(self._clock(), url, member.state, None, reason))
+
+    def restarted(self, url: str) -> None:
+        """DEAD -> STARTING: the owner has launched a new process at this URL. (An external engine revives by itself.)"""
+        self._require(url, "restart", State.DEAD)
+        self._move(url, State.STARTING, "process launched again", boot_id=None, version=None, probe_failures=0, incidents=0)
+
+    # -- commands: weights. pause -> update_began -> update_finished (or update_failed); then advance, then resume in `finally`
+
+    def pause(self, url: str) -> None:
+        """READY or STALE -> PAUSED, before the engine is told to pause."""
+        member = self._require(url, "pause", State.READY, State.STALE)
+        if not member.takes_weights:
+            raise IllegalTransition(f"{url} takes no weights, so there is no sync to pause it for")
+        self._move(url, State.PAUSED, "paused for a weight sync")
+
+    def update_began(self, url: str) -> None:
+        """From here until `update_finished` the weights are neither the old nor the new ones, however the sync ends."""
+        self._update(self._require(url, "begin an update of", State.PAUSED), version=None)
+
+    def update_finished(self, url: str, version: WeightVersion) -> None:
+        """The engine has acknowledged all of `version`. It serves once the fleet is at that version and it is resumed."""
+        self._update(self._require(url, "finish an update of", State.PAUSED), version=version)
+
+    def update_failed(self, url: str, reason: str) -> None:
+        """PAUSED -> STALE, and its transfer group counts as broken: other ranks of it may wait in a half-done broadcast."""
+        member = self._require(url, "fail an update of", State.PAUSED)
+        self._abandon_pause(member, reason)
+
+    def advance(self, version: WeightVersion) -> None:
+        """The fleet is at `version` from now on; engines that serve with another are STALE at once.
+
+        Refused before a paused engine has received all of it: a version that is bumped first, for a transfer that then fails,
+        would leave a fleet in which nobody can tell old weights from new ones. Refused, too, for an earlier or foreign version.
+        """
+        if not any(m.state is State.PAUSED and m.version == version for m in self.members()):
+            raise IllegalTransition(f"no paused engine has received {version}: the version follows the weights, never the reverse")
+        if self.version not in (None, version) and not version.follows(self.version):
+            raise IllegalTransition(f"the fleet is at {self.version}; {version} is not a later version of the same run")
+        self.version = version
+        for member in self.members():
+            if member.state is State.READY and not self._is_current(member):
+                self._move(member.url, State.STALE, f"missed the sync to {version}")
+
+    def resume(self, url: str) -> None:
+        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE. After the engine was told to resume."""
+        member = self._require(url, "resume", State.PAUSED)
+        if self._is_current(member):
+            self._move(url, State.READY, f"resumed at {self.version}")
+        else:
+            self._move(url, State.STALE, f"resumed without the fleet's weights ({self.version or 'no sync yet'})")
+
+    # -- facts
+
+    def probe_succeeded(self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None) -> None:
+        """The engine answered its probe. boot_id and version are what it says of itself, None where its kind does not tell."""
+        member = self._observable(url, sent_at)
+        if member is None or member.state is State.PAUSED:
+            return
+        member = self._check_identity(member, boot_id, version)
+        member = self._update(member, probe_failures=0, boot_id=boot_id)
+        if member.state is State.STARTING:
+            self._rejoin(member, "answered its first probe")
+        elif member.state is State.READY and not self._is_current(member):
+            self._move(url, State.STALE, f"its weights are no longer those of {self.version} (restarted, or updated by others)")
+        elif member.state in (State.SUSPECT, State.DEAD) and not self._is_wedged(member):
+            self._rejoin(member, "answers probes again")
+
+    def probe_failed(self, url: str, reason: str, *, sent_at: float) -> None:
+        """No healthy answer. While STARTING that is expected, until `start_seconds`; while PAUSED it is our own doing."""
+        member = self._observable(url, sent_at)
+        if member is None or member.state in (State.STARTING, State.PAUSED):
+            return
+        member = self._update(member, probe_failures=member.probe_failures + 1)
+        self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
+
+    def request_succeeded(self, url: str, *, sent_at: float) -> None:
+        """A generation (or a trial) came back whole."""
+        member = self._observable(url, sent_at)
+        if member is None or member.state in (State.STARTING, State.PAUSED):
+            return
+        member = self._update(member, incidents=0, last_incident_at=None)
+        if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
+            self._rejoin(member, "a trial request succeeded")
+
+    def request_failed(self, url: str, reason: str, *, sent_at: float) -> None:
+        """A generation failed after the client's retries: 5xx, broken connection or deadline. Never a 4xx, which is the caller's fault.
+
+        Requests in flight together break together, and count as one incident: only one sent after the last incident counts anew.
+        """
+        member = self._observable(url, sent_at)
+        if member is None or member.state in (State.STARTING, State.PAUSED):
+            return
+        if member.last_incident_at is not None and sent_at <= member.last_incident_at:
+            return
+        member = self._update(member, incidents=member.incidents + 1, last_incident_at=self._clock())
+        self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
+
+    def process_exited(self, url: str, reason: str) -> None:
+        """The supervisor saw the process end: no threshold applies. The next process at this URL has other weights."""
+        member = self._members.get(url)
+        if member is not None and member.state not in (State.DRAINING, State.DEAD):
+            self._move(url, State.DEAD, reason, boot_id=None, version=None, incidents=0)
+
+    def tick(self) -> None:
+        """Time has passed. Call it as often as engines are probed."""
+        now = self._clock()
+        for member in self.members():
+            waited = now - member.since
+            if member.state is State.STARTING and waited > self.policy.start_seconds:
+                self._move(member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start")
+            elif member.state is State.PAUSED and waited > self.policy.pause_seconds:
+                self._abandon_pause(member, f"still paused after {self.policy.pause_seconds:g} s: its sync never ended")
+
+    # -- the rest is private
+
+    def _in(self, state: State) -> tuple[str, ...]:
+        return tuple(m.url for m in self.members() if m.state is state)
+
+    def _is_current(self, member: Member) -> bool:
+        return not member.takes_weights or (self.version is not None and member.version == self.version)
+
+    def _is_wedged(self, member: Member) -> bool:
+        return member.incidents >= self.policy.incidents_to_suspect
+
+    def _awaits_trial(self, member: Member) -> bool:
+        out_of_work = member.state in (State.SUSPECT, State.DEAD)
+        return out_of_work and self._is_wedged(member) and member.probe_failures == 0
+
+    def _trial_interval_is_over(self, member: Member, now: float) -> bool:
+        return member.last_trial_at is None or now - member.last_trial_at >= self.policy.trial_seconds
+
+    @staticmethod
+    def _in_group(member: Member) -> bool:
+        return member.takes_weights and member.state in IN_TRANSFER_GROUP
+
+    def _observable(self, url: str, sent_at: float) -> Member | None:
+        """The member, if a fact gathered at `sent_at` says anything of its present; DRAINING listens to nobody."""
+        member = self._members.get(url)
+        if member is None or member.state is State.DRAINING or sent_at < member.since:
+            return None
+        return member
+
+    def _check_identity(self, member: Member, boot_id: str | None, version: str | None) -> Member:
+        """Forget the weights of an engine that cannot be shown to be the process, with the weights, that we last synced."""
+        rebooted = member.boot_id is not None and boot_id != member.boot_id
+        relabelled = version is not None and member.version is not None and version != str(member.version)
+        # An engine that was out of sight and tells neither its boot id nor its version may have been restarted meanwhile.
+        unprovable = member.probe_failures > 0 and boot_id is None and version is None
+        if rebooted and self._in_group(member):
+            self.membership_epoch += 1
+        if rebooted:
+            member = self._update(member, incidents=0, last_incident_at=None)
+        return self._update(member, version=None) if rebooted or relabelled or unprovable else member
+
+    def _judge(self, member: Member, reason: str) -> None:
+        """Move an engine whose failures have reached a threshold."""
+        policy = self.policy
+        dead = member.probe_failures >= policy.probes_to_dead or member.incidents >= policy.incidents_to_dead
+        suspect = member.probe_failures >= policy.probes_to_suspect or self._is_wedged(member)
+        if dead and member.state is State.SUSPECT:
+            self._move(member.url, State.DEAD, reason)
+        elif suspect and member.state in (State.READY, State.STALE):
+            self._move(member.url, State.SUSPECT, reason)
+
+    def _rejoin(self, member: Member, reason: str) -> None:
+        """Back among the healthy: to work if its weights are still ours, else to wait for a full sync.
+
+        An engine that takes weights and was given up or not yet seen is STALE whatever is on record: while it was away,
+        transfer groups were built without it.
+        """
+        was_away = member.state in (State.STARTING, State.DEAD)
+        if member.takes_weights and (was_away or not self._is_current(member)):
+            self._move(member.url, State.STALE, reason, version=None)
+        else:
+            self._move(member.url, State.READY, reason)
+
+    def _abandon_pause(self, member: Member, reason: str) -> None:
+        self._move(member.url, State.STALE, reason, version=None)
+        self.membership_epoch += 1
+
+    def _require(self, url: str, command: str, *states: State) -> Member:
+        member = self.member(url)
+        if member.state not in states:
+            allowed = ", ".join(state.value for state in states)
+            raise IllegalTransition(f"cannot {command} {url}: it is {member.state.value} ({member.reason}), not {allowed}")
+        return member
+
+    def _update(self, member: Member, **changes: object) -> Member:
+        self._members[member.url] = replace(member, **changes)
+        return self._members[member.url]
+
+    def _move(self, url: str, state: State, reason: str, **changes: object) -> None:
+        before = self._members[url]
+        if state not in TRANSITIONS[before.state]:
+            raise IllegalTransition(f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})")
+        now = self._clock()
+        after = self._update(before, state=state, since=now, reason=reason, **changes)
+        if self._in_group(before) != self._in_group(after):
+            self.membership_epoch += 1
+        self._transitions.append(Transition(now, url, before.state, state, reason))
