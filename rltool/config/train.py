@@ -112,6 +112,8 @@ class RolloutConfig(Config):
     request_timeout: float = Field(600.0, gt=0)
     generate_function: ImportPath | None = None
     """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn generation."""
+    dump: bool = False
+    """Write every rollout to <run>/rollouts, for debug train-only to replay."""
     preflight_timeout: float = Field(30.0, gt=0)
     """Seconds to wait for each given address to answer."""
 
@@ -196,6 +198,8 @@ class TrainConfig(Config):
     seed: int = 0
     steps: int = Field(100, ge=1)
     optimizer_steps_per_rollout: int = Field(1, ge=1)
+    global_batch_size: int | None = Field(None, ge=1)
+    """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x optimizer steps."""
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -1,0 +1,22 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+Config = Annotated[list[Path] | None, typer.Option("--config", "-c", help="TOML file; repeatable, later files win key by key. `rltool init` writes a template.")]
+External = Annotated[
+    list[str] | None,
+    typer.Option("--rollout-external", help="HOST:PORT or @endpoints.json of engines that are running; repeatable, or comma-separated."),
+]
+Router = Annotated[str | None, typer.Option("--router", help="URL that generation goes through; endpoints.json may name it already.")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="section.key=value (a TOML value); repeatable, wins over --config.")]
+Run = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it the newest is taken.")]
+
+
+def rollout_flags(external: list[str] | None, router: str | None) -> dict[str, tuple[str, Any]]:
+    """The flags above as load_config wants them."""
+    return {"rollout.external": ("--rollout-external", tuple(external) if external else None), "rollout.router": ("--router", router)}

@@ -1,0 +1,46 @@
+"""`rltool train`: parse, load the configuration, prepare, execute, print."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rltool.commands.options import Config, External, Router, Run, Sets, rollout_flags
+
+
+def train(
+    config: Config = None,
+    rollout_external: External = None,
+    router: Router = None,
+    set_: Sets = None,
+    run: Run = None,
+    ray_address: Annotated[str | None, typer.Option(help="Address of a running Ray cluster; without it a local one is started.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of rollouts, each followed by its optimizer steps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print configuration and placement, start nothing.")] = False,
+) -> None:
+    """Train against running engines: GRPO and its family, or supervised (algorithm.loss = "sft")."""
+    from rltool.config.loader import load_config
+    from rltool.config.train import TrainConfig
+    from rltool.processes.run_directory import open_run
+    from rltool.training.report import print_outcome, print_plan
+    from rltool.training.session import execute, prepare
+    from rltool.training.stopping import StopSignal
+
+    flags = {**rollout_flags(rollout_external, router), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
+    loaded = load_config(TrainConfig, config or [], set_ or [], flags)
+    directory = open_run(run, create=run is not None)
+    prepared = prepare(loaded, directory, resume=resume)
+    console = Console()
+    if dry_run:
+        print_plan(prepared, console)
+        return
+    with StopSignal().installed() as stop:
+        outcome = execute(prepared, console, stop)
+    print_outcome(prepared, outcome, console)
+    raise typer.Exit(outcome.exit_code)
+
+

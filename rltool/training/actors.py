@@ -1,0 +1,214 @@
+"""The Ray actors: one trainer rank per bundle, and the rollout manager, which reserves nothing.
+
+They are thin. What they wrap is plain Python that knows nothing of Ray: MegatronTrainer with WeightSender, and RolloutManager
+with WeightControl.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import TrainConfig
+from rltool.engines.dialect import Medium
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
+from rltool.processes.ports import reserve_ports
+from rltool.rollout.manager import RolloutManager, RolloutResult
+from rltool.weights.control import Failures, WeightControl
+from rltool.weights.sender import (
+    Connection,
+    SendReport,
+    Target,
+    WeightSender,
+    drain,
+    remove_old_versions,
+    write_to_disk,
+)
+
+
+def redirect_output(log_file: Path | None) -> None:
+    """Send this process's stdout and stderr, and those of its libraries, to the run's log where the run directory is reachable."""
+    if log_file is None or not log_file.parent.is_dir():
+        return
+    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+@ray.remote
+class TrainerActor:
+    """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs."""
+
+    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
+        redirect_output(log_file)
+        self.config = config
+        self.rank = rank
+        self.sender = WeightSender(config.weights)
+        self.trainer: Any = None
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
+        node = ray.util.get_node_ip_address()
+        try:
+            held = reserve_ports(1, host=node)
+        except (OSError, socket.gaierror):
+            node, held = "127.0.0.1", reserve_ports(1)
+        held.release()
+        return node, held.ports[0]
+
+    def start(self, master: tuple[str, int], total_optimizer_steps: int) -> Any:
+        """Join the ranks' process group and build the model. Returns this rank's megatron.runtime.Coordinates."""
+        from rltool.megatron.trainer import MegatronTrainer
+
+        config = self.config
+        self.trainer = MegatronTrainer(
+            config.model, config.trainer, config.optimizer, config.algorithm,
+            rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
+            total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.rollout.temperature,
+        )  # fmt: skip
+        return self.trainer.coordinates
+
+    def load_weights(self) -> None:
+        self.trainer.load_weights(self.config.model.path)
+
+    def load_checkpoint(self, directory: Path) -> dict[str, Any]:
+        """Reference weights come from model.path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        if self.config.algorithm.kl_coef > 0:
+            self.trainer.load_weights(self.config.model.path)
+        return self.trainer.load_checkpoint(directory)
+
+    # -- training
+
+    def compute_logprobs(self, micro_batches: list[TrainBatch], reference: bool = False) -> Any:
+        return self.trainer.compute_logprobs(micro_batches, reference=reference)
+
+    def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
+        return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+
+    def parameter_hash(self) -> str:
+        return self.trainer.parameter_hash()
+
+    # -- weights
+
+    def weight_metadata(self) -> Any:
+        return self.trainer.weight_metadata()
+
+    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return self.sender.reserve(targets, group)
+
+    def join(self) -> Failures:
+        return self.sender.join()
+
+    def send(self, buckets: Sequence[Bucket]) -> SendReport | None:
+        """A collective of all ranks; the report comes from rank 0."""
+        if self.rank == 0:
+            return self.sender.send(self.trainer.export_weights(), buckets)
+        return drain(self.trainer.export_weights())
+
+    def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport | None:
+        """The disk transport's send. A collective as well."""
+        if self.rank != 0:
+            return drain(self.trainer.export_weights())
+        report = write_to_disk(self.trainer.export_weights(), buckets, directory, self.config.model.path)
+        remove_old_versions(directory.parent)
+        return report
+
+    def leave_transfer(self) -> None:
+        self.sender.close()
+
+    # -- saving
+
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
+        self.trainer.save_checkpoint(directory, extra)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write the weights as a Hugging Face directory. A collective."""
+        from rltool.checkpoints.hf_export import write_hf_directory
+
+        stream = self.trainer.export_weights()
+        if self.rank == 0:
+            write_hf_directory(directory, stream, source=self.config.model.path)
+        else:
+            drain(stream)
+
+    def close(self) -> None:
+        self.sender.close()
+        if self.trainer is not None:
+            self.trainer.close()
+
+
+@ray.remote
+class RolloutActor:
+    """The one owner of the fleet, the HTTP client and every control call."""
+
+    def __init__(
+        self, config: TrainConfig, targets: tuple[EngineEndpoint, ...], engines: tuple[EngineEndpoint, ...], infos: dict[str, EngineInfo], vocab_size: int, log_file: Path | None
+    ) -> None:
+        redirect_output(log_file)
+        self.manager = RolloutManager(config, targets, num_engines=len(engines), vocab_size=vocab_size)
+        self.control = WeightControl(engines, infos, self.manager.client, Fleet(clock=time.monotonic), config.weights)
+
+    # -- rollouts
+
+    def generate(self, step: int) -> RolloutResult:
+        return self.manager.generate(step)
+
+    def evaluate(self) -> dict[str, float]:
+        return self.manager.evaluate()
+
+    def data_facts(self) -> dict[str, int]:
+        return {"prompts": self.manager.num_prompts, "prompts_too_long": self.manager.num_prompts_too_long}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.manager.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.manager.load_state_dict(state)
+
+    # -- weights: WeightControl's methods by name
+
+    def epoch(self) -> int:
+        return self.control.epoch()
+
+    def targets(self) -> list[Target]:
+        return self.control.targets()
+
+    def clear_leftovers(self) -> Failures:
+        return self.manager.run(self.control.clear_leftovers())
+
+    def connect(self, connections: Sequence[Connection], medium: Medium) -> Failures:
+        return self.manager.run(self.control.connect(connections, medium))
+
+    def prepare(self) -> Failures:
+        return self.manager.run(self.control.prepare())
+
+    def receive(self, version: str, buckets: Sequence[Bucket], medium: Medium, paths: Sequence[Path]) -> Failures:
+        return self.manager.run(self.control.receive(version, buckets, medium, paths))
+
+    def finish(self, version: str, failed: Failures) -> Failures:
+        return self.manager.run(self.control.finish(version, failed))
+
+    def release(self) -> Failures:
+        return self.manager.run(self.control.release())
+
+    def disconnect(self) -> Failures:
+        return self.manager.run(self.control.disconnect())
+
+    def sample_each(self, request: GenerateRequest) -> dict[str, Completion]:
+        return self.manager.run(self.control.sample_each(request))
+
+    def close(self) -> None:
+        self.manager.close()

@@ -1,0 +1,94 @@
+"""The Ray cluster: a local one of declared size, or an existing one whose nodes run the same rltool."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+import rltool
+from rltool.config.train import RayConfig
+from rltool.errors import RltoolError, UsageError
+from rltool.training.placement import PlacementPlan
+
+
+class PlacementTimeout(RltoolError):
+    """The cluster did not have the bundles in time. The message names what is missing."""
+
+
+@contextmanager
+def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
+    """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
+
+    A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on every
+    interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
+    """
+    common = {"include_dashboard": False, "log_to_driver": False, "namespace": f"rltool-{os.getpid()}"}
+    if config.address is not None:
+        try:
+            ray.init(address=config.address, log_to_driver=False, namespace=common["namespace"])
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UsageError(f"--ray-address {config.address}: cannot connect: {error}") from error
+    else:
+        cpus = config.num_cpus or max(1.0, plan.total("CPU"))
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        # Ray calls home by default; a training run on somebody's cluster has no business doing so.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", **common)
+    try:
+        if config.address is not None:
+            check_versions()
+        yield
+    finally:
+        ray.shutdown()
+
+
+def check_versions() -> None:
+    """Refuse nodes where another rltool is installed: actors would unpickle objects of classes that have changed."""
+
+    @ray.remote(num_cpus=0)
+    def version() -> str:
+        try:
+            import rltool as there
+        except ImportError:
+            return "none"
+        return there.__version__
+
+    wrong = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            found = ray.get(version.options(scheduling_strategy=strategy).remote(), timeout=120)
+            if found != rltool.__version__:
+                wrong.append(f"{node['NodeManagerAddress']} has rltool {found}")
+    if wrong:
+        raise UsageError(f"every node of the cluster needs rltool {rltool.__version__}: {'; '.join(wrong)}; install it there with pip install rltool=={rltool.__version__}")
+
+
+@contextmanager
+def placed(plan: PlacementPlan, timeout: float) -> Iterator[PlacementGroup | None]:
+    """The plan's bundles, reserved; given back at the end of the block. Raises PlacementTimeout."""
+    if not plan.bundles:
+        yield None
+        return
+    group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK")
+    try:
+        if not group.wait(timeout):
+            raise PlacementTimeout(_missing(plan.bundles, timeout))
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+def _missing(bundles: Sequence[dict[str, float]], timeout: float) -> str:
+    free, total = ray.available_resources(), ray.cluster_resources()
+    lines = []
+    for resource in sorted({name for bundle in bundles for name in bundle}):
+        wanted = sum(bundle.get(resource, 0) for bundle in bundles)
+        if wanted > free.get(resource, 0):
+            lines.append(f"{resource}: {wanted:g} wanted, {free.get(resource, 0):g} free of {total.get(resource, 0):g}")
+    what = "; ".join(lines) or "the resources are free, but not in pieces that hold the bundles"
+    return f"no placement for {len(bundles)} bundles within ray.placement_timeout = {timeout:g} s: {what}. Free them, lower trainer.world_size, or use --ray-address of a larger cluster."

@@ -1,0 +1,220 @@
+"""The training loop. It reads like the algorithm; everything that it calls does one thing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rltool.algorithms.advantages import broadcast_to_tokens, group_advantages
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.losses import token_loss_weights
+from rltool.algorithms.mismatch import logprob_gap
+from rltool.algorithms.schedule import split_for_optimizer_steps
+from rltool.config.train import TrainConfig
+from rltool.errors import RltoolError, TrainingStopped
+from rltool.training.metrics import MetricsWriter, step_line
+from rltool.training.sources import BatchSource
+from rltool.training.stopping import StopRequested, StopSignal
+from rltool.training.trainer_group import TrainerGroup
+
+
+class Engines(Protocol):
+    """What the loop asks of the rollout side; absent in train-only and in supervised training without evaluation."""
+
+    weight_version: str
+
+    def push_weights(self) -> dict[str, float]:
+        """Bring all engines to the trainer's weights under the next version. Returns weights/* and time/sync_seconds."""
+
+    def evaluate(self) -> dict[str, float]: ...
+
+
+@dataclass
+class Progress:
+    """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them."""
+
+    step: int
+    source: dict[str, Any]
+
+
+class Loop:
+    """One run, from `progress` to its end.
+
+    save(progress, reason): writes a checkpoint. stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays).
+    """
+
+    def __init__(
+        self, config: TrainConfig, trainer: TrainerGroup, source: BatchSource, engines: Engines | None, writer: MetricsWriter, stop: StopSignal,
+        save: Callable[[Progress], None], save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.trainer = trainer
+        self.source = source
+        self.engines = engines
+        self.writer = writer
+        self.stop = stop
+        self.save = save
+        self.save_hf = save_hf
+        self.progress = progress
+        self.stop_on_gap = stop_on_gap
+        self.skipped_in_a_row = 0
+        self.saved_step = -1
+        self.between_updates = False
+
+    def run(self) -> Progress:
+        """Train to the last step, to eval.stop_at, or to a signal.
+
+        A checkpoint is written in every case, also before an error is raised, unless that error came between the optimizer
+        steps of one rollout: such weights belong to no step, and the last checkpoint stands.
+        """
+        try:
+            self._run()
+        except (RltoolError, StopRequested):
+            if not self.between_updates:
+                self._save()
+            if self.stop.requested is None:
+                raise
+        else:
+            self._save()
+        return self.progress
+
+    def _run(self) -> None:
+        config = self.config
+        if self.engines is not None:
+            pushed = self.engines.push_weights()
+            self._evaluate_alone(pushed)
+        while self.progress.step < config.steps and not self.stop.requested:
+            step = self.progress.step
+            metrics: dict[str, float] = {}
+            with timed(metrics, "time/step_seconds"):
+                with self.stop.interruptible():
+                    sourced = self.source.next(step, max_staleness=0)
+                metrics.update(sourced.metrics)
+                with timed(metrics, "time/train_seconds"):
+                    metrics.update(self.train(sourced.batch))
+                done = step + 1
+                self.progress = Progress(done, self.source.state_dict())
+                last = done == config.steps
+                evaluate = self._evaluates(done, last)
+                if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
+                    metrics.update(self.engines.push_weights())
+                if self.engines is not None and evaluate:
+                    with timed(metrics, "time/eval_seconds"):
+                        metrics.update(self.engines.evaluate())
+            self.writer.write(step, self.engines.weight_version if self.engines else "", metrics, weight_versions=list(sourced.weight_versions))
+            self.writer.say(step_line(step, config.steps, metrics))
+            self._judge_skips(metrics)
+            if _due(config.checkpoint.every_steps, done) and not last:
+                self._save()
+            if _due(config.checkpoint.save_hf_every, done):
+                self.save_hf(done)
+            if evaluate and self._reached(metrics):
+                break
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
+        config = self.config
+        metrics: dict[str, float] = {}
+        if config.algorithm.loss == "policy":
+            batch = self._with_advantages(batch)
+            with timed(metrics, "time/logprobs_seconds"):
+                batch, measured = self._with_trainer_logprobs(batch)
+            metrics.update(measured)
+        collected: list[dict[str, float]] = []
+        groups = batch.group_ids.tolist()
+        self.between_updates = True
+        # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
+        for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
+            part = batch.select(samples)
+            weights = token_loss_weights(part.lengths, part.loss_mask, config.algorithm.loss_reduction)
+            collected.append(self.trainer.train_step(part.replace(loss_weights=weights)))
+        self.between_updates = False
+        metrics.update(_mean(collected))
+        metrics["train/skipped_steps"] = sum(result["train/skipped"] for result in collected)
+        metrics.pop("train/skipped", None)
+        for result in collected:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result["train/skipped"] else 0
+        return metrics
+
+    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
+        per_sample = group_advantages(batch.rewards, batch.group_ids, normalize_std=self.config.algorithm.normalize_std)
+        return batch.replace(advantages=broadcast_to_tokens(per_sample, batch.lengths, batch.loss_mask))
+
+    def _with_trainer_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Old log-probabilities, and the gate: they must agree with the engines' before any optimizer step."""
+        old = self.trainer.logprobs(batch)
+        assert batch.rollout_logprobs is not None
+        gap = logprob_gap(old, batch.rollout_logprobs, batch.loss_mask)
+        metrics = {
+            "train/logprob_abs_diff_mean": gap.abs_mean,
+            "train/logprob_abs_diff_max": gap.abs_max,
+            "train/mismatch_kl": gap.kl,
+        }
+        limit = self.config.monitor.logprob_gap_limit
+        if self.stop_on_gap and not gap.abs_mean <= limit:
+            raise TrainingStopped(
+                f"trainer and engines disagree: mean |log-probability difference| {gap.abs_mean:.2e} (max {gap.abs_max:.2e}) is above "
+                f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
+                f"trainer's weights, or they compute in another precision or at another temperature."
+            )
+        reference = self.trainer.logprobs(batch, reference=True) if self.config.algorithm.kl_coef > 0 else None
+        return batch.replace(old_logprobs=old, ref_logprobs=reference), metrics
+
+    # -- bookkeeping
+
+    def _evaluates(self, done: int, last: bool) -> bool:
+        return bool(self.config.eval.sets) and (last or _due(self.config.eval.every_steps, done))
+
+    def _evaluate_alone(self, pushed: dict[str, float]) -> None:
+        """Before the first step: the accuracy that training starts from. Recorded as step -1, or the last step done."""
+        if self.engines is None or not self.config.eval.sets:
+            return
+        with self.stop.interruptible():
+            metrics = {**pushed, **self.engines.evaluate()}
+        step = self.progress.step - 1
+        self.writer.write(step, self.engines.weight_version, metrics)
+        self.writer.say(step_line(step, self.config.steps, metrics).replace(f"step {step + 1}/", "before step 1 of " if step < 0 else f"resumed after step {step + 1}/"))
+
+    def _reached(self, metrics: dict[str, float]) -> bool:
+        goal = self.config.eval.stop_at
+        if goal is None:
+            return False
+        first = next(iter(self.config.eval.sets))
+        if metrics[f"eval/{first}/accuracy"] < goal:
+            return False
+        self.writer.say(f"eval/{first}/accuracy has reached eval.stop_at = {goal:g}: the run ends here")
+        return True
+
+    def _judge_skips(self, metrics: dict[str, float]) -> None:
+        limit = self.config.optimizer.max_skipped_steps
+        if self.skipped_in_a_row >= limit:
+            raise TrainingStopped(
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient and were skipped (optimizer.max_skipped_steps = {limit}); "
+                f"lower optimizer.lr, or look at the rewards and log-probabilities of the last rollout"
+            )
+
+    def _save(self) -> None:
+        if self.progress.step != self.saved_step:
+            self.save(self.progress)
+            self.saved_step = self.progress.step
+
+
+def _due(every: int, done: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _mean(results: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(result[name] for result in results) / len(results) for name in results[0]}
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Wall-clock seconds of the block into metrics[name]."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        metrics[name] = time.perf_counter() - started

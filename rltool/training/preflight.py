@@ -1,0 +1,142 @@
+"""Before anything starts: do the given engines answer, are they of this model, and can they take weights?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.dialect import Medium
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
+from rltool.engines.types import EngineInfo
+from rltool.errors import EngineError, UsageError
+
+ARCHITECTURE_KEYS = (
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "tie_word_embeddings",
+)  # fmt: skip
+"""Keys of config.json that make two models of one shape interchangeable for a weight sync. An engine that does not report one is not faulted for it."""
+
+
+@dataclass(frozen=True)
+class ProbedFleet:
+    """Engines with their dialects filled in, and what each said of itself, by URL."""
+
+    endpoints: ModelEndpoints
+    infos: dict[str, EngineInfo]
+
+    @property
+    def total_world_size(self) -> int:
+        return sum(info.world_size for info in self.infos.values())
+
+
+def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
+    """The addresses of rollout.external with rollout.router and rollout.api_key_file applied. Raises UsageError."""
+    rollout = config.rollout
+    found = resolve(rollout.external)
+    if rollout.api_key_file is not None:
+        engines = tuple(e if e.key_file else e.model_copy(update={"key_file": rollout.api_key_file}) for e in found.engines)
+        found = found.model_copy(update={"engines": engines})
+    if rollout.router is not None:
+        found = found.model_copy(update={"data_url": rollout.router.rstrip("/")})
+    return found
+
+
+def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
+    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix."""
+
+    async def probe_all() -> list[EngineInfo | BaseException]:
+        async with EngineClient() as client:
+            return await asyncio.gather(*(client.probe(e, timeout=timeout) for e in endpoints.engines), return_exceptions=True)
+
+    results = asyncio.run(probe_all())
+    problems = []
+    for endpoint, result in zip(endpoints.engines, results, strict=True):
+        if isinstance(result, (EngineError, UsageError)):
+            problems.append(f"{endpoint.url}: {result}")
+        elif isinstance(result, BaseException):
+            raise result
+    if problems:
+        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nStart the engines first (`rltool serve-engines`), or give the address they listen on; `rltool status` lists those of a run.")
+    engines = tuple(
+        e.model_copy(update={"dialect": r.dialect, "plugin": r.plugin, "boot_id": r.boot_id or e.boot_id, "weight_backend": r.weight_backend})
+        for e, r in zip(endpoints.engines, results, strict=True)
+    )
+    return ProbedFleet(endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)})
+
+
+def choose_medium(config: TrainConfig, device: str) -> Medium:
+    """weights.transport, with auto resolved: nccl between GPUs, gloo on the CPU."""
+    if config.weights.transport != "auto":
+        return config.weights.transport
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) -> None:
+    """Compare every engine with the trainer's model and its transport. Raises UsageError with all that is wrong.
+
+    medium None: weights are not sent (debug rollout-only)."""
+    model = model_facts(config.model.path)
+    problems = [f"{url}: {problem}" for url, info in fleet.infos.items() for problem in engine_problems(info, model, config, medium)]
+    if problems:
+        raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
+    stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]
+    if fleet.endpoints.data_url and stock:
+        raise UsageError(
+            f"{', '.join(stock)}: a stock vLLM does not answer /generate, so sglang-router cannot route to it; "
+            f"leave --router out (train then asks the engines directly), or start the engine with `rltool serve-engines`"
+        )
+
+
+def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig, medium: Medium | None) -> Sequence[str]:
+    """Everything that makes one engine unfit, as sentences; empty if it fits. Pure."""
+    problems = []
+    text = info.model_config
+    text = text.get("text_config", text) if isinstance(text, dict) else {}
+    for key in ARCHITECTURE_KEYS:
+        if key in text and key in model and text[key] != model[key]:
+            problems.append(f"serves another model: {key} is {text[key]}, the trainer's ({config.model.path}) is {model[key]}; point --rollout-external at engines of this model")
+            break
+    if info.vocab_size is not None and info.vocab_size != model.get("vocab_size"):
+        problems.append(f"has a vocabulary of {info.vocab_size}, the trainer's model one of {model.get('vocab_size')}; token ids would not mean the same")
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if info.max_model_len is not None and info.max_model_len < longest:
+        problems.append(
+            f"takes {info.max_model_len} tokens, but rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; "
+            f"restart it with --max-model-len {longest}, or lower these"
+        )
+    if medium is not None:
+        problems.extend(_weight_problems(info, medium))
+    return problems
+
+
+def _weight_problems(info: EngineInfo, medium: Medium) -> Sequence[str]:
+    if info.dialect == "sglang":
+        return []  # its update group and its disk route are always there
+    if info.weight_backend is None:
+        return ["has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"]
+    if medium == "disk" and info.weight_backend != "rltool":
+        return ["is a stock vLLM, which cannot load weights from disk while it serves; use weights.transport = \"nccl\", or `rltool serve-engines` (its plugin can)"]
+    if medium == "gloo" and info.weight_backend != "rltool":
+        return [f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool serve-engines --device cpu`"]
+    if medium == "nccl" and info.weight_backend != "nccl":
+        return [f"offers the weight backend {info.weight_backend!r}, not nccl"]
+    return []
+
+
+def model_facts(path: Path) -> dict[str, Any]:
+    """config.json of the trainer's model."""
+    return json.loads((path / "config.json").read_text())
+
+
+def describe_fleet(fleet: ProbedFleet) -> str:
+    kinds: dict[str, list[EngineEndpoint]] = {}
+    for endpoint in fleet.endpoints.engines:
+        kinds.setdefault(f"{endpoint.dialect} {fleet.infos[endpoint.url].engine_version}", []).append(endpoint)
+    parts = ", ".join(f"{len(engines)} x {kind}" for kind, engines in kinds.items())
+    through = f" through {fleet.endpoints.data_url}" if fleet.endpoints.data_url else ", asked directly"
+    return f"{parts}; world size {fleet.total_world_size} in all{through}"

@@ -1,0 +1,47 @@
+"""What train prints beside its step lines: the plan of a dry run, and how it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from rltool.training.preflight import describe_fleet
+from rltool.training.session import Outcome, Prepared
+
+
+def print_plan(prepared: Prepared, console: Console) -> None:
+    """The resolved configuration with each value's origin, the placement and the engines found. Nothing was started."""
+    table = Table("setting", "value", "from", title=f"run {prepared.run.name} (dry run)", title_justify="left")
+    origins = prepared.loaded.origins
+
+    def rows(section: dict, prefix: str = "") -> None:
+        for key, value in section.items():
+            name = prefix + key
+            if isinstance(value, dict) and not any(origin == name for origin in origins):
+                rows(value, f"{name}.")
+            else:
+                table.add_row(name, str(value), origins.get(name, "default"), style=None if name in origins else "dim")
+
+    rows(prepared.config.model_dump(mode="json"))
+    console.print(table)
+    console.print(f"device: {prepared.device}", highlight=False)
+    console.print(f"placement: {prepared.plan.describe()}", highlight=False)
+    for index, bundle in enumerate(prepared.plan.bundles):
+        console.print(f"  bundle {index}: {bundle}", highlight=False)
+    if prepared.fleet is not None:
+        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {prepared.medium}", highlight=False)
+    if prepared.resume_from is not None:
+        console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
+
+
+def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:
+    """Where everything is, and what to do next."""
+    run = prepared.run
+    console.print(f"done after step {outcome.step}; parameters sha256:{outcome.parameter_hash[:16]}", highlight=False)
+    rows: list[tuple[str, Path]] = [("checkpoint", outcome.checkpoint), ("metrics", run.metrics_file), ("logs", run.logs_dir / "latest")]
+    for label, path in rows:
+        console.print(f"  {label}: {path}", highlight=False, soft_wrap=True)
+    if outcome.step < prepared.config.steps:
+        console.print(f"  go on with: rltool train --run {run.name} --resume ...", highlight=False, soft_wrap=True)

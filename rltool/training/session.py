@@ -1,0 +1,190 @@
+"""Puts a run together: cluster, placement, trainer ranks, rollout manager, loop; and takes it apart in the reverse order."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import rltool
+from rltool.checkpoints.torch_dist import latest_checkpoint
+from rltool.config.loader import Loaded
+from rltool.config.train import TrainConfig
+from rltool.engines.dialect import Medium
+from rltool.engines.weight_version import WeightVersion
+from rltool.errors import UsageError
+from rltool.processes.files import write_json_atomic
+from rltool.processes.run_directory import RunDirectory, attempt_of
+from rltool.processes.state import remove_state, state_of_this_process, write_state
+from rltool.rollout.manager import data_targets
+from rltool.training.cluster import placed, ray_cluster
+from rltool.training.engine_side import EngineSide
+from rltool.training.loop import Loop, Progress
+from rltool.training.metrics import MetricsWriter
+from rltool.training.placement import PlacementPlan, plan_placement
+from rltool.training.preflight import (
+    ProbedFleet,
+    check_fleet,
+    choose_medium,
+    describe_fleet,
+    model_facts,
+    probe_fleet,
+    resolve_endpoints,
+)
+from rltool.training.sources import BatchSource, RecordedRollouts, Rollouts, SupervisedData
+from rltool.training.stopping import StopSignal
+from rltool.training.trainer_group import TrainerGroup
+from rltool.training.validate import check_batch_arithmetic, check_config, check_files, needs_engines
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has passed every check and has started nothing. replay: directory of recorded rollouts (debug train-only)."""
+
+    loaded: Loaded[TrainConfig]
+    run: RunDirectory
+    plan: PlacementPlan
+    device: str
+    medium: Medium | None
+    fleet: ProbedFleet | None
+    resume_from: Path | None
+    replay: Path | None = None
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.loaded.config
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. parameter_hash: sha256 over all parameters, equal for equal weights whatever the parallelism was then."""
+
+    step: int
+    checkpoint: Path
+    parameter_hash: str
+    exit_code: int
+
+
+def trainer_device(config: TrainConfig) -> str:
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, replay: Path | None = None) -> Prepared:
+    """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched."""
+    config = loaded.config
+    if replay is None:
+        check_config(config)
+    else:
+        check_files(config)
+        check_batch_arithmetic(config)
+    resume_from = _resume_point(run, resume)
+    device = trainer_device(config)
+    generates = replay is None and needs_engines(config)
+    plan = plan_placement(config, gpu=device == "cuda", generates=generates)
+    medium, fleet = None, None
+    if generates:
+        medium = choose_medium(config, device)
+        fleet = probe_fleet(resolve_endpoints(config), config.rollout.preflight_timeout)
+        check_fleet(fleet, config, medium)
+    if replay is not None:
+        RecordedRollouts(config, replay)  # raises if there is nothing to replay
+    return Prepared(loaded, run, plan, device, medium, fleet, resume_from, replay)
+
+
+def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
+    if not resume:
+        if run.is_used:
+            raise UsageError(f"run {run.name} already holds metrics or checkpoints ({run.path}): continue it with --resume, or choose another name with --run")
+        return None
+    found = latest_checkpoint(run.checkpoints_dir)
+    if found is None:
+        raise UsageError(f"--resume: {run.checkpoints_dir} holds no complete checkpoint; leave --resume out to start from the beginning under another --run")
+    return found
+
+
+def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
+    """Start everything, train, and take everything apart again, whatever happens."""
+    config, run = prepared.config, prepared.run
+    log = run.new_log("train")
+    log_dir = log.parent
+    write_json_atomic(run.config_file, {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins})
+    with ExitStack() as stack:
+        state = state_of_this_process("train", argv=sys.argv, log=log)
+        write_state(run, state)
+        stack.callback(remove_state, run, state)
+        console.print(f"placement: {prepared.plan.describe()}", highlight=False)
+        if prepared.fleet is not None:
+            console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False)
+        with console.status("starting Ray and the trainer"):
+            stack.enter_context(ray_cluster(config.ray, prepared.plan))
+            group = stack.enter_context(placed(prepared.plan, config.ray.placement_timeout))
+            trainer = TrainerGroup(config, prepared.plan, group, log_dir)
+            trainer.start(config.steps * config.optimizer_steps_per_rollout)
+            stack.callback(trainer.close)
+            progress, version = _load(prepared, trainer, attempt_of(log))
+        engines = _engine_side(prepared, trainer, version, log_dir, console, stack)
+        source = _source(prepared, engines)
+        if prepared.resume_from is not None:
+            source.load_state_dict(progress.source)
+        progress.source = source.state_dict()
+        board = run.path / "tensorboard" if config.monitor.tensorboard else None
+        writer = MetricsWriter(run.metrics_file, tensorboard=board, console=console, first_step=progress.step)
+        stack.callback(writer.close)
+
+        def save(at: Progress) -> None:
+            extra = {"step": at.step, "weight_version": engines.weight_version if engines else str(version), "source": at.source, "config": config.model_dump(mode="json")}
+            trainer.save_checkpoint(run.checkpoints_dir / f"step_{at.step}", extra)
+            console.print(f"checkpoint: {run.checkpoints_dir / f'step_{at.step}'}", highlight=False, soft_wrap=True)
+
+        def save_hf(step: int) -> None:
+            trainer.save_hf(run.path / "hf" / f"step_{step}")
+            console.print(f"Hugging Face export: {run.path / 'hf' / f'step_{step}'}", highlight=False, soft_wrap=True)
+
+        loop = Loop(config, trainer, source, engines, writer, stop, save, save_hf, progress, stop_on_gap=prepared.replay is None)
+        done = loop.run()
+        if config.checkpoint.save_hf_at_end:
+            save_hf(done.step)
+        digest = trainer.parameter_hash()
+        return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code)
+
+
+def _load(prepared: Prepared, trainer: TrainerGroup, attempt: int) -> tuple[Progress, WeightVersion]:
+    """Weights from the model or the checkpoint. Version 0 of this attempt is the first that is pushed."""
+    version = WeightVersion(prepared.run.run_id, attempt, 0)
+    if prepared.resume_from is None:
+        trainer.load_weights()
+        return Progress(0, {}), version
+    extra = trainer.load_checkpoint(prepared.resume_from)
+    return Progress(extra["step"], extra["source"]), version
+
+
+def _engine_side(prepared: Prepared, trainer: TrainerGroup, version: WeightVersion, log_dir: Path, console: Console, stack: ExitStack) -> EngineSide | None:
+    if prepared.fleet is None or prepared.medium is None:
+        return None
+    side = EngineSide(
+        prepared.config, prepared.fleet, data_targets(prepared.fleet.endpoints), trainer, prepared.medium,
+        version=version, vocab_size=model_facts(prepared.config.model.path)["vocab_size"],
+        disk_root=prepared.config.weights.disk_dir or prepared.run.path / "weights", log_file=log_dir / "rollout_manager.log", console=console,
+    )  # fmt: skip
+    stack.callback(side.close)
+    side.start()
+    return side
+
+
+def _source(prepared: Prepared, engines: EngineSide | None) -> BatchSource:
+    config = prepared.config
+    if prepared.replay is not None:
+        return RecordedRollouts(config, prepared.replay)
+    if config.algorithm.loss == "sft":
+        return SupervisedData(config)
+    assert engines is not None
+    dump_dir = prepared.run.rollouts_dir if config.rollout.dump else None
+    return Rollouts(config, engines.generate, engines.state_dict, engines.load_state_dict, dump_dir)
+
+

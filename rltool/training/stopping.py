@@ -1,0 +1,54 @@
+"""SIGTERM and Ctrl-C, turned into an orderly end: save, free the engines, leave. A second Ctrl-C ends at once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class StopRequested(BaseException):
+    """Raised out of a wait that may be given up. Not an Exception: no handler of failures shall swallow it."""
+
+
+class StopSignal:
+    """`requested` names the first signal that came. Within `interruptible()` it is raised at once, elsewhere it is kept for the loop to see."""
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None
+        self._interruptible = False
+
+    @property
+    def exit_code(self) -> int:
+        """130 after Ctrl-C; 0 after SIGTERM, which a scheduler sends to have the run saved."""
+        return 130 if self.requested == signal.SIGINT else 0
+
+    @contextmanager
+    def installed(self) -> Iterator[StopSignal]:
+        """Handle SIGTERM and SIGINT in this block; the handlers before are put back."""
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A wait whose loss costs nothing (a rollout in progress): a signal ends it with StopRequested."""
+        if self.requested:
+            raise StopRequested
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = self.requested or signal.Signals(number)
+        if self._interruptible:
+            self._interruptible = False
+            raise StopRequested

@@ -1,0 +1,98 @@
+"""What can be known to be wrong from the configuration alone, before anything is started. Pure but for looking at paths.
+
+Every message names the setting (and its flag) and the fix.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rltool.config.train import TrainConfig
+from rltool.errors import UsageError
+from rltool.training.placement import plan_placement
+
+
+def needs_engines(config: TrainConfig) -> bool:
+    """Policy training generates; supervised training uses engines only to evaluate, and only if some were given."""
+    return config.algorithm.loss == "policy" or bool(config.rollout.external and config.eval.sets)
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raises UsageError for the first setting that cannot work."""
+    check_batch_arithmetic(config)
+    check_files(config)
+    if needs_engines(config):
+        check_mode(config)
+        if config.weights.transport == "nccl":
+            raise UsageError("weights.transport = \"nccl\" is not built yet; use gloo (the default on the CPU) or disk")
+    if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
+        raise UsageError("eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured")
+    if config.algorithm.loss == "sft" and config.algorithm.kl_coef:
+        raise UsageError("algorithm.kl_coef has no meaning with algorithm.loss = \"sft\"; set it to 0")
+
+
+def check_mode(config: TrainConfig) -> None:
+    """The relation between engines and trainer."""
+    rollout = config.rollout
+    if rollout.mode == "external":
+        if not rollout.external:
+            raise UsageError(
+                "rollout.mode = \"external\" without an address: give --rollout-external HOST:PORT or --rollout-external @runs/NAME/endpoints.json "
+                "(`rltool serve-engines` starts engines and prints the line to paste)"
+            )
+        return
+    if rollout.external:
+        raise UsageError(
+            f"--rollout-external and rollout.mode = \"{rollout.mode}\" contradict each other: external engines were started by somebody else; "
+            f"leave rollout.mode out, or leave the addresses out"
+        )
+    # The plan is made (and tested) all the same, so that --dry-run shows what these modes would ask for.
+    plan = plan_placement(config, gpu=True)
+    raise UsageError(
+        f"rollout.mode = \"{rollout.mode}\" is planned ({plan.describe()}) but launching engines from train is not built yet: "
+        f"start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
+    )
+
+
+def check_batch_arithmetic(config: TrainConfig) -> None:
+    """prompts x samples = global batch x optimizer steps, and every data-parallel rank gets a sample in every step."""
+    rollout, steps = config.rollout, config.optimizer_steps_per_rollout
+    samples_per_prompt = rollout.samples_per_prompt if config.algorithm.loss == "policy" else 1
+    samples = rollout.prompts_per_step * samples_per_prompt
+    said = f"rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt {samples_per_prompt} = {samples} samples"
+    if rollout.prompts_per_step % steps:
+        fix = rollout.prompts_per_step - rollout.prompts_per_step % steps or steps
+        raise UsageError(
+            f"{said} do not split into optimizer_steps_per_rollout = {steps} equal batches of whole prompt groups: "
+            f"{rollout.prompts_per_step % steps} prompts remain; set rollout.prompts_per_step to a multiple of {steps}, such as {fix}"
+        )
+    if config.global_batch_size is not None and config.global_batch_size * steps != samples:
+        raise UsageError(
+            f"{said}, but global_batch_size {config.global_batch_size} x optimizer_steps_per_rollout {steps} = {config.global_batch_size * steps}; "
+            f"set global_batch_size to {samples // steps}, or leave it out"
+        )
+    ranks = config.trainer.data_parallel
+    if samples // steps < ranks:
+        raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
+    if config.algorithm.loss == "policy" and rollout.samples_per_prompt < 2:
+        raise UsageError("rollout.samples_per_prompt = 1 makes every group advantage 0: nothing would be learned; use 2 or more")
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if longest > config.trainer.max_tokens_per_micro_batch:
+        raise UsageError(
+            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {longest} tokens do not fit "
+            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}; raise it to at least {longest}"
+        )
+
+
+def check_files(config: TrainConfig) -> None:
+    """Model and data are there."""
+    model = config.model.path
+    if not model.is_dir():
+        raise UsageError(f"model.path: {model} is not a directory")
+    if not (model / "config.json").is_file():
+        raise UsageError(f"model.path: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool convert-ckpt`")
+    if not config.data.train:
+        raise UsageError("data.train names no file; give a JSONL or Parquet file with prompts, or --set data.train=[\"prompts.jsonl\"]")
+    for setting, path in [("data.train", p) for p in config.data.train] + [(f"eval.sets.{n}", p) for n, p in config.eval.sets.items()]:
+        if not Path(path).is_file():
+            raise UsageError(f"{setting}: {path} does not exist")

@@ -1,0 +1,175 @@
+"""The trainer's end of a weight transfer: it hosts one transfer group per engine and sends the same buckets into all.
+
+One group per engine, not one for all: engines of different dialects rendezvous differently, and an engine that dies in
+the middle of a transfer takes only its own group with it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rltool.config.train import WeightsConfig
+from rltool.engines.types import Bucket, TensorMeta
+from rltool.errors import UsageError
+from rltool.processes.ports import PortReservation, reserve_ports
+from rltool.weights.address import local_address_towards
+from rltool.weights.disk import DiskWriter
+from rltool.weights.stream import bucket_bytes, fill_buckets
+
+Stream = Iterable[tuple[TensorMeta, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine that shall receive weights: its control URL, dialect, and world size as it reports it."""
+
+    url: str
+    dialect: str
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A transfer group of 1 + the engine's world size ranks; the trainer is rank 0 and hosts the store at address:port."""
+
+    target: Target
+    address: str
+    port: int
+    group: str
+
+    @property
+    def world_size(self) -> int:
+        return 1 + self.target.world_size
+
+
+@dataclass(frozen=True)
+class SendReport:
+    """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way."""
+
+    bytes: int
+    seconds: float
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class WeightSender:
+    """Lives in trainer rank 0. Not thread-safe: one transfer at a time."""
+
+    def __init__(self, config: WeightsConfig) -> None:
+        self.config = config
+        self._reserved: list[tuple[Connection, PortReservation]] = []
+        self._groups: dict[str, Any] = {}
+
+    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        """Choose address and port of each engine's group. The ports stay bound until `join` hands them over."""
+        self.close()
+        for target in targets:
+            address = self.config.advertise_host or local_address_towards(target.url)
+            held = _reserve(address, self.config.port_range)
+            self._reserved.append((Connection(target, address, held.ports[0], group), held))
+        return [connection for connection, _ in self._reserved]
+
+    def join(self) -> dict[str, str]:
+        """Join all reserved groups, side by side with the engines' own joining. Returns URL -> reason for those that failed."""
+        failures: dict[str, str] = {}
+
+        def enter(connection: Connection, held: PortReservation) -> Any:
+            held.release()
+            return open_group(connection, self.config.timeout)
+
+        with ThreadPoolExecutor(max(1, len(self._reserved))) as pool:
+            waiting = [(connection, pool.submit(enter, connection, held)) for connection, held in self._reserved]
+            for connection, future in waiting:
+                try:
+                    self._groups[connection.target.url] = future.result()
+                except Exception as error:  # any failure of torch's rendezvous is this engine's alone
+                    failures[connection.target.url] = f"joining its transfer group: {error}"
+        self._reserved = []
+        return failures
+
+    def send(self, stream: Stream, buckets: Sequence[Bucket]) -> SendReport:
+        """Broadcast every bucket into every group, the engines receiving side by side.
+
+        An engine whose broadcast fails is left out from there on. The stream is drained in any case: producing it is a
+        collective of all trainer ranks.
+        """
+        started = time.perf_counter()
+        failures: dict[str, str] = {}
+        for _, flat in fill_buckets(stream, buckets):
+            works = {url: group.broadcast(flat, 0) for url, group in self._groups.items() if url not in failures}
+            for url, work in works.items():
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    failures[url] = f"sending weights: {error}"
+        for url in failures:  # its peer is gone or out of step; a new group is needed in any case
+            self._groups.pop(url, None)
+        return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started, failures)
+
+    def close(self) -> None:
+        """Leave all groups and give unused ports back. A dropped group is closed by its destructor."""
+        for _, held in self._reserved:
+            held.release()
+        self._reserved = []
+        self._groups = {}
+
+
+def _reserve(address: str, port_range: tuple[int, int] | None) -> PortReservation:
+    if port_range is None:
+        return reserve_ports(1, host=address)
+    for port in range(port_range[0], port_range[1] + 1):
+        try:
+            return reserve_ports(1, host=address, first=port)
+        except UsageError:
+            continue
+    raise UsageError(f"weights.port_range: no free port on {address} from {port_range[0]} to {port_range[1]}")
+
+
+def write_to_disk(stream: Stream, buckets: Sequence[Bucket], directory: Path, model_files: Path) -> SendReport:
+    """The disk transport's send: one safetensors file per bucket in a Hugging Face layout (see disk.py)."""
+    started = time.perf_counter()
+    writer = DiskWriter(directory, model_files)
+    for bucket, flat in fill_buckets(stream, buckets):
+        writer.write(bucket, flat)
+    writer.finish()
+    return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started)
+
+
+def drain(stream: Stream) -> None:
+    """What the ranks that do not send do: take part in the collectives that produce the stream."""
+    for _ in stream:
+        pass
+
+
+def open_group(connection: Connection, timeout: float) -> Any:
+    """Join the engine's group as rank 0, in the way its dialect rendezvouses. Returns an object with broadcast(flat, root) -> work."""
+    openers: dict[str, Callable[..., Any]] = {"vllm": _open_vllm, "sglang": _open_sglang}
+    if connection.target.dialect not in openers:
+        raise UsageError(f"no gloo transfer to engines of dialect {connection.target.dialect!r}; known: {', '.join(openers)}")
+    return openers[connection.target.dialect](connection, timeout)
+
+
+def _open_vllm(connection: Connection, timeout: float) -> Any:
+    from rltool.engines.wire import open_group as open_wire_group
+
+    return open_wire_group(connection.address, connection.port, 0, connection.world_size, connection.group, timeout)
+
+
+def _open_sglang(connection: Connection, timeout: float) -> Any:
+    from rltool.weights.sglang_group import open_sglang_group
+
+    return open_sglang_group(connection.address, connection.port, connection.world_size, connection.group, timeout)
+
+
+def remove_old_versions(root: Path, keep: int = 2) -> None:
+    """Delete all but the newest `keep` version directories: an engine may still be reading the one before."""
+    versions = sorted((p for p in root.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime_ns)
+    for old in versions[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,31 @@
+from rltool.config.train import RolloutConfig, TrainConfig, TrainerConfig
+from rltool.training.placement import plan_placement
+
+
+def config(mode: str, world_size: int = 4, engines: int = 2, gpus: int = 3) -> TrainConfig:
+    return TrainConfig(model={"path": "m"}, trainer=TrainerConfig(world_size=world_size), rollout=RolloutConfig(mode=mode, num_engines=engines, gpus_per_engine=gpus))
+
+
+def test_external_engines_ask_for_the_trainers_world_size_and_not_one_bundle_more():
+    plan = plan_placement(config("external", engines=64, gpus=8), gpu=True)
+    assert len(plan.bundles) == 4 and plan.total("GPU") == 4 and plan.engines == ()
+
+
+def test_managed_engines_come_on_top():
+    plan = plan_placement(config("managed"), gpu=True)
+    assert (len(plan.trainer), len(plan.engines), plan.total("GPU")) == (4, 6, 10)
+
+
+def test_colocated_engines_share_and_the_larger_side_decides():
+    assert plan_placement(config("colocate"), gpu=True).total("GPU") == 6
+    assert plan_placement(config("colocate", world_size=8), gpu=True).total("GPU") == 8
+
+
+def test_rollout_only_has_no_trainer_bundles_and_train_only_no_engine_bundles():
+    assert plan_placement(config("managed"), gpu=True, trains=False).trainer == ()
+    assert plan_placement(config("external"), gpu=True, trains=False).bundles == ()
+    assert plan_placement(config("managed"), gpu=True, generates=False).engines == ()
+
+
+def test_on_the_cpu_no_gpu_is_asked_for():
+    assert plan_placement(config("managed"), gpu=False).total("GPU") == 0

@@ -1,0 +1,101 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.engines.types import EngineInfo
+from rltool.errors import UsageError
+from rltool.training.preflight import engine_problems
+from rltool.training.validate import check_config
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> list[str]:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 128}))
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'rollout.external=["127.0.0.1:1"]']
+
+
+def check(base: list[str], *sets: str) -> None:
+    check_config(load_config(TrainConfig, [], [*base, *sets]).config)
+
+
+def test_a_sound_configuration_passes(base):
+    check(base)
+    check(base, "global_batch_size=128", "optimizer_steps_per_rollout=2")
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rollout.external=[]"], "--rollout-external HOST:PORT"),
+        (['rollout.mode="colocate"'], "contradict each other"),
+        (['rollout.mode="managed"', "rollout.external=[]"], "not built yet.*serve-engines"),
+        (['rollout.mode="colocate"', "rollout.external=[]"], "not built yet"),
+        (["rollout.prompts_per_step=33", "optimizer_steps_per_rollout=2"], "1 prompts remain.*such as 32"),
+        (["rollout.prompts_per_step=1", "optimizer_steps_per_rollout=2"], "such as 2"),
+        (["global_batch_size=100"], "32 x rollout.samples_per_prompt 8 = 256 samples.*set global_batch_size to 256"),
+        (["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.world_size=4"], "2 samples for 4 data-parallel ranks"),
+        (["rollout.samples_per_prompt=1"], "nothing would be learned"),
+        (["trainer.max_tokens_per_micro_batch=100"], "at least 2048"),
+        (["data.train=[]"], "data.train names no file"),
+        (['data.train=["none.jsonl"]'], "none.jsonl does not exist"),
+        (["model.path=/nonexistent"], "is not a directory"),
+        (["eval.stop_at=0.5"], "eval.every_steps above 0"),
+        (['weights.transport="nccl"'], "not built yet"),
+        (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "kl_coef has no meaning"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_setting_and_the_fix(base, sets, message):
+    with pytest.raises(UsageError, match=message):
+        check(base, *sets)
+
+
+def test_a_model_directory_without_config_is_refused(base, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="has no config.json"):
+        check(base, f"model.path={tmp_path}/empty")
+
+
+def test_supervised_training_without_evaluation_needs_no_engines(base):
+    check(base, "rollout.external=[]", 'algorithm.loss="sft"')
+
+
+MODEL = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "vocab_size": 128}
+
+
+def info(**changes) -> EngineInfo:
+    values = dict(
+        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128, dtype="float32",
+        weight_backend="rltool", weight_version=None, boot_id="b", plugin=True, model_config=dict(MODEL),
+    )  # fmt: skip
+    return EngineInfo(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "medium", "message"),
+    [
+        ({"vocab_size": 256}, "gloo", "vocabulary of 256.*one of 128"),
+        ({"model_config": {**MODEL, "hidden_size": 32}}, "gloo", "another model: hidden_size is 32.*is 64"),
+        ({"model_config": {"text_config": {**MODEL, "hidden_size": 32}}}, "gloo", "another model"),
+        ({"weight_backend": None}, "gloo", "has no weight transfer"),
+        ({"weight_backend": "nccl", "plugin": False}, "disk", "stock vLLM, which cannot load weights from disk"),
+        ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
+        ({"weight_backend": "rltool"}, "nccl", "not nccl"),
+        ({"max_model_len": 100}, "gloo", "--max-model-len 2048"),
+    ],
+)
+def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, medium, message):
+    config = load_config(TrainConfig, [], base).config
+    problems = engine_problems(info(**changes), MODEL, config, medium)
+    assert len(problems) == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(problems[0])
+
+
+def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):
+    config = load_config(TrainConfig, [], base).config
+    assert not engine_problems(info(), MODEL, config, "gloo")
+    assert not engine_problems(info(weight_backend=None), MODEL, config, None)
