@@ -42,11 +42,11 @@ def start(
     addresses: Annotated[list[str] | None, typer.Argument(help="@endpoints.json or engine URLs; default: the run's endpoints.json.")] = None,
     run: Run = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when it serves; it lives on until `rltool stop`.")] = False,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on.  [default: a free one]")] = None,
-    policy: Annotated[str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two.  [default: cache_aware]")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (default: a free one).")] = None,
+    policy: Annotated[str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two (default: cache_aware).")] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as URLs.")] = None,
-    ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all workers must be registered.  [default: 120]")] = None,
+    ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all workers must be registered (default: 120).")] = None,
 ) -> None:
     """Start sglang-router for engines, register them, and wait until it serves."""
     flags = {"host": ("--host", host), "port": ("--port", port), "policy": ("--policy", policy)}
