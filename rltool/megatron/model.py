@@ -82,7 +82,21 @@ def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, de
         parallel_output=True,
     )
     model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
+    _mark_sharded(model, family)
     return model.to(device)
+
+
+def _mark_sharded(model: GPTModel, family: Family) -> None:
+    """Tells Megatron which parameters are cut over tensor-parallel ranks; it does so itself only when it initialises them.
+
+    Unmarked ones count as copies: the gradient norm leaves out all shards but rank 0's, and clips too little.
+    """
+    for name, parameter in global_names(model).items():
+        dim = family.parameter(name).shard_dim
+        if dim is not None:
+            parameter.tensor_model_parallel = True
+            parameter.partition_dim = dim
+            parameter.partition_stride = 1
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.engines import RunningEngine, start_vllm, wait_ready
+from tests.e2e.megatron_ranks import RankPool
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +33,13 @@ def vllm_engine_untied(tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathF
         yield wait_ready(engine)
     finally:
         engine.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Two processes for trainer ranks, started at first use."""
+    pool = RankPool()
+    try:
+        yield pool
+    finally:
+        pool.close()

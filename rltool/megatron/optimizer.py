@@ -1,0 +1,79 @@
+"""Adam with decoupled weight decay and the learning-rate schedule, both Megatron's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from rltool.config.train import OptimizerConfig
+from rltool.errors import UsageError
+
+# What a resumed run takes from its own configuration rather than from the checkpoint's parameter groups.
+CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")
+
+
+def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizer:
+    """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default)."""
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=min(config.min_lr, config.lr),
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            # Megatron's distributed optimizer cannot resume with torch's AdamW (assertion, or a silently wrong step).
+            use_distributed_optimizer=False,
+        ),
+        [model],
+    )
+
+
+def build_schedule(
+    optimizer: MegatronOptimizer, config: OptimizerConfig, total_optimizer_steps: int
+) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the decay to min_lr. The learning rate of optimizer step i (from 0) is that of i steps done.
+
+    On resume the configured values win over the checkpoint's; only the number of steps done is restored.
+    """
+    decay_steps = config.decay_steps or max(total_optimizer_steps, 1)
+    if config.warmup_steps >= decay_steps:
+        raise UsageError(
+            f"optimizer.warmup_steps = {config.warmup_steps} leaves no step at full learning rate: the schedule takes "
+            f"{decay_steps} optimizer steps; lower warmup_steps or raise decay_steps"
+        )
+    if config.min_lr > config.lr:
+        raise UsageError(f"optimizer.min_lr = {config.min_lr:g} is above optimizer.lr = {config.lr:g}")
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def configured_values(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
+    """What `restore_configured_values` puts back after a checkpoint has overwritten the parameter groups."""
+    return [{key: group[key] for key in CONFIGURED if key in group} for group in optimizer.param_groups]
+
+
+def restore_configured_values(optimizer: MegatronOptimizer, values: list[dict[str, Any]]) -> None:
+    for group, configured in zip(optimizer.param_groups, values, strict=True):
+        group.update(configured)

@@ -1,0 +1,49 @@
+"""What a checkpoint of a trainer consists of, as Megatron's sharded state dict: model, optimizer, schedule, RNG."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from rltool.megatron.runtime import Runtime
+
+
+def sharding_metadata() -> dict[str, Any]:
+    """Passed both when saving and when loading; with it a checkpoint loads under another layout of ranks."""
+    return {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+
+
+def model_state(model: GPTModel) -> dict[str, Any]:
+    """The weights alone. `model` is the unwrapped GPTModel: the data-parallel wrapper would change the keys."""
+    return model.sharded_state_dict(metadata=sharding_metadata())
+
+
+def optimizer_state(optimizer: MegatronOptimizer, model: dict[str, Any], *, loading: bool) -> dict[str, Any]:
+    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=sharding_metadata())
+
+
+def rng_state(runtime: Runtime) -> ShardedObject:
+    """This rank's generators, keyed by its coordinates; restorable only under the same layout of ranks."""
+    at = runtime.coordinates
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+    if runtime.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    shape = (at.pp_size, at.tp_size, at.dp_size)
+    return ShardedObject("rng_state", states, shape, (at.pp_rank, at.tp_rank, at.dp_rank), replica_id=0)
+
+
+def restore_rng(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["cpu"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

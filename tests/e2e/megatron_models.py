@@ -1,0 +1,101 @@
+"""Tiny Hugging Face models with random weights, and batches for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+
+VOCAB = 131
+"""Odd, so that tensor parallelism has to pad it."""
+
+
+def hf_model(kind: str, tied: bool, seed: int = 0):
+    """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
+    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+    if kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters=dict(rope_type="default", rope_theta=5000.0)))
+    else:
+        rope = dict(rope_type="llama3", rope_theta=5000.0, **scaling)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+    return model.eval()
+
+
+def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, **options) -> Path:
+    hf_model(kind, tied, seed).save_pretrained(directory, **options)
+    return directory
+
+
+def hf_logprobs(model, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[T]: log p(tokens[t] | before), 0 for the first."""
+    logprobs = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, dim=-1)
+    return torch.cat([torch.zeros(1), logprobs[:-1].gather(-1, tokens[1:, None]).squeeze(-1)])
+
+
+def policy_batch(lengths: list[int], seed: int = 1) -> TrainBatch:
+    """Random samples whose first third is prompt, with plausible old and reference log-probabilities."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    mask = torch.cat([(torch.arange(n) >= max(1, n // 3)).float() for n in lengths])
+    noise = lambda: torch.randn(total, generator=generator)  # noqa: E731
+    return TrainBatch(
+        tokens=torch.randint(0, VOCAB, (total,), generator=generator),
+        lengths=torch.tensor(lengths),
+        loss_mask=mask,
+        rewards=torch.randn(len(lengths), generator=generator),
+        group_ids=torch.arange(len(lengths)) // 2,
+        loss_weights=mask * (0.5 + torch.rand(total, generator=generator)),
+        rollout_logprobs=(-5 + noise()) * mask,
+        advantages=noise() * mask,
+        old_logprobs=(-5 + noise()) * mask,
+        ref_logprobs=-5 + 0.5 * noise(),
+    )
+
+
+def make_trainer(place, path, **options):
+    """A MegatronTrainer with HF weights loaded. options: tp, pp, optimizer, algorithm, temperature, steps, dtype, load."""
+    from rltool.megatron.trainer import MegatronTrainer
+
+    trainer = MegatronTrainer(
+        ModelConfig(path=path, dtype=options.get("dtype", "float32")),
+        TrainerConfig(
+            world_size=place.world_size,
+            device="cpu",
+            tensor_parallel=options.get("tp", 1),
+            pipeline_parallel=options.get("pp", 1),
+            torch_threads=1,
+            rendezvous_timeout=60,
+        ),
+        OptimizerConfig(**{"lr": 1e-3, **options.get("optimizer", {})}),
+        AlgorithmConfig(**options.get("algorithm", {})),
+        rank=place.rank,
+        world_size=place.world_size,
+        master_address="127.0.0.1",
+        master_port=place.port,
+        total_optimizer_steps=options.get("steps", 10),
+        seed=0,
+        temperature=options.get("temperature", 1.0),
+    )
+    if options.get("load", True):
+        trainer.load_hf_weights(path)
+    return trainer

@@ -1,0 +1,102 @@
+"""Trainer ranks for tests: two processes that stay alive, so that Megatron is imported once. Hard deadlines everywhere."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+DEADLINE = 120.0
+"""Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended, not waited for."""
+
+
+class CaseFailed(AssertionError):
+    """A case raised in a rank; carries the ranks' tracebacks."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a case runs: what every trainer wants to know."""
+
+    rank: int
+    world_size: int
+    port: int
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        case, place, arguments = job
+        try:
+            pipe.send((True, case(place, *arguments)))
+        except BaseException:
+            pipe.send((False, f"rank {place.rank}:\n{traceback.format_exc()}"))
+
+
+class RankPool:
+    """`run(case, world_size, *arguments)` calls case(place, *arguments) on each rank and returns the results by rank.
+
+    case must be a module-level function, and arguments and results must pickle.
+    """
+
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
+        self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+
+    def _start(self) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        context = mp.get_context("spawn")
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            # Not daemonic: dist_checkpointing spawns a manager process of its own.
+            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+    def run(self, case: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        if not self._workers:
+            self._start()
+        port = free_port()
+        pipes = [pipe for _, pipe in self._workers[:world_size]]
+        for rank, pipe in enumerate(pipes):
+            pipe.send((case, Place(rank, world_size, port), arguments))
+        replies, failures = [], []
+        for pipe in pipes:
+            # After one failure the others can only be stuck in a collective, or failing too.
+            if not pipe.poll(5.0 if failures else DEADLINE):
+                failures.append("a rank did not answer in time")
+                continue
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                good, value = False, "a rank died"
+            (replies if good else failures).append(value)
+        if failures:
+            self.close(firm=True)
+            raise CaseFailed("\n".join(failures))
+        return replies
+
+    def close(self, *, firm: bool = False) -> None:
+        for process, pipe in self._workers:
+            if not firm and process.is_alive():
+                pipe.send(None)
+                process.join(10)
+            if process.is_alive():
+                process.kill()
+            process.join()
+            pipe.close()
+        self._workers = []

@@ -1,0 +1,216 @@
+"""The trainer against transformers and plain torch, and against itself in other layouts and packings."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
+
+
+def tensors(trainer) -> dict[str, torch.Tensor] | None:
+    """The exported HF tensors, copied; None but on rank 0."""
+    pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
+    return dict(pairs) if trainer.coordinates.rank == 0 else None
+
+
+def split(batch, rank: int, ranks: int, micro_batches: int):
+    """This rank's samples, dealt into micro-batches."""
+    own = list(range(batch.num_samples))[rank::ranks]
+    return [batch.select(own[i::micro_batches]) for i in range(micro_batches)]
+
+
+# Cases: run in the ranks.
+
+
+def case_logprobs(place, path, tp, pp, temperature, micro_batches):
+    with closing(make_trainer(place, path, tp=tp, pp=pp, temperature=temperature)) as trainer:
+        result = trainer.compute_logprobs(micro_batches)
+        assert (result is not None) == trainer.coordinates.returns_logprobs
+        return result
+
+
+def case_train(place, path, tp, pp, batch, micro_batches, steps, options):
+    with closing(make_trainer(place, path, tp=tp, pp=pp, **options)) as trainer:
+        at = trainer.coordinates
+        own = split(batch, at.dp_rank, at.dp_size, micro_batches)
+        metrics = [trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) for _ in range(steps)]
+        return metrics, tensors(trainer), trainer.parameter_hash()
+
+
+def case_nan(place, path, tp, pp, batch):
+    with closing(make_trainer(place, path, tp=tp, pp=pp)) as trainer:
+        at = trainer.coordinates
+        broken = batch.replace(advantages=torch.where(batch.loss_mask > 0, batch.advantages, 0.0).clone())
+        broken.advantages[batch.loss_mask.nonzero()[3]] = float("nan")
+        before = trainer.parameter_hash()
+        own = split(broken, at.dp_rank, at.dp_size, 2)
+        skipped = trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens)
+        after = trainer.parameter_hash()
+        own = split(batch, at.dp_rank, at.dp_size, 2)
+        good = trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens)
+        return before, after, skipped, good, trainer.parameter_hash()
+
+
+def case_reference(place, path, batch):
+    with closing(make_trainer(place, path, algorithm={"kl_coef": 0.1})) as trainer:
+        first = trainer.compute_logprobs([batch])
+        trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+        trained, hashed = trainer.compute_logprobs([batch]), trainer.parameter_hash()
+        reference = trainer.compute_logprobs([batch], reference=True)
+        return first[0], trained[0], reference[0], hashed, trainer.parameter_hash()
+
+
+def case_metadata(place, path, dtype):
+    with closing(make_trainer(place, path, dtype=dtype)) as trainer:
+        pairs = list(trainer.export_weights())
+        assert [meta for meta, _ in pairs] == trainer.weight_metadata()
+        return [(meta.name, meta.dtype, meta.shape, str(t.dtype), tuple(t.shape)) for meta, t in pairs]
+
+
+# Tests.
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logprobs_equal_those_of_transformers(ranks, tmp_path, kind, tied):
+    path, model = save_hf(tmp_path, kind, tied), hf_model(kind, tied)
+    batch = policy_batch(LENGTHS)
+    micro_batches = [batch.select([0, 1, 2]), batch.select([3]), batch.select([4, 5, 6, 7])]
+    with torch.no_grad():
+        expected = [
+            torch.cat([hf_logprobs(model, tokens, 0.7) for tokens in micro.tokens.split(micro.lengths.tolist())])
+            for micro in micro_batches
+        ]
+    for world, tp, pp in ((1, 1, 1), (2, 2, 1), (2, 1, 2)):
+        results = ranks.run(case_logprobs, world, path, tp, pp, 0.7, micro_batches)
+        (found,) = [result for result in results if result is not None]
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_loss_gradient_norm_and_weights_do_not_depend_on_layout_or_packing(ranks, tmp_path, tied):
+    path, batch = save_hf(tmp_path, tied=tied), policy_batch(LENGTHS)
+    # A large eps keeps the update smooth in the gradient; at 1e-8 Adam's first step is its sign, even of rounding errors.
+    options = {"algorithm": {"kl_coef": 0.05}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
+    runs = {}
+    for world, tp, pp, micro_batches in ((1, 1, 1, 1), (1, 1, 1, 8), (2, 1, 1, 2), (2, 2, 1, 3), (2, 1, 2, 4)):
+        results = ranks.run(case_train, world, path, tp, pp, batch, micro_batches, 2, options)
+        assert all(result[0] == results[0][0] for result in results), "metrics differ between ranks"
+        assert all(result[2] == results[0][2] for result in results), "the hash differs between ranks"
+        runs[tp, pp, world, micro_batches] = results[0]
+    reference_metrics, reference_weights, _ = runs.pop((1, 1, 1, 1))
+    assert reference_metrics[0]["train/grad_norm"] > 0.1
+    for layout, (metrics, weights, _) in runs.items():
+        for found, expected in zip(metrics, reference_metrics, strict=True):
+            assert found == pytest.approx(expected, rel=1e-5, abs=1e-6), layout
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, reference_weights[name], rtol=0, atol=1e-6, msg=f"{layout} {name}")
+
+
+def test_three_steps_equal_plain_torch_adamw_on_the_transformers_model(ranks, tmp_path):
+    path, model = save_hf(tmp_path, "qwen2", tied=True), hf_model("qwen2", tied=True)
+    batch, clip, decay = policy_batch(LENGTHS), 0.3, 0.1
+    settings = dict(lr=1e-3, weight_decay=decay, clip_grad=clip, warmup_steps=1, decay_style="linear", eps=1e-5)
+    results = ranks.run(case_train, 1, path, 1, 1, batch, 2, 3, {"optimizer": settings, "algorithm": {"kl_coef": 0.05}})
+    metrics, weights, _ = results[0]
+
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), eps=1e-5)
+    at = batch.loss_mask > 0
+    for step, lr in enumerate((0.0, 1e-3, 1e-3 * 8 / 9)):
+        logprobs = torch.cat([hf_logprobs(model, t, 1.0) for t in batch.tokens.split(batch.lengths.tolist())])[at]
+        ratio = (logprobs - batch.old_logprobs[at]).exp()
+        advantages = batch.advantages[at]
+        surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        log_ratio = batch.ref_logprobs[at] - logprobs
+        loss = ((surrogate + 0.05 * (log_ratio.exp() - 1 - log_ratio)) * batch.loss_weights[at]).sum() / at.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        assert metrics[step]["train/loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
+        assert metrics[step]["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert metrics[step]["train/lr"] == pytest.approx(lr)
+    state = model.state_dict()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, state[name], rtol=0, atol=1e-5, msg=name)
+    assert set(weights) == set(state) - {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (1, 1)])
+def test_non_finite_advantage_skips_the_step_on_every_rank_and_leaves_everything_unchanged(ranks, tmp_path, tp, pp):
+    path, batch = save_hf(tmp_path), policy_batch(LENGTHS)
+    clean = ranks.run(case_train, 2, path, tp, pp, batch, 2, 1, {})
+    for before, after, skipped, good, final in ranks.run(case_nan, 2, path, tp, pp, batch):
+        assert before == after != final
+        assert skipped["train/skipped"] == 1 and good["train/skipped"] == 0
+        # The step after the skipped one is the first step: optimizer and schedule did not move either.
+        assert final == clean[0][2] and good == clean[0][0][0]
+
+
+def test_micro_batch_without_loss_tokens_changes_nothing(ranks, tmp_path):
+    path, batch = save_hf(tmp_path), policy_batch([6, 7])
+    silent = policy_batch([4], seed=9)
+    silent = silent.replace(loss_mask=torch.zeros(4), loss_weights=torch.zeros(4))
+    tokens = batch.num_loss_tokens
+    alone = ranks.run(case_train_given, 2, path, [batch], tokens)
+    beside = ranks.run(case_train_given, 2, path, [silent, batch], tokens)
+    assert beside[0][0] == pytest.approx(alone[0][0], rel=1e-6)
+    assert beside[0][1] == alone[0][1]
+
+
+def case_train_given(place, path, micro_batches, tokens):
+    with closing(make_trainer(place, path, pp=2)) as trainer:
+        return trainer.train_step(micro_batches, global_loss_tokens=tokens), trainer.parameter_hash()
+
+
+def test_supervised_loss_is_cross_entropy(ranks, tmp_path):
+    path, batch = save_hf(tmp_path), policy_batch(LENGTHS)
+    supervised = batch.replace(advantages=None, old_logprobs=None, ref_logprobs=None, loss_weights=batch.loss_mask)
+    results = ranks.run(case_train, 1, path, 1, 1, supervised, 2, 1, {"algorithm": {"loss": "sft"}})
+    model = hf_model("qwen2", tied=True)
+    with torch.no_grad():
+        logprobs = torch.cat([hf_logprobs(model, t, 1.0) for t in batch.tokens.split(batch.lengths.tolist())])
+    assert results[0][0][0]["train/loss"] == pytest.approx(-logprobs[batch.loss_mask > 0].mean().item(), rel=1e-5)
+    assert "train/clip_fraction" not in results[0][0][0]
+
+
+def test_reference_logprobs_stay_those_of_the_first_weights_and_the_policy_is_put_back(ranks, tmp_path):
+    first, trained, reference, before, after = ranks.run(case_reference, 1, save_hf(tmp_path), policy_batch(LENGTHS))[0]
+    assert torch.equal(reference, first)
+    assert not torch.equal(trained, first)
+    assert before == after
+
+
+def test_policy_loss_without_old_logprobs_is_refused(ranks, tmp_path):
+    from tests.e2e.megatron_ranks import CaseFailed
+
+    batch = policy_batch([6, 7]).replace(old_logprobs=None)
+    with pytest.raises(CaseFailed, match=r"TrainBatch\.old_logprobs is None"):
+        ranks.run(case_train, 1, save_hf(tmp_path), 1, 1, batch, 1, 1, {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_tensors_match_their_metadata(ranks, tmp_path, tied, dtype):
+    path = save_hf(tmp_path, tied=tied)
+    exported = ranks.run(case_metadata, 1, path, dtype)[0]
+    expected = {name: tuple(tensor.shape) for name, tensor in hf_model("qwen2", tied).state_dict().items()}
+    if tied:
+        del expected["lm_head.weight"]
+    assert {name: shape for name, _, shape, _, _ in exported} == expected
+    assert all(meta == dtype and found == f"torch.{dtype}" and a == b for _, meta, a, found, b in exported)
+    assert expected["model.embed_tokens.weight"] == (VOCAB, 64)
