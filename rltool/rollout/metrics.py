@@ -9,24 +9,24 @@ from collections.abc import Mapping, Sequence
 from rltool.rollout.sample import Sample, SampleStatus
 
 
-def rollout_metrics(samples: Sequence[Sample], *, seconds: float, dropped: Mapping[str, int]) -> dict[str, float]:
+def rollout_metrics(samples: Sequence[Sample], *, seconds: float | None, dropped: Mapping[str, int]) -> dict[str, float]:
     """Metrics of the samples that training will see.
 
-    seconds: wall-clock time of generation; dropped: reason -> number of samples that were taken out, each reported as
+    seconds: wall-clock time of generation, None for recorded samples; dropped: reason -> number of samples that were taken out, each reported as
     rollout/dropped_<reason> beside their sum rollout/dropped. Tokens are those that the policy sampled.
     """
     rewards = _rewards(samples)
-    tokens = sum(sum(sample.response_mask) for sample in samples)
     metrics = {
         "rollout/samples": float(len(samples)),
         "rollout/reward_mean": _mean(rewards),
         "rollout/reward_std": _std(rewards),
         "rollout/zero_std_group_fraction": zero_std_group_fraction(samples),
         **_lengths("rollout", samples),
-        "rollout/tokens_per_second": tokens / seconds if seconds > 0 else math.nan,
         "rollout/dropped": float(sum(dropped.values())),
         "rollout/weight_versions": float(len({span.version for sample in samples for span in sample.versions})),
     }
+    if seconds is not None:
+        metrics["rollout/tokens_per_second"] = sum(sum(sample.response_mask) for sample in samples) / seconds
     metrics.update({f"rollout/dropped_{reason}": float(count) for reason, count in dropped.items()})
     return metrics
 

@@ -44,3 +44,8 @@ def test_evaluation_counts_a_failed_reward_as_wrong():
     assert metrics["eval/words/accuracy"] == 0.5
     assert metrics["eval/words/failed"] == 1
     assert metrics["eval/words/response_length_mean"] == 2.0
+
+
+def test_recorded_samples_have_no_speed():
+    metrics = rollout_metrics([sample(0, 1, 1.0)], seconds=None, dropped={})
+    assert "rollout/tokens_per_second" not in metrics and metrics["rollout/reward_mean"] == 1.0
