@@ -35,6 +35,7 @@ class _Scale:
     start: float
     end: float
     log: bool = False
+    ticks: tuple[float, ...] = ()
 
     def __call__(self, value: float) -> float:
         if self.log:
@@ -115,7 +116,7 @@ def format_number(value: float) -> str:
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers that cover [low, high]; the first is <= low, the last >= high."""
     if high <= low:
-        high = low + (abs(low) or 1.0)
+        low, high = low - (0.1 * abs(low) or 1.0), low + (0.1 * abs(low) or 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
@@ -126,13 +127,14 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 def _linear_scale(values: Sequence[float], y_range: tuple[float, float] | None) -> _Scale:
     low, high = y_range or (min(values), max(values))
     ticks = nice_ticks(low, high)
-    return _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
+    return _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP, ticks=tuple(ticks))
 
 
 def _log_scale(points: Sequence[Point]) -> _Scale:
     positive = [value for _, value in points if value > 0] or [1.0]
     low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    return _Scale(low, max(high, low + 1), HEIGHT - BOTTOM, TOP, log=True)
+    high = max(high, low + 1)
+    return _Scale(low, high, HEIGHT - BOTTOM, TOP, log=True, ticks=tuple(range(low, high + 1)))
 
 
 def _step_scale(steps: Sequence[float], margin: float = 0.0) -> _Scale:
@@ -142,8 +144,7 @@ def _step_scale(steps: Sequence[float], margin: float = 0.0) -> _Scale:
 
 def _frame(x: _Scale, y: _Scale, label: str) -> str:
     out = []
-    ticks = range(int(y.low), int(y.high) + 1) if y.log else nice_ticks(y.low, y.high)
-    for tick in ticks:
+    for tick in y.ticks:
         value = 10.0**tick if y.log else tick
         text = f"1e{tick}" if y.log else f"{tick:g}"
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')

@@ -81,6 +81,7 @@ def render(name: str, metrics: Metrics, config: Mapping[str, Any], versions: Map
         _difference_chart(metrics),
         _card("Response length", "Tokens per response, mean of each step.", line_chart([Series("mean length", metrics.get("rollout/response_length_mean", []))], label="tokens")),
         _phase_chart(metrics),
+        _card("Generation speed", "Sampled tokens per second, all engines together.", line_chart([Series("tokens/s", metrics.get("rollout/tokens_per_second", []))], label="tokens/s")),
         "</main>",
         _metric_table(metrics),
         _pairs_table("Configuration", flatten(config.get("config", config)), config.get("origins", {})),

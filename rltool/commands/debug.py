@@ -1,0 +1,67 @@
+"""`rltool debug`: one half of the loop at a time, joined by recorded rollouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rltool.commands.options import Config, External, Router, Run, Sets, rollout_flags
+
+app = typer.Typer(no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine).")
+
+
+@app.callback()
+def _debug() -> None:
+    """Only roll out (no trainer), or only train (no engine)."""
+
+
+@app.command("rollout-only")
+def rollout_only(
+    config: Config = None,
+    rollout_external: External = None,
+    router: Router = None,
+    set_: Sets = None,
+    run: Run = None,
+    steps: Annotated[int | None, typer.Option(help="Number of rollouts; without it `steps` of the configuration.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory for the rollouts; without it that of a run, runs/NAME/rollouts.")] = None,
+) -> None:
+    """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
+    from rltool.config.loader import load_config
+    from rltool.config.train import TrainConfig
+    from rltool.processes.run_directory import open_run
+    from rltool.rollout.manager import RolloutManager, data_targets
+    from rltool.rollout.record import check_directory, check_settings, record_rollouts
+    from rltool.training.metrics import step_line
+    from rltool.training.preflight import check_fleet, describe_fleet, probe_fleet, resolve_endpoints
+    from rltool.training.validate import check_files, check_mode
+
+    flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
+    loaded = load_config(TrainConfig, config or [], set_ or [], flags)
+    settings = loaded.config
+    notes = check_settings(loaded.origins)
+    check_files(settings)
+    check_mode(settings)
+    if out is not None:
+        check_directory(out)
+    fleet = probe_fleet(resolve_endpoints(settings), settings.rollout.preflight_timeout)
+    check_fleet(fleet, settings, medium=None)
+
+    console = Console()
+    for line in (*notes, describe_fleet(fleet)):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    # the engines' weights are whoever's they are: a version is recorded where there is one, and not demanded
+    manager = RolloutManager(settings, data_targets(fleet.endpoints), num_engines=len(fleet.endpoints.engines), require_versions=False)
+    try:
+        directory = out or open_run(run, create=True).rollouts_dir
+        check_directory(directory)
+        record_rollouts(
+            manager, directory, steps=settings.steps, seed=settings.seed,
+            on_step=lambda step, result: console.print(step_line(step, settings.steps, result.metrics), highlight=False, soft_wrap=True),
+        )  # fmt: skip
+    finally:
+        manager.close()
+    console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}", highlight=False, markup=False, soft_wrap=True)

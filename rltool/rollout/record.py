@@ -1,0 +1,42 @@
+"""Rollouts without a trainer: generate, score, write dumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from rltool.errors import UsageError
+from rltool.rollout.dump import dumped_steps, write_dump
+from rltool.rollout.manager import RolloutManager, RolloutResult
+
+UNUSED_SECTIONS = ("trainer", "optimizer", "algorithm", "weights", "checkpoint", "ray", "monitor")
+"""Sections of the configuration that mean nothing without a trainer."""
+
+
+def check_settings(origins: dict[str, str]) -> list[str]:
+    """Settings that a configuration file gives and rollout-only does not use, as sentences to print.
+
+    origins: dotted key -> where it was set. UsageError where one was typed for this very command (--set, a flag): then it is
+    a misunderstanding; in a file it is most likely the file of a training run.
+    """
+    unused = {key: origin for key, origin in origins.items() if key.split(".")[0] in UNUSED_SECTIONS}
+    typed = [f"{key} ({origin})" for key, origin in unused.items() if origin.startswith("--")]
+    if typed:
+        raise UsageError(f"rollout-only starts no trainer and sends no weights, so it cannot use {', '.join(typed)}: leave it out, or use `rltool train`")
+    sections = sorted({key.split(".")[0] for key in unused})
+    return [f"not used without a trainer: {', '.join(f'[{section}]' for section in sections)}"] if sections else []
+
+
+def check_directory(directory: Path) -> None:
+    """UsageError if it holds rollouts already: two runs' steps would be mixed."""
+    steps = dumped_steps(directory)
+    if steps:
+        raise UsageError(f"{directory} already holds rollouts of steps {steps[0]} to {steps[-1]}: give another --out, or remove them")
+
+
+def record_rollouts(manager: RolloutManager, directory: Path, *, steps: int, seed: int, on_step: Callable[[int, RolloutResult], None]) -> None:
+    """Write one dump per step, from 0. on_step(step, result) is called after each is on disk."""
+    for step in range(steps):
+        result = manager.generate(step)
+        write_dump(directory, step=step, seed=seed, samples=result.samples, info={"metrics": result.metrics})
+        on_step(step, result)
