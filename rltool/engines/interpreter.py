@@ -28,9 +28,9 @@ def default_engine_python() -> Path:
 
 
 def check_engine_python(python: Path, engine: EngineKind) -> None:
-    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and rltool at this very version.
+    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, for vLLM, this very rltool.
 
-    The engine loads rltool's plugin or middleware, whose wire format is this version's.
+    vLLM loads rltool's plugin and middleware, whose wire format is this version's; SGLang is served as it comes.
     """
     # From "/" and with -P, so that nothing counts as installed because it lies in the current directory.
     argv = [str(python.absolute()), "-P", "-c", _QUESTION, engine]
@@ -47,6 +47,6 @@ def check_engine_python(python: Path, engine: EngineKind) -> None:
         raise UsageError(
             f"{python} has no package {engine!r}: {python} -m pip install 'rltool[{engine}]=={__version__}', or name an environment that has it with --engine-python"
         )
-    if found["rltool"] != __version__:
+    if engine == "vllm" and found["rltool"] != __version__:
         has = f"rltool {found['rltool']}" if found["rltool"] else "no rltool"
-        raise UsageError(f"{python} has {has}, engines need {__version__} there: {python} -m pip install rltool=={__version__}")
+        raise UsageError(f"{python} has {has}, vLLM needs {__version__} there for its plugin: {python} -m pip install rltool=={__version__}")

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from rltool.errors import UsageError
+
 _BLOCK = 64 * 1024
 
 
@@ -64,3 +66,23 @@ def _read_from(path: Path, position: int) -> bytes:
     with path.open("rb") as file:
         file.seek(position)
         return file.read()
+
+
+def log_files(logs_dir: Path) -> dict[str, Path]:
+    """role -> its newest log, of all attempts below a run's logs directory."""
+    files: dict[str, Path] = {}
+    for attempt in sorted(logs_dir.glob("attempt_*"), key=lambda path: int(path.name.removeprefix("attempt_"))):
+        files.update({log.stem: log for log in sorted(attempt.glob("*.log"))})
+    return files
+
+
+def choose_logs(logs_dir: Path, role: str | None) -> dict[str, Path]:
+    """The logs to show: one role's, or all. Raises UsageError if there is none."""
+    files = log_files(logs_dir)
+    if not files:
+        raise UsageError(f"there are no logs in {logs_dir}: nothing was started in this run yet")
+    if role is None:
+        return files
+    if role not in files:
+        raise UsageError(f"no log of {role!r}; this run has logs of: {', '.join(files)}")
+    return {role: files[role]}

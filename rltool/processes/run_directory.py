@@ -108,7 +108,7 @@ class RunDirectory:
             log = self.logs_dir / f"attempt_{attempt}" / f"{role}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             try:
-                log.touch(exist_ok=False)
+                log.touch(mode=0o600, exist_ok=False)  # SGLang writes its arguments into its log, the key among them
             except FileExistsError:
                 attempt += 1
                 continue

@@ -60,6 +60,8 @@ class RunningProcess:
     def failure(self, what: str) -> ProcessFailed:
         """The error to show: what happened, the last lines of the log, where it is, what to type next."""
         quoted = "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
+        if self.run.key_file.exists():  # some servers log their arguments, and errors are pasted into chats
+            quoted = quoted.replace(self.run.key_file.read_text().strip(), "(the key)")
         return ProcessFailed(
             f"{self.role} {what}. The end of its log:\n{quoted}\n"
             f"log: {self.log}\nnext: rltool logs {self.role} --run {self.run.name} -n 200"

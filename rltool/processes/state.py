@@ -21,6 +21,9 @@ from rltool.processes.run_directory import RunDirectory
 _START_TIME_TOLERANCE = 1.0
 """Seconds. psutil adds start ticks to the boot time, which wanders by fractions of a second as the clock is slewed."""
 
+ORDERLY_SECONDS = 300.0
+"""A trainer finishes its optimizer step and writes a checkpoint of any size before it ends."""
+
 _NOT_ROLES = ("run.json",)
 
 
@@ -38,6 +41,8 @@ class ProcessState(BaseModel):
     gpus: tuple[int, ...] = ()
     session_leader: bool = True
     """It was started by `start` in a session of its own, so whatever is left of that session belongs to it."""
+    orderly_seconds: float = 0.0
+    """Above 0: it ends its own children in order (a trainer saves first), so `rltool stop` signals it alone and gives it this long."""
     stopping: bool = False
     """Somebody asked for its end; its death is no failure."""
     rltool: str = __version__
@@ -57,11 +62,20 @@ def find_process(state: ProcessState) -> psutil.Process | None:
         return None
 
 
-def state_of_this_process(role: str, *, argv: Iterable[str], url: str | None = None, log: Path | None = None) -> ProcessState:
+def state_of_this_process(
+    role: str, *, argv: Iterable[str], url: str | None = None, log: Path | None = None, orderly_seconds: float = ORDERLY_SECONDS
+) -> ProcessState:
     """For a command that runs in the foreground and wants to be seen by status and stop."""
     pid = os.getpid()
     return ProcessState(
-        role=role, pid=pid, start_time=psutil.Process(pid).create_time(), argv=tuple(argv), url=url, log=log, session_leader=False
+        role=role,
+        pid=pid,
+        start_time=psutil.Process(pid).create_time(),
+        argv=tuple(argv),
+        url=url,
+        log=log,
+        session_leader=False,
+        orderly_seconds=orderly_seconds,
     )
 
 

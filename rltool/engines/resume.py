@@ -1,0 +1,48 @@
+"""Bringing engines back that a trainer left paused or in a transfer group when it died."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.errors import EngineError
+
+TRANSFER_GROUP = "rltool-weights"
+"""The name under which every rltool trainer joins engines; rltool.weights.control uses the same."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """`was_paused` None: this engine does not tell. `transfer`: what became of the transfer group. `error`: it could not be resumed."""
+
+    url: str
+    was_paused: bool | None = None
+    transfer: str = ""
+    error: str | None = None
+
+
+async def resume_engines(engines: Sequence[EngineEndpoint], *, timeout: float = 30.0) -> list[Resumed]:
+    """Shut the transfer group down and unpause, all engines side by side; one result each, in order. Failures are results."""
+    async with EngineClient(retry=RetryPolicy(attempts=2)) as client:
+        return list(await asyncio.gather(*(_resume(client, engine, timeout) for engine in engines)))
+
+
+async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float) -> Resumed:
+    try:
+        info = await client.probe(engine, timeout=timeout)
+        known = engine.model_copy(update={"dialect": info.dialect})
+        speaks = dialect(info.dialect)
+        # The group first: a resumed engine must not wait in a collective for a trainer that is gone.
+        try:
+            await client.run(known, speaks.shutdown_transfer(TRANSFER_GROUP), timeout=timeout)
+            transfer = "transfer group shut down"
+        except EngineError as error:  # most often: there was none
+            transfer = f"no transfer group shut down: {error}"
+        await client.run(known, speaks.resume(), timeout=timeout)
+    except EngineError as error:
+        return Resumed(engine.url, error=str(error))
+    return Resumed(engine.url, was_paused=info.paused, transfer=transfer)

@@ -1,0 +1,59 @@
+"""`rltool stop`: end what a run has recorded, the trainer before the engines that it still needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.state import ProcessState, find_process, read_states, remove_state, write_state
+from rltool.processes.stop import GRACE_SECONDS, process_tree, stop_processes
+
+
+def stop_order(states: Sequence[ProcessState]) -> list[ProcessState]:
+    """Whoever needs longest for an orderly end goes first: a trainer resumes its engines before it leaves them."""
+    return sorted(states, key=lambda state: -state.orderly_seconds)
+
+
+def stop_run(
+    run: RunDirectory, roles: Sequence[str] = (), *, grace: float = GRACE_SECONDS, report: Callable[[str], None] = lambda _: None
+) -> list[ProcessState]:
+    """Stop these roles of a run, all if none is named; returns those that were running. State files of the dead are removed.
+
+    A process that ends its children in order (orderly_seconds) is asked alone first, and waited for; then every tree gets
+    TERM, `grace` seconds, KILL. A process whose start time does not match its pid is never touched.
+    Raises UsageError for a role that the run does not have.
+    """
+    recorded = read_states(run)
+    unknown = sorted(set(roles) - {state.role for state in recorded})
+    if unknown:
+        known = ", ".join(state.role for state in recorded) or "none"
+        raise UsageError(f"run {run.name} has no process {', '.join(unknown)}; it has: {known}")
+    chosen = [state for state in recorded if not roles or state.role in roles]
+    running = [state for state in chosen if process_tree(state)]
+    for state in running:
+        write_state(run, state.model_copy(update={"stopping": True}))
+    for state in stop_order(running):
+        if state.orderly_seconds > 0:
+            _ask_and_wait(state, report)
+    stop_processes(running, grace)
+    for state in chosen:
+        remove_state(run, state)
+    return running
+
+
+def _ask_and_wait(state: ProcessState, report: Callable[[str], None], poll: float = 0.1) -> None:
+    process = find_process(state)
+    if process is None:
+        return
+    report(f"{state.role} (pid {state.pid}): asked to end, it has {state.orderly_seconds:g} s")
+    try:
+        process.terminate()
+    except psutil.NoSuchProcess:
+        return
+    deadline = time.monotonic() + state.orderly_seconds
+    while find_process(state) is not None and time.monotonic() < deadline:
+        time.sleep(poll)
