@@ -47,11 +47,17 @@ class Dialect(Protocol):
     def begin_update(self) -> list[HttpRequest]: ...
 
     def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
-        """Announce one bucket; gloo: received while this request is open. disk: `path` is one safetensors file of a HF-layout directory."""
+        """Announce one bucket; gloo: received while this request is open.
+
+        disk: `path` is one safetensors file, model-I-of-N.safetensors, of a directory in HF layout that is complete before its
+        first file is announced. A server that reads file by file gets a request for each; one that loads whole directories
+        gets none but for the last file, and so the list is empty for the others.
+        """
 
     def finish_update(self, version: str) -> list[HttpRequest]: ...
 
-    def shutdown_transfer(self, group: str) -> list[HttpRequest]: ...
+    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
+        """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be there."""
 
     # -- launching
     def argv(self, launch: EngineLaunch) -> list[str]: ...

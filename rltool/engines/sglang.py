@@ -1,0 +1,324 @@
+"""The SGLang dialect (0.5.23). Also what sglang-router speaks, and vLLM servers with rltool's plugin.
+
+Sources: sglang/srt/entrypoints/http_server.py (routes), managers/io_struct.py (bodies), managers/scheduler.py (pauses),
+managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but health).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.dialect import Medium, PauseMode
+from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
+from rltool.errors import EngineError, UsageError
+
+GENERATE_PATH = "/generate"
+SEED_MODULUS = 2**31
+
+BOOT_VERSION = re.compile(r"boot-([0-9a-f]{32})")
+"""The weight version that our launch line gives a new server. /server_info shows it for as long as the process lives."""
+
+SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+
+IDLE_SECONDS = 30
+"""How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long prompt."""
+
+CPU_KV_TOKENS = 32768
+"""Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
+
+LAUNCHER = (
+    "import runpy, sys; "
+    "sys.argv += ['--api-key', open(sys.argv.pop(1)).read().strip()]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
+"""SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the process.
+Its log starts with all its arguments, the key among them: the log file must not be readable by others (0600)."""
+
+DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+class SglangDialect:
+    """See rltool.engines.dialect.Dialect."""
+
+    name = "sglang"
+
+    # -- generation
+
+    def generate(self, request: GenerateRequest) -> list[HttpRequest]:
+        """One HTTP request per sample.
+
+        Not one with n: a seeded server (--enable-deterministic-inference) gives all n samples of a request the one seed, so
+        that they come out identical, and sglang-router takes one prompt and one set of parameters. The prompt's cache is
+        shared all the same. Without that flag SGLang ignores seeds, and its samples differ by its own random state.
+        """
+        return [self._generate_one(request, index) for index in range(request.n)]
+
+    def _generate_one(self, request: GenerateRequest, index: int) -> HttpRequest:
+        sampling = request.sampling
+        # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
+        parameters: dict[str, Any] = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
+        }
+        if request.seed is not None:
+            parameters["sampling_seed"] = (request.seed + index) % SEED_MODULUS
+        # /abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's id.
+        rid = request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"
+        body = {"rid": rid, "input_ids": list(request.prompt_ids), "sampling_params": parameters, "return_logprob": True}
+        return HttpRequest("POST", GENERATE_PATH, body)
+
+    def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
+        if len(replies) != request.n:
+            raise EngineError(f"{GENERATE_PATH} gave {len(replies)} replies where {request.n} samples were asked for")
+        return [parse_reply(reply) for reply in replies]
+
+    # -- probing
+
+    def probe(self) -> Mapping[str, HttpRequest]:
+        return {
+            "model": HttpRequest("GET", "/model_info"),
+            "models": HttpRequest("GET", "/v1/models"),
+            "server": HttpRequest("GET", "/server_info"),
+            "ready": HttpRequest("GET", "/ready", tolerate=(503,)),
+        }
+
+    def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo:
+        model, server = replies["model"], replies["server"]
+        if not isinstance(model, dict) or not isinstance(server, dict) or "tp_size" not in server:
+            raise EngineError("this server's /model_info or /server_info is not SGLang's")
+        # With attention data parallelism the replicas live on the ranks of the tensor-parallel group.
+        replicas = 1 if server.get("enable_dp_attention") else server["dp_size"]
+        models = replies["models"]["data"]
+        return EngineInfo(
+            dialect=self.name,
+            engine_version=server["version"],
+            model_id=server["served_model_name"],  # in /model_info, a load from disk replaces it by the directory
+            world_size=server["tp_size"] * server["pp_size"] * replicas,
+            max_model_len=models[0].get("max_model_len") if models else None,
+            vocab_size=None,  # SGLang does not tell
+            dtype=server["dtype"] if server["dtype"] != "auto" else None,
+            weight_backend="sglang",
+            weight_version=model["weight_version"],
+            boot_id=_boot_id(server),
+            plugin=False,
+            paused=replies["ready"] == 503,
+            model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
+        )
+
+    def health(self) -> HttpRequest:
+        # Not /health: that generates a token unless the server was told not to, takes a second, and fails while paused.
+        return HttpRequest("GET", "/ready")
+
+    # -- control plane
+
+    def pause(self, mode: PauseMode) -> list[HttpRequest]:
+        """`keep` is SGLang's "retract": requests keep their tokens and go back to the queue, their keys and values are dropped.
+
+        Its "in_place" keeps the cache of the old weights, in flight and in the prefix tree, and then refuses to flush it: the
+        tokens after the sync, and whole new samples with a cached prefix, come from a mixture of two policies whose
+        log-probabilities no trainer can reproduce.
+        """
+        if mode == "wait":
+            raise UsageError("SGLang cannot pause with mode wait: use keep (requests go on after the sync) or abort")
+        if mode == "keep":
+            return [HttpRequest("POST", "/pause_generation", {"mode": "retract"})]
+        # Aborted requests have been answered when the pause returns, but their last batch may still run: a flush that waits
+        # for it makes sure that nothing of it is left in the cache, and that the one after the update is not refused.
+        return [
+            HttpRequest("POST", "/pause_generation", {"mode": "abort"}),
+            HttpRequest("POST", "/flush_cache", query={"timeout": str(IDLE_SECONDS)}),
+        ]
+
+    def resume(self) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/continue_generation", {})]
+
+    # -- weights
+
+    def init_transfer(
+        self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float
+    ) -> list[HttpRequest]:
+        """`timeout_seconds` cannot be told to SGLang: its scheduler waits torch's 30 minutes for a trainer that does not come.
+
+        Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
+        """
+        _refuse_nccl(medium)
+        if medium == "disk":
+            return []
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": "gloo",
+        }
+        return [HttpRequest("POST", "/init_weights_update_group", body)]
+
+    def begin_update(self) -> list[HttpRequest]:
+        # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
+        return [HttpRequest("POST", "/begin_weight_update", {})]
+
+    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
+        """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the version.
+
+        The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
+        """
+        _refuse_nccl(medium)
+        if medium == "disk":
+            return _load_directory(path)
+        _check_alignment(bucket)
+        body = {
+            "names": [meta.name for meta in bucket],
+            "dtypes": [meta.dtype for meta in bucket],
+            "shapes": [list(meta.shape) for meta in bucket],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        return [HttpRequest("POST", "/update_weights_from_distributed", body)]
+
+    def finish_update(self, version: str) -> list[HttpRequest]:
+        """The version comes last: an engine whose flush was refused still holds the old policy's keys and values."""
+        return [
+            HttpRequest("POST", "/end_weight_update", {}),
+            # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if not.
+            HttpRequest("POST", "/flush_cache"),
+            # abort_all_requests is true by default, which would throw away what a pause with `keep` has kept.
+            HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+        ]
+
+    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
+        """Leave the group, and close an update that a failed sync left open: every later one would be refused.
+
+        SGLang answers 400 where there is no such group or no open update. Both may well be so.
+        """
+        return [
+            HttpRequest("POST", "/destroy_weights_update_group", {"group_name": group}, tolerate=(400,)),
+            HttpRequest("POST", "/end_weight_update", {}, tolerate=(400,)),
+        ]
+
+    # -- launching
+
+    def argv(self, launch: EngineLaunch) -> list[str]:
+        argv = [str(launch.python), "-P", "-c", LAUNCHER, str(launch.key_file)]
+        argv += ["--model-path", str(launch.model), "--served-model-name", launch.served_name]
+        argv += ["--host", launch.host, "--port", str(launch.port), "--tp-size", str(launch.tp)]
+        argv += ["--random-seed", str(launch.seed)]  # one of its own each: replicas with the same return identical samples
+        argv += ["--weight-version", f"boot-{launch.boot_id}"]
+        # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the server.
+        argv += ["--skip-server-warmup"]
+        dtype = launch.dtype
+        if launch.device == "cpu":
+            dtype = dtype or "float32"
+            argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
+            argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
+        if dtype is not None:
+            argv += ["--dtype", dtype]
+        if launch.max_model_len is not None:
+            argv += ["--context-length", str(launch.max_model_len)]
+        if launch.trust_remote_code:
+            argv += ["--trust-remote-code"]
+        return [*argv, *launch.extra_args]
+
+    def environment(self, launch: EngineLaunch) -> dict[str, str]:
+        environment = {
+            # Otherwise /health, which routers ask, is a generation that fails while we pause the engine.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
+        }
+        if launch.device == "cpu":
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+            if launch.tp > 1:
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.tp)))
+        return environment
+
+
+def parse_reply(reply: Any) -> Completion:
+    """One sample of /generate. Raises EngineError for another shape, MissingLogprobs for a missing log-probability."""
+    if isinstance(reply, list) and len(reply) == 1:
+        reply = reply[0]
+    meta = reply.get("meta_info") if isinstance(reply, dict) else None
+    if not isinstance(meta, dict) or "output_ids" not in reply:
+        raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
+    reason = (meta.get("finish_reason") or {}).get("type")
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {meta.get('finish_reason')!r}")
+    token_ids = tuple(reply["output_ids"])
+    entries = meta.get("output_token_logprobs") or ()
+    for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=False)):
+        if entry[1] != token_id:
+            raise EngineError(f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}")
+    return Completion(token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)))
+
+
+def check_prompt_ids(request: GenerateRequest, vocab_size: int) -> None:
+    """Raise UsageError if a prompt id is not in the vocabulary, before it is sent.
+
+    On a CPU such an id kills SGLang's scheduler, and the server with it (on a GPU it reads foreign memory). The server does not
+    tell its vocabulary: `vocab_size` is that of the model's config.
+    """
+    foreign = next(((at, token) for at, token in enumerate(request.prompt_ids) if not 0 <= token < vocab_size), None)
+    if foreign is not None:
+        raise UsageError(
+            f"prompt token {foreign[0]} has id {foreign[1]}, but the model's vocabulary has {vocab_size} tokens: "
+            "does the tokenizer belong to this model?"
+        )
+
+
+def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
+    spans = meta.get("weight_versions")
+    if spans:
+        return tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
+    version = meta.get("weight_version")
+    return (VersionSpan(version, 0, length),) if version is not None and length else ()
+
+
+def _boot_id(server: Mapping[str, Any]) -> str | None:
+    """The id that our launch line gave, else a fingerprint of how long each part of the start took, to the nanosecond."""
+    ours = BOOT_VERSION.fullmatch(server.get("weight_version") or "")
+    if ours:
+        return ours[1]
+    timings = server.get("startup_time")
+    return hashlib.sha256(json.dumps(timings, sort_keys=True).encode()).hexdigest()[:32] if timings else None
+
+
+def _refuse_nccl(medium: Medium) -> None:
+    if medium == "nccl":
+        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
+
+
+def _check_alignment(bucket: Bucket) -> None:
+    """SGLang views each tensor in place in the flat buffer, so each must start at a multiple of its item size."""
+    offset = 0
+    for meta in bucket:
+        size = DTYPE_BYTES.get(meta.dtype, 1)
+        if offset % size:
+            raise EngineError(
+                f"{meta.name} ({meta.dtype}) starts at byte {offset} of its bucket, which SGLang cannot read: "
+                "put tensors of one dtype into a bucket, or the wider ones first"
+            )
+        for dimension in meta.shape:
+            size *= dimension
+        offset += size
+
+
+def _load_directory(path: str | None) -> list[HttpRequest]:
+    """SGLang loads a whole directory in one call: it is sent with the last file of the version, and for the others nothing."""
+    shard = SHARD.fullmatch(PurePath(path).name) if path is not None else None
+    if path is None or shard is None:
+        raise ValueError(f"a bucket that travels over the disk is a file model-I-of-N.safetensors, not {path}")
+    if int(shard[1]) != int(shard[2]):
+        return []
+    body = {"model_path": str(PurePath(path).parent), "flush_cache": False}
+    return [HttpRequest("POST", "/update_weights_from_disk", body)]
