@@ -1,0 +1,162 @@
+"""The report: one self-contained page from a run's files."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from rltool.errors import RltoolError
+from rltool.quickstart.charts import Series, format_number, line_chart, moving_mean, nice_ticks, stacked_bars
+from rltool.quickstart.report import flatten, phases, read_metrics, write_report
+
+
+def record(step, **values):
+    named = {key.replace("__", "/"): value for key, value in values.items()}
+    return {"step": step, "weight_version": f"run:0:{step}", **named}
+
+
+def write(run_dir, *records, config=None):
+    (run_dir / "metrics.jsonl").write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    if config is not None:
+        (run_dir / "config.json").write_text(json.dumps(config))
+
+
+def full_run(run_dir):
+    write(
+        run_dir,
+        *(
+            record(s, rollout__reward_mean=0.3 + s / 50, rollout__response_length_mean=5.0, train__logprob_abs_diff_mean=1e-6, train__logprob_abs_diff_max=0.0,
+                   time__generate_seconds=1.0, time__train_seconds=0.5, time__step_seconds=1.7, **({"eval__words__accuracy": 0.3 + s / 50} if s in (0, 30) else {}))
+            for s in range(31)
+        ),
+        config={"config": {"model": {"path": "<script>alert(1)</script>"}, "seed": 7}, "origins": {"seed": "--seed & co"}},
+    )  # fmt: skip
+
+
+class Checker(HTMLParser):
+    """Every tag is closed in order, and nothing is fetched."""
+
+    VOID = {"meta", "br"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        assert tag not in ("script", "link", "img", "iframe")
+        assert not {name for name, _ in attrs} & {"src", "href", "onload"}
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page_is_well_formed_self_contained_and_escaped(tmp_path):
+    full_run(tmp_path)
+    path = write_report(tmp_path)
+    page = path.read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and checker.tags.count("svg") == 6
+    assert path.name == "report.html"
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "--seed &amp; co" in page
+    assert not re.search(r"https?://|url\(|@import|nan|None", page)
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_tiles_tell_the_rise(tmp_path):
+    full_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    assert "0.32 → 0.81" in page  # means of the first three and the last ten steps
+    assert "0.30 → 0.90" in page  # accuracy before and after
+    assert "1.00e-06" in page
+
+
+def test_run_with_a_single_step_and_few_metrics_has_a_report(tmp_path):
+    write(tmp_path, record(0, rollout__reward_mean=0.5))
+    page = write_report(tmp_path).read_text()
+    assert "not measured in this run" in page and "0.50 → 0.50" in page
+
+
+def test_repeated_steps_count_once_and_torn_last_line_is_forgiven(tmp_path):
+    write(tmp_path, record(0, a=1.0), record(1, a=2.0), record(1, a=3.0), record(2, a=None), record(3, a=float("nan")), '{"step": 4, "a"')
+    assert read_metrics(tmp_path / "metrics.jsonl") == {"a": [(0.0, 1.0), (1.0, 3.0)]}
+
+
+def test_broken_line_in_the_middle_is_named(tmp_path):
+    write(tmp_path, record(0, a=1.0), "{broken", record(2, a=1.0))
+    with pytest.raises(RltoolError, match=r"metrics.jsonl, line 2"):
+        write_report(tmp_path)
+
+
+def test_missing_and_empty_metrics_are_errors(tmp_path):
+    with pytest.raises(RltoolError, match="does not exist"):
+        write_report(tmp_path)
+    write(tmp_path)
+    with pytest.raises(RltoolError, match="no metrics yet"):
+        write_report(tmp_path)
+
+
+def test_phases_add_up_to_the_step():
+    metrics = {
+        "time/step_seconds": [(0.0, 10.0), (1.0, 3.0)],
+        "time/train_seconds": [(0.0, 4.0), (1.0, 1.0)],
+        "time/generate_seconds": [(0.0, 3.0), (1.0, 1.5)],
+        "time/eval_seconds": [(0.0, 2.0)],
+    }
+    parts = phases(metrics, [0.0, 1.0])
+    assert parts == {"generate": [3.0, 1.5], "train": [4.0, 1.0], "eval": [2.0, 0.0], "other": [1.0, 0.5]}
+    assert list(parts)[:2] == ["generate", "train"]
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (5.084, 5.32), (-3, 12_345), (1e-9, 2e-9), (7, 7), (0, 0)])
+def test_ticks_are_even_and_cover_the_range(low, high):
+    ticks = nice_ticks(low, high)
+    assert ticks[0] <= low and ticks[-1] >= high and 2 <= len(ticks) <= 12
+    gaps = [b - a for a, b in pairwise(ticks)]
+    assert max(gaps) == pytest.approx(min(gaps))
+
+
+def numbers(svg, attribute):
+    return [float(value) for value in re.findall(rf'{attribute}="([-\d.]+)"', svg)]
+
+
+def test_log_chart_puts_zero_on_the_lower_edge_and_decades_evenly():
+    svg = line_chart([Series("x", [(0, 1e-6), (1, 1e-5), (2, 1e-4), (3, 0.0)])], label="y", log=True)
+    ys = [float(pair.split(",")[1]) for pair in re.search(r'polyline[^>]*points="([^"]+)"', svg)[1].split()]
+    assert ys[0] - ys[1] == pytest.approx(ys[1] - ys[2], abs=0.2)
+    assert ys[3] == ys[0] == max(ys)
+
+
+def test_stacked_bars_lie_on_each_other():
+    svg = stacked_bars([0, 1], {"a": [1.0, 2.0], "b": [3.0, 1.0]}, label="s")
+    rects = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="var\(--c(\d)\)"', svg)
+    first = [tuple(map(float, rect)) for rect in rects[:2]]
+    assert first[1][1] + first[1][2] == pytest.approx(first[0][1], abs=0.2)
+    assert first[1][2] == pytest.approx(3 * first[0][2], abs=0.5)
+
+
+def test_one_slow_step_does_not_flatten_the_others():
+    svg = stacked_bars(list(range(20)), {"a": [100.0, *[1.0] * 19]}, label="s")
+    heights = numbers(svg, "height")
+    assert min(heights) > 50
+    assert ">100.0</text>" in svg
+
+
+def test_moving_mean_uses_what_is_there():
+    assert moving_mean([(0, 1.0), (1, 3.0), (2, 5.0)], 2) == [(0, 1.0), (1, 2.0), (2, 4.0)]
+
+
+def test_numbers_are_readable():
+    assert [format_number(v) for v in (0.0, 0.12345, 12345.6, 1.5e-7, 2e9)] == ["0", "0.1235", "12,346", "1.50e-07", "2.00e+09"]
+
+
+def test_flatten():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
