@@ -259,7 +259,12 @@ class Fleet:
     def probe_succeeded(self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None) -> None:
         """The engine answered its probe. boot_id and version are what it says of itself, None where its kind does not tell."""
         member = self._observable(url, sent_at)
-        if member is None or member.state is State.PAUSED:
+        if member is None:
+            return
+        if member.state is State.PAUSED:
+            # In the middle of an update its version is no news, but a new process has lost whatever it was sent.
+            if boot_id is not None:
+                self._update(self._check_identity(member, boot_id, None), boot_id=boot_id)
             return
         member = self._check_identity(member, boot_id, version)
         member = self._update(member, probe_failures=0, boot_id=boot_id)
