@@ -7,7 +7,6 @@ with WeightControl.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -61,11 +60,9 @@ class TrainerActor:
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
-        node = ray.util.get_node_ip_address()
-        try:
-            held = reserve_ports(1, host=node)
-        except (OSError, socket.gaierror):
-            node, held = "127.0.0.1", reserve_ports(1)
+        # In a local cluster Ray still names the host's outer address, whatever it was told; the ranks have no business there.
+        node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
+        held = reserve_ports(1, host=node)
         held.release()
         return node, held.ports[0]
 
@@ -82,13 +79,17 @@ class TrainerActor:
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
-        self.trainer.load_weights(self.config.model.path)
+        from rltool.checkpoints.torch_dist import load_weights
+
+        load_weights(self.trainer, self.config.model.path)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
         """Reference weights come from model.path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        from rltool.checkpoints.torch_dist import load_checkpoint
+
         if self.config.algorithm.kl_coef > 0:
-            self.trainer.load_weights(self.config.model.path)
-        return self.trainer.load_checkpoint(directory)
+            self.load_weights()
+        return load_checkpoint(self.trainer, directory)
 
     # -- training
 
@@ -132,17 +133,15 @@ class TrainerActor:
     # -- saving
 
     def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
-        self.trainer.save_checkpoint(directory, extra)
+        from rltool.checkpoints.torch_dist import save_checkpoint
+
+        save_checkpoint(self.trainer, directory, extra)
 
     def save_hf(self, directory: Path) -> None:
         """Write the weights as a Hugging Face directory. A collective."""
-        from rltool.checkpoints.hf_export import write_hf_directory
+        from rltool.checkpoints.hf_export import export_hf
 
-        stream = self.trainer.export_weights()
-        if self.rank == 0:
-            write_hf_directory(directory, stream, source=self.config.model.path)
-        else:
-            drain(stream)
+        export_hf(self.trainer, directory)
 
     def close(self) -> None:
         self.sender.close()

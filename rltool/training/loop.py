@@ -34,10 +34,14 @@ class Engines(Protocol):
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them."""
+    """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them.
+
+    saved: a checkpoint of exactly this state exists.
+    """
 
     step: int
     source: dict[str, Any]
+    saved: bool = False
 
 
 class Loop:
@@ -61,7 +65,6 @@ class Loop:
         self.progress = progress
         self.stop_on_gap = stop_on_gap
         self.skipped_in_a_row = 0
-        self.saved_step = -1
         self.between_updates = False
 
     def run(self) -> Progress:
@@ -197,9 +200,9 @@ class Loop:
             )
 
     def _save(self) -> None:
-        if self.progress.step != self.saved_step:
+        if not self.progress.saved:
             self.save(self.progress)
-            self.saved_step = self.progress.step
+            self.progress.saved = True
 
 
 def _due(every: int, done: int) -> bool:

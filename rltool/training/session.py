@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 import rltool
-from rltool.checkpoints.torch_dist import latest_checkpoint
+from rltool.checkpoints.directory import latest_checkpoint
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Medium
@@ -161,7 +161,7 @@ def _load(prepared: Prepared, trainer: TrainerGroup, attempt: int) -> tuple[Prog
         trainer.load_weights()
         return Progress(0, {}), version
     extra = trainer.load_checkpoint(prepared.resume_from)
-    return Progress(extra["step"], extra["source"]), version
+    return Progress(extra["step"], extra["source"], saved=True), version
 
 
 def _engine_side(prepared: Prepared, trainer: TrainerGroup, version: WeightVersion, log_dir: Path, console: Console, stack: ExitStack) -> EngineSide | None:

@@ -38,6 +38,8 @@ def get_all(refs: Sequence[ray.ObjectRef], timeout: float | None = None) -> list
         return ray.get(list(refs), timeout=timeout)
     except ray.exceptions.GetTimeoutError as error:
         raise RltoolError(f"no answer from the trainer or the rollout manager within {timeout:g} s; their logs tell why (`rltool logs`)") from error
+    except ray.exceptions.RayActorError as error:
+        raise RltoolError(f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`") from error
     except ray.exceptions.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, RltoolError) else None
         if cause is None:

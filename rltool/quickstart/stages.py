@@ -1,0 +1,101 @@
+"""Runs rltool's own verbs as child processes and shows what they do: the quickstart types what a user would type."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
+from rltool.processes.supervise import ProcessGroup
+
+POLL_SECONDS = 0.1
+
+Watch = Callable[[str], None]
+"""Gets each new line of a verb's output."""
+
+
+@dataclass
+class Stages:
+    """One after the other, each with its name, a spinner and its seconds; or in the background, to be waited for later."""
+
+    run: RunDirectory
+    group: ProcessGroup
+    console: Console
+    total: int
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[None]:
+        """Announce a stage, and say how long it took. A failure inside is left to the caller."""
+        number = len(self.timings) + 1
+        started = time.monotonic()
+        self.console.print(f"[bold cyan]{number}/{self.total}[/bold cyan] [bold]{title}[/bold]", highlight=False)
+        yield
+        self.timings[title] = time.monotonic() - started
+        self.console.print(f"    [dim]{self.timings[title]:.1f} s[/dim]", highlight=False)
+
+    def begin(self, role: str, *arguments: str) -> RunningProcess:
+        """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`."""
+        self.console.print(f"    [dim]$ rltool {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
+        environment = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", "RLTOOL_RUNS": str(self.run.path.parent)}
+        return self.group.start(ProcessSpec(role=role, argv=(sys.executable, "-m", "rltool", *arguments), environment=environment))
+
+    def finish(self, process: RunningProcess, *, watch: Watch | None = None, note: str = "") -> None:
+        """Wait for a verb begun before. Raises ProcessFailed, with the end of its log, unless it ends with exit code 0."""
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console, transient=True) as bar:
+            bar.add_task(f"   {note or process.role}")
+            self._follow(process, watch or (lambda line: None))
+
+    def do(self, role: str, *arguments: str, watch: Watch | None = None, note: str = "") -> None:
+        """begin and finish."""
+        self.finish(self.begin(role, *arguments), watch=watch, note=note)
+
+    def train(self, role: str, steps: int, *arguments: str, shown_every: int = 10) -> None:
+        """A training verb: a bar over its steps with the newest figures, and every so many step lines kept on the screen."""
+        process = self.begin(role, *arguments)
+        columns = (SpinnerColumn(), TextColumn("   {task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("starting", total=steps)
+
+            def watch(line: str) -> None:
+                if not line.startswith("step "):
+                    self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+                    return
+                done = int(line.split()[1].split("/")[0])
+                bar.update(task, completed=done, description=_headline(line))
+                if done == 1 or done % shown_every == 0:
+                    self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+
+            self._follow(process, watch)
+
+    def _follow(self, process: RunningProcess, watch: Watch) -> None:
+        with process.log.open(encoding="utf-8", errors="replace") as log:
+            pending = ""
+            while True:
+                code = process.exit_code()
+                pending += log.read()
+                *lines, pending = pending.split("\n")
+                for line in lines:
+                    if line.strip():
+                        watch(line.rstrip())
+                if code == 0:
+                    return
+                if code is not None:
+                    raise process.failure(describe_exit(code))
+                time.sleep(POLL_SECONDS)
+
+
+def _headline(line: str) -> str:
+    """The part of a step line that a bar has room for."""
+    parts = line.split("  ")
+    chosen = [part for part in parts if part.startswith(("reward", "heldout accuracy", "loss"))]
+    return "  ".join(chosen[:2]) or "training"
+
+
