@@ -71,6 +71,7 @@ class MegatronTrainer:
         """
         if trainer.torch_threads is not None:
             torch.set_num_threads(trainer.torch_threads)
+        self.model_path = model.path
         self.hf_config = read_hf_config(model.path)
         self.family = family_for(self.hf_config)
         self.algorithm, self.temperature = algorithm, temperature

@@ -1,0 +1,198 @@
+"""Hugging Face directory <-> torch_dist directory, in one process on the CPU, verified before the result gets its name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from rltool.checkpoints import directory as directories
+from rltool.checkpoints import manifest as manifests
+from rltool.checkpoints.carried import carried_files, carry
+from rltool.checkpoints.hf_export import MAX_SHARD_BYTES, tensor_bytes, write_hf_directory
+from rltool.checkpoints.manifest import Manifest
+from rltool.checkpoints.torch_dist import load_model, open_verified, write_state
+from rltool.checkpoints.verify import compare_logits, compare_tensors
+from rltool.errors import UsageError
+from rltool.megatron.hf_weights import export_weights, load_hf, weight_metadata
+from rltool.megatron.model import build_model
+from rltool.megatron.runtime import Runtime
+from rltool.megatron.state import model_state
+from rltool.models.base import Family
+from rltool.models.registry import family_for, read_hf_config
+
+DTYPES = ("float32", "bfloat16")
+Report = Callable[[str], None]
+"""Called with what is being done now."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What was done. logit_difference and tensors_equal are None when verification was off."""
+
+    architecture: str
+    dtype: str
+    tensors: int
+    parameters: int
+    weight_bytes: int
+    seconds: float
+    carried: tuple[str, ...]
+    tensors_equal: int | None
+    logit_difference: float | None
+
+
+def hf_to_torch_dist(
+    source: Path, target: Path, *, dtype: str | None = None, verify: bool = True, report: Report = lambda _: None
+) -> Conversion:
+    """Writes `target` from a Hugging Face directory. dtype: None keeps that of config.json.
+
+    UsageError for what cannot be converted (named), ConversionMismatch when verification fails; then there is no target.
+    """
+    started = time.monotonic()
+    config = read_hf_config(source)
+    if manifests.is_checkpoint(source):
+        raise UsageError(f"{source} is a torch_dist directory already; to write a Hugging Face directory use --to hf")
+    family = family_for(config)
+    directories.refuse_existing(target)
+    chosen = _dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+    name = str(chosen).removeprefix("torch.")
+    checked: list[tuple[int, float]] = []
+    with _single_process() as runtime:
+        report(f"reading {source}")
+        model = _model(family, runtime, chosen)
+        load_hf(model, family, source, runtime)
+
+        def check(partial: Path) -> None:
+            report("comparing every tensor, and the logits with transformers'")
+            again = _model(family, runtime, torch.float32)
+            load_model(runtime, again, partial)
+            checked.append(_compare(again, family, runtime, source, chosen))
+
+        report(f"writing {target}")
+        with runtime.mode():
+            state = {"model": model_state(model)}
+        manifest = Manifest(kind="weights", architecture=family.architecture, dtype=name, layout=_LAYOUT)
+        write_state(
+            runtime,
+            state,
+            target,
+            manifest,
+            beside=lambda partial: carry(source, partial, dtype=name),
+            check=check if verify else None,
+        )
+    return _summary(family, chosen, started, source, checked)
+
+
+def torch_dist_to_hf(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str | None = None,
+    verify: bool = True,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    report: Report = lambda _: None,
+) -> Conversion:
+    """Writes the Hugging Face directory `target` from a torch_dist directory (of convert-ckpt or of a training run).
+
+    Errors as in `hf_to_torch_dist`, and CheckpointDamaged before anything is loaded from a damaged source.
+    """
+    started = time.monotonic()
+    family = family_for(read_hf_config(source))
+    directories.refuse_existing(target)
+    chosen = _dtype(dtype or manifests.read(source).dtype)
+    checked: list[tuple[int, float]] = []
+    with _single_process() as runtime:
+        report(f"checking the hashes of {source}")
+        open_verified(runtime, family, source)
+        report(f"reading {source}")
+        model = _model(family, runtime, chosen)
+        load_model(runtime, model, source)
+
+        def check(partial: Path) -> None:
+            report("comparing every tensor, and the logits with transformers'")
+            if compare_tensors(model, family, runtime, partial, chosen) != len(family.hf_tensors()):
+                raise RuntimeError("not every tensor was compared")
+            again = _model(family, runtime, torch.float32)
+            load_hf(again, family, partial, runtime)
+            checked.append(_compare(again, family, runtime, partial, chosen))
+
+        report(f"writing {target}")
+        with runtime.mode():
+            write_hf_directory(
+                target,
+                export_weights(model, family, chosen, runtime),
+                weight_metadata(family, chosen),
+                source,
+                max_shard_bytes=max_shard_bytes,
+                check=check if verify else None,
+            )
+    return _summary(family, chosen, started, source, checked)
+
+
+_LAYOUT = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1}
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UsageError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype")
+    return getattr(torch, name)
+
+
+@contextmanager
+def _single_process() -> Iterator[Runtime]:
+    """A world of one rank on loopback; Megatron's checkpointing wants process groups even so."""
+    runtime = Runtime(
+        rank=0,
+        world_size=1,
+        master_address="127.0.0.1",
+        master_port=0,
+        tensor_parallel=1,
+        pipeline_parallel=1,
+        device="cpu",
+        timeout=600,
+        seed=0,
+    )
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@torch.no_grad()
+def _model(family: Family, runtime: Runtime, dtype: torch.dtype) -> GPTModel:
+    with runtime.mode():
+        model = build_model(family, runtime.coordinates, dtype, runtime.device)
+    # Uninitialised memory may hold the right values by chance (a freed copy of the same model); NaN never equals anything.
+    for parameter in model.parameters():
+        parameter.fill_(float("nan"))
+    return model
+
+
+def _compare(
+    model: GPTModel, family: Family, runtime: Runtime, hf_directory: Path, dtype: torch.dtype
+) -> tuple[int, float]:
+    tensors = compare_tensors(model, family, runtime, hf_directory, dtype)
+    return tensors, compare_logits(model, family, runtime, hf_directory, dtype)
+
+
+def _summary(
+    family: Family, dtype: torch.dtype, started: float, source: Path, checked: list[tuple[int, float]]
+) -> Conversion:
+    metadata = weight_metadata(family, dtype)
+    equal, difference = checked[0] if checked else (None, None)
+    return Conversion(
+        architecture=family.architecture,
+        dtype=str(dtype).removeprefix("torch."),
+        tensors=len(metadata),
+        parameters=sum(torch.Size(meta.shape).numel() for meta in metadata),
+        weight_bytes=sum(map(tensor_bytes, metadata)),
+        seconds=time.monotonic() - started,
+        carried=tuple(path.name for path in carried_files(source)),
+        tensors_equal=equal,
+        logit_difference=difference,
+    )

@@ -1,0 +1,111 @@
+"""Writing a Hugging Face directory: safetensors shards with their index, config, tokenizer. Atomic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rltool.checkpoints import directory as directories
+from rltool.checkpoints.carried import carry
+from rltool.engines.types import TensorMeta
+from rltool.megatron.hf_weights import INDEX, SINGLE
+from rltool.megatron.trainer import MegatronTrainer
+
+MAX_SHARD_BYTES = 5 * 1000**3
+"""What transformers used by default for years; small enough for any file system."""
+
+
+def tensor_bytes(meta: TensorMeta) -> int:
+    return torch.Size(meta.shape).numel() * getattr(torch, meta.dtype).itemsize
+
+
+def plan_shards(metadata: list[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
+    """Tensors in order, cut so that no file exceeds max_bytes unless a single tensor does."""
+    shards: list[list[TensorMeta]] = []
+    room = 0
+    for meta in metadata:
+        size = tensor_bytes(meta)
+        if not shards or size > room:
+            shards.append([])
+            room = max_bytes
+        shards[-1].append(meta)
+        room -= size
+    return shards
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Iterable[tuple[TensorMeta, Tensor]],
+    metadata: list[TensorMeta],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Safetensors files from tensors that come in the order of `metadata`; holds one shard at a time."""
+    shards, stream = plan_shards(metadata, max_shard_bytes), iter(tensors)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        content = {}
+        for expected in shard:
+            meta, tensor = next(stream)
+            if meta != expected:
+                raise RuntimeError(f"tensor {meta} came where {expected} was announced")
+            content[meta.name] = tensor.detach().cpu().contiguous()
+            weight_map[meta.name] = name
+        save_file(content, directory / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(map(tensor_bytes, metadata))}, "weight_map": weight_map}
+        directories.write_text(directory / INDEX, json.dumps(index, indent=1) + "\n")
+
+
+def write_hf_directory(
+    final: Path,
+    tensors: Iterable[tuple[TensorMeta, Tensor]],
+    metadata: list[TensorMeta],
+    source: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    check: Callable[[Path], None] | None = None,
+) -> None:
+    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from `source`.
+
+    check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final` exists.
+    """
+    partial = directories.begin(Path(final))
+    try:
+        write_tensors(partial, tensors, metadata, max_shard_bytes)
+        carry(source, partial, dtype=metadata[0].dtype)
+        if check is not None:
+            check(partial)
+        directories.commit(partial, Path(final))
+    except BaseException:
+        directories.abandon(partial)
+        raise
+
+
+def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    """The trainer's current weights as a Hugging Face directory. Collective; rank 0 writes. UsageError if it exists."""
+    stream = trainer.export_weights()
+
+    def write() -> None:
+        tensors: Iterator[tuple[TensorMeta, Tensor]] = ((meta, t) for meta, t in stream if t is not None)
+        try:
+            write_hf_directory(
+                directory, tensors, trainer.weight_metadata(), trainer.model_path, max_shard_bytes=max_shard_bytes
+            )
+        finally:
+            # The other ranks are inside the same gather: it has to run to its end even if the disk is full.
+            _drain(stream)
+
+    if trainer.coordinates.rank != 0:
+        _drain(stream)
+    trainer.runtime.on_rank_zero(write, f"writing {directory}")
+
+
+def _drain(stream: Iterator[tuple[TensorMeta, Tensor | None]]) -> None:
+    for _ in stream:
+        pass

@@ -1,0 +1,113 @@
+"""The manifest of a checkpoint directory: what it is, and size and sha256 of every file in it. Written last. Pure files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from rltool.errors import RltoolError, UsageError
+
+FILE = "manifest.json"
+FORMAT = "rltool-torch-dist"
+VERSION = 1
+_CHUNK = 1 << 20
+
+
+class CheckpointDamaged(RltoolError):
+    """Files of a checkpoint are missing, or are not those that were saved. Nothing of it was loaded."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """kind: "weights" (written by convert-ckpt) or "training" (with optimizer and run state).
+
+    files: path relative to the directory -> {"bytes": size, "sha256": hex}, all files but the manifest
+    layout: ranks that saved it; it loads under any other, but the random generators only under the same
+    """
+
+    kind: Literal["weights", "training"]
+    architecture: str
+    dtype: str
+    step: int | None = None
+    weight_version: str | None = None
+    layout: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def sha256_of(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file below the directory, the manifest left out."""
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / FILE)
+    return {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        for path in paths
+    }
+
+
+def to_text(manifest: Manifest) -> str:
+    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether the directory claims to be a checkpoint of ours (has a manifest); says nothing about its files."""
+    return (Path(directory) / FILE).is_file()
+
+
+def read(directory: Path) -> Manifest:
+    """UsageError when there is no manifest, or one of another format; CheckpointDamaged when it cannot be read."""
+    path = Path(directory) / FILE
+    if not path.is_file():
+        raise UsageError(
+            f"{directory} has no {FILE}: it is no complete rltool checkpoint (one that was cut off while it was saved "
+            "has none either)"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content.pop("format"), content.pop("version")
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error!r}") from error
+    if found != (FORMAT, VERSION):
+        raise UsageError(f"{path} has format {found[0]!r} version {found[1]!r}; expected {FORMAT!r} version {VERSION}")
+    try:
+        return Manifest(**content)
+    except TypeError as error:
+        raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
+
+
+def sizes_match(directory: Path, manifest: Manifest) -> bool:
+    """The cheap check: every file is there with its size."""
+    paths = {name: Path(directory) / name for name in manifest.files}
+    return all(path.is_file() and path.stat().st_size == manifest.files[name]["bytes"] for name, path in paths.items())
+
+
+def verify(directory: Path, manifest: Manifest) -> None:
+    """Raises CheckpointDamaged naming the first file that is missing, extra, or has another size or hash.
+
+    Called before anything is loaded: torch_dist files are pickles inside, and only what was written here is unpickled.
+    """
+    directory = Path(directory)
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise CheckpointDamaged(f"{directory}: {name} is missing; use another checkpoint")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointDamaged(f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint")
+        if sha256_of(path) != expected["sha256"]:
+            raise CheckpointDamaged(f"{path} is not the file that was saved (its sha256 differs); use another checkpoint")
+    extra = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+    extra -= {*manifest.files, FILE}
+    if extra:
+        raise CheckpointDamaged(f"{directory} holds files that the manifest does not name: {', '.join(sorted(extra))}")

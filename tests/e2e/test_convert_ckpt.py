@@ -1,0 +1,162 @@
+"""convert-ckpt on the real Megatron-core and transformers, both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rltool.checkpoints import convert, manifest
+from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
+from rltool.checkpoints.manifest import CheckpointDamaged
+from rltool.checkpoints.verify import ConversionMismatch
+from rltool.errors import UsageError
+from tests.e2e.megatron_models import hf_model, save_hf
+
+pytestmark = pytest.mark.e2e
+
+
+def weights(directory) -> dict[str, torch.Tensor]:
+    return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """An untied Qwen2 with the small files that belong to a model."""
+    directory = save_hf(tmp_path_factory.mktemp("source"), "qwen2", tied=False)
+    (directory / "tokenizer.json").write_text('{"made": "up"}')
+    (directory / "generation_config.json").write_text('{"eos_token_id": 3}')
+    return directory
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("llama", False), ("llama", True)])
+def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
+    original = save_hf(tmp_path / "hf", kind, tied)
+    done = hf_to_torch_dist(original, tmp_path / "dist")
+    assert done.tensors_equal == done.tensors == len(weights(original))
+    assert done.logit_difference < 1e-4
+    back = torch_dist_to_hf(tmp_path / "dist", tmp_path / "back")
+    assert back.tensors_equal == done.tensors and back.logit_difference < 1e-4
+    before, after = weights(original), weights(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_sharded_source_and_sharded_target(tmp_path, source):
+    original = save_hf(tmp_path / "hf", "qwen2", tied=False, max_shard_size="100KB")
+    assert len(list(original.glob("*.safetensors"))) > 2
+    hf_to_torch_dist(original, tmp_path / "dist")
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", max_shard_bytes=100_000)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files and len(files) > 2
+    before, after = weights(source), weights(tmp_path / "back")
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in after.values())
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bfloat16_rounds_once_and_says_so_in_config(tmp_path, source):
+    hf_to_torch_dist(source, tmp_path / "dist", dtype="bfloat16")
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back")
+    before, after = weights(source), weights(tmp_path / "back")
+    assert all(torch.equal(before[name].bfloat16(), after[name]) for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_both_directories_are_complete_models(tmp_path, source):
+    hf_to_torch_dist(source, tmp_path / "dist", verify=False)
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", verify=False)
+    for directory in (tmp_path / "dist", tmp_path / "back"):
+        for name in ("config.json", "tokenizer.json", "generation_config.json"):
+            assert (directory / name).is_file(), f"{directory.name} lacks {name}"
+    described = manifest.read(tmp_path / "dist")
+    assert (described.kind, described.architecture, described.dtype) == ("weights", "Qwen2ForCausalLM", "float32")
+    assert {path.name for path in tmp_path.iterdir()} == {"dist", "back"}
+
+
+def test_command_prints_what_was_verified(tmp_path, source):
+    import typer
+
+    from rltool.commands.convert_ckpt import convert_ckpt
+
+    app = typer.Typer()
+    app.command()(convert_ckpt)
+    result = CliRunner().invoke(app, [str(source), str(tmp_path / "dist")])
+    assert result.exit_code == 0, result.output
+    count = len(hf_model("qwen2", tied=False).state_dict())
+    assert f"verified: {count} of {count} tensors bit-equal" in result.output
+    assert "largest logit difference" in result.output and "tokenizer.json" in result.output
+
+
+def test_existing_target_is_refused_and_untouched(tmp_path, source):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(UsageError, match="exists already"):
+        hf_to_torch_dist(source, tmp_path / "out")
+    assert (tmp_path / "out" / "precious").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"dtype": "float16"}, "float16"),
+        ({"num_hidden_layers": 3}, r"unknown tensors.*model\.layers\.3"),
+        ({"num_hidden_layers": 5}, r"missing tensors.*model\.layers\.4"),
+        ({"vocab_size": 140}, r"embed_tokens\.weight has shape \(131, 64\)"),
+    ],
+)
+def test_what_is_not_known_is_refused_by_name_and_nothing_is_left(tmp_path, change, named):
+    original = save_hf(tmp_path / "hf", "qwen2", tied=True)
+    config = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(Exception, match=named) as caught:
+        hf_to_torch_dist(original, tmp_path / "out")
+    assert caught.value.exit_code in (1, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_directory_without_config_or_weights_is_refused(tmp_path, source):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        hf_to_torch_dist(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
+    with pytest.raises(UsageError, match=r"neither model\.safetensors nor"):
+        hf_to_torch_dist(tmp_path, tmp_path / "out")
+
+
+def test_stored_head_that_contradicts_the_tie_is_refused(tmp_path):
+    original = save_hf(tmp_path / "hf", "qwen2", tied=True)
+    state = load_file(original / "model.safetensors")
+    save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"] + 1}, original / "model.safetensors")
+    with pytest.raises(UsageError, match=r"lm_head\.weight differs"):
+        hf_to_torch_dist(original, tmp_path / "out")
+
+
+def test_wrong_mapping_is_caught_by_the_logits_although_tensors_agree(tmp_path, source, monkeypatch):
+    right = convert.family_for
+
+    def wrong(config):
+        family = right(config)
+        family.inverse_frequencies[1:] *= 1.5
+        return family
+
+    monkeypatch.setattr(convert, "family_for", wrong)
+    with pytest.raises(ConversionMismatch, match="logits differ"):
+        hf_to_torch_dist(source, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_damaged_torch_dist_directory_is_refused_before_it_is_loaded(tmp_path, source, monkeypatch):
+    hf_to_torch_dist(source, tmp_path / "dist", verify=False)
+    shard = max((tmp_path / "dist" / "torch_dist").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("loaded a damaged checkpoint"))
+    with pytest.raises(CheckpointDamaged, match="its sha256 differs"):
+        torch_dist_to_hf(tmp_path / "dist", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

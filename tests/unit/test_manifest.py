@@ -1,0 +1,100 @@
+"""Checkpoint directories as files: hashes, completeness, the latest pointer, leftovers of a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from rltool.checkpoints import directory as directories
+from rltool.checkpoints import manifest as manifests
+from rltool.checkpoints.manifest import CheckpointDamaged, Manifest
+from rltool.errors import UsageError
+
+
+def write_checkpoint(final, content: bytes = b"weights"):
+    partial = directories.begin(final)
+    (partial / "state").mkdir()
+    (partial / "state" / "data.bin").write_bytes(content)
+    (partial / "config.json").write_text("{}")
+    manifest = Manifest("training", "Qwen2ForCausalLM", "float32", step=3, files=manifests.describe_files(partial))
+    directories.write_text(partial / manifests.FILE, manifests.to_text(manifest))
+    directories.commit(partial, final)
+    return final
+
+
+def test_manifest_reads_back_and_verifies(tmp_path):
+    final = write_checkpoint(tmp_path / "step_3")
+    manifest = manifests.read(final)
+    assert manifest.step == 3 and set(manifest.files) == {"state/data.bin", "config.json"}
+    manifests.verify(final, manifest)
+
+
+def test_one_changed_byte_is_found(tmp_path):
+    final = write_checkpoint(tmp_path / "step_3")
+    (final / "state" / "data.bin").write_bytes(b"weighty")
+    assert manifests.sizes_match(final, manifests.read(final))
+    with pytest.raises(CheckpointDamaged, match=r"data\.bin is not the file that was saved"):
+        manifests.verify(final, manifests.read(final))
+
+
+def test_missing_short_and_added_files_are_found(tmp_path):
+    manifest = manifests.read(final := write_checkpoint(tmp_path / "step_3"))
+    (final / "evil.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointDamaged, match=r"does not name: evil\.pkl"):
+        manifests.verify(final, manifest)
+    (final / "evil.pkl").unlink()
+    (final / "state" / "data.bin").write_bytes(b"w")
+    with pytest.raises(CheckpointDamaged, match="has 1 bytes, the manifest says 7"):
+        manifests.verify(final, manifest)
+    (final / "state" / "data.bin").unlink()
+    with pytest.raises(CheckpointDamaged, match=r"data\.bin is missing"):
+        manifests.verify(final, manifest)
+
+
+def test_directory_without_manifest_or_of_another_format_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"has no manifest\.json"):
+        manifests.read(tmp_path)
+    (tmp_path / manifests.FILE).write_text(json.dumps({"format": "other", "version": 9}))
+    with pytest.raises(UsageError, match="format 'other' version 9"):
+        manifests.read(tmp_path)
+    (tmp_path / manifests.FILE).write_text("{")
+    with pytest.raises(CheckpointDamaged, match="cannot be read"):
+        manifests.read(tmp_path)
+
+
+def test_existing_directory_is_never_overwritten(tmp_path):
+    final = write_checkpoint(tmp_path / "step_3")
+    with pytest.raises(UsageError, match="exists already"):
+        directories.begin(final)
+
+
+def test_checkpoints_are_listed_by_step_not_by_name(tmp_path):
+    for step in (10, 9, 2):
+        write_checkpoint(tmp_path / f"step_{step}")
+    assert [path.name for path in directories.list_checkpoints(tmp_path)] == ["step_2", "step_9", "step_10"]
+    assert directories.list_checkpoints(tmp_path / "absent") == []
+    assert directories.latest_checkpoint(tmp_path / "absent") is None
+
+
+def test_leftovers_of_a_crash_are_never_taken_for_a_checkpoint(tmp_path):
+    good = write_checkpoint(tmp_path / "step_1")
+    directories.set_latest(good)
+    (directories.begin(tmp_path / "step_2") / "config.json").write_text("{}")
+    (tmp_path / "step_3").mkdir()
+    truncated = write_checkpoint(tmp_path / "step_4")
+    os.truncate(truncated / "state" / "data.bin", 2)
+    assert directories.list_checkpoints(tmp_path) == [good]
+    assert directories.latest_checkpoint(tmp_path) == good
+    # The next save of the same step starts from nothing.
+    assert list(directories.begin(tmp_path / "step_2").iterdir()) == []
+
+
+def test_latest_follows_the_pointer_and_falls_back_to_the_highest_complete_step(tmp_path):
+    first, second = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
+    assert directories.latest_checkpoint(tmp_path) == second
+    directories.set_latest(first)
+    assert directories.latest_checkpoint(tmp_path) == first
+    (first / "config.json").unlink()
+    assert directories.latest_checkpoint(tmp_path) == second
