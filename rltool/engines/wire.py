@@ -15,6 +15,7 @@ Either way the update is bracketed by start and finish; the version travels with
 
 from __future__ import annotations
 
+import errno
 import math
 import socket
 from collections.abc import Mapping
@@ -93,12 +94,18 @@ def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tens
 def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (`.port` tells which).
 
-    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead.
+    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead. Only
+    where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all of them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
         listener.listen()
         store = TCPStore(
             host,
@@ -117,11 +124,13 @@ def open_group(
 ) -> ProcessGroupGloo:
     """Join the transfer group `group` as `rank` of `world_size`; blocks until all have joined or the timeout raises.
 
-    The trainer (rank 0) passes the store that it hosts; the others connect to it. Gloo listens on the interface that leads to
-    the address. Every later broadcast has the same timeout.
+    The trainer (rank 0) hosts the store at address:port, unless it passes one that it hosts already; the others connect to it.
+    Gloo listens on the interface that leads to the address. Every later broadcast has the same timeout.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    if store is None:
+    if store is None and rank == 0:
+        store = host_store(address, port, timeout_seconds)
+    elif store is None:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()
     options._timeout = timeout

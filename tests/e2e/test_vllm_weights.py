@@ -1,0 +1,200 @@
+"""Weight transfer into the real vLLM: values, not status codes. HF's forward pass is the reference."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.types import TensorMeta
+from rltool.errors import EngineError
+from tests.e2e.weights import GROUP, PROMPT, TIMEOUT, Sender, buckets_of, mean_difference, new_request, perturbed_model, tensors_of
+
+pytestmark = pytest.mark.e2e
+
+EQUAL = 1e-4
+"""Mean absolute difference of fp32 log-probabilities, vLLM's kernels against torch's."""
+DIFFERENT = 0.05
+"""What two sets of perturbed weights differ by at least."""
+
+
+@pytest.fixture(params=["tied", "untied"])
+def engine(request):
+    return request.getfixturevalue(f"vllm_engine_{request.param}")
+
+
+def session(engine, scenario):
+    """Run `scenario(sender)` with a client of its own."""
+
+    async def run():
+        async with EngineClient() as client:
+            await scenario(Sender(client, engine))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("medium", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, medium, tmp_path):
+    async def scenario(sender: Sender):
+        before = perturbed_model(engine.launch.model, seed=1)
+        after = perturbed_model(engine.launch.model, seed=2)
+        await sender.gloo(tensors_of(before), "one")
+        sample = await sender.one()
+        assert mean_difference(before, sample) < EQUAL
+        assert mean_difference(after, sample) > DIFFERENT
+
+        if medium == "gloo":
+            await sender.gloo(tensors_of(after), "two")
+        else:
+            await sender.disk(tensors_of(after), "two", tmp_path)
+        sample = await sender.one()
+        assert mean_difference(after, sample) < EQUAL
+        assert mean_difference(before, sample) > DIFFERENT
+        assert [span.version for span in sample.versions] == ["two"]
+        assert (await sender.client.probe(engine.endpoint)).weight_version == "two"
+
+    session(engine, scenario)
+
+
+def test_a_prompt_cached_before_a_sync_is_computed_anew_after_it(vllm_engine_tied):
+    """vLLM keeps the keys and values of prompts; after a pause that keeps requests it does not drop them by itself."""
+    engine = vllm_engine_tied
+    prompt = PROMPT * 16  # spans several cache blocks
+
+    async def scenario(sender: Sender):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (3, 4))
+        await sender.gloo(tensors_of(old), "old")
+        assert mean_difference(old, await sender.one(new_request(prompt=prompt)), prompt=prompt) < EQUAL
+        await sender.control(dialect("vllm").pause("keep"))
+        await sender.gloo(tensors_of(new), "new")
+        await sender.control(dialect("vllm").resume())
+        assert mean_difference(new, await sender.one(new_request(prompt=prompt)), prompt=prompt) < EQUAL
+
+    session(engine, scenario)
+
+
+def test_a_request_frozen_during_a_sync_goes_on_and_names_both_versions(vllm_engine_tied):
+    engine = vllm_engine_tied
+
+    async def scenario(sender: Sender):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (5, 6))
+        await sender.gloo(tensors_of(old), "old")
+        running = asyncio.create_task(sender.client.generate(engine.endpoint, new_request(max_tokens=200), timeout=TIMEOUT))
+        while await asyncio.to_thread(requests_running, engine) == 0:
+            assert not running.done(), "the sample was finished before it could be frozen"
+        await sender.control(dialect("vllm").pause("keep"))
+        assert not running.done()
+        await sender.gloo(tensors_of(new), "new")
+        assert not running.done()
+        await sender.control(dialect("vllm").resume())
+        (sample,) = await running
+        assert [span.version for span in sample.versions] == ["old", "new"]
+        first, second = sample.versions
+        assert (first.start, first.end, second.end) == (0, second.start, 200)
+        # each part has the log-probabilities of the weights that sampled it: the cache of the first part was recomputed
+        for model, span in ((old, first), (new, second)):
+            part = replace(sample, token_ids=sample.token_ids[span.start : span.end], logprobs=sample.logprobs[span.start : span.end], versions=())
+            prompt = PROMPT + sample.token_ids[: span.start]
+            assert mean_difference(model, part, prompt=prompt) < EQUAL
+
+    session(engine, scenario)
+
+
+def requests_running(engine) -> float:
+    """Requests that are being decoded, by vLLM's own metrics."""
+    _, text = engine.http("GET", "/metrics", key=engine.key)
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+WRONG_UPDATES = {
+    "a wrong shape": lambda tensors: {**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1].clone()},
+    "an unknown name": lambda tensors: {**tensors, "model.layers.0.unheard_of.weight": tensors["model.norm.weight"]},
+    "a missing tensor": lambda tensors: {n: t for n, t in tensors.items() if n != "model.layers.1.self_attn.k_proj.weight"},
+    "a missing embedding": lambda tensors: {n: t for n, t in tensors.items() if n != "model.embed_tokens.weight"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_UPDATES)
+def test_a_wrong_update_is_an_error_and_the_next_good_one_works(vllm_engine_untied, wrong):
+    engine = vllm_engine_untied
+
+    async def scenario(sender: Sender):
+        good, bad, better = (perturbed_model(engine.launch.model, seed=seed) for seed in (7, 8, 9))
+        await sender.gloo(tensors_of(good), "good")
+        with pytest.raises(EngineError, match=r"norm|unheard_of|qkv_proj|embed_tokens"):
+            await sender.gloo(WRONG_UPDATES[wrong](tensors_of(bad)), "bad")
+        assert (await sender.client.probe(engine.endpoint)).weight_version == "incomplete"
+        await sender.one()  # it still serves: half-loaded layers have their old weights back
+        await sender.gloo(tensors_of(better), "better")
+        sample = await sender.one()
+        assert mean_difference(better, sample) < EQUAL
+        assert [span.version for span in sample.versions] == ["better"]
+
+    session(engine, scenario)
+
+
+def test_an_update_that_its_trainer_left_open_does_not_stop_the_next_trainer(vllm_engine_untied):
+    engine = vllm_engine_untied
+
+    async def scenario(sender: Sender):
+        model = perturbed_model(engine.launch.model, seed=10)
+        speaks = dialect("vllm")
+        await sender.control(speaks.pause("keep"))
+        await sender.control(speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT))
+        await sender.control(speaks.begin_update())
+        # ... and here the trainer died. What another one does before its first sync:
+        await sender.control(speaks.shutdown_transfer(GROUP))
+        await sender.control(speaks.resume())
+        await sender.one()
+        await sender.gloo(tensors_of(model), "next")
+        assert mean_difference(model, await sender.one()) < EQUAL
+
+    session(engine, scenario)
+
+
+def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied, tmp_path):
+    engine = vllm_engine_untied
+
+    async def scenario(sender: Sender):
+        from safetensors.torch import save_file
+
+        tensors = tensors_of(perturbed_model(engine.launch.model, seed=12))
+        bucket = buckets_of(tensors, per_bucket=2)[0]
+        lying = (replace(bucket[0], dtype="bfloat16"), bucket[1])
+        path = tmp_path / "bucket.safetensors"
+        save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
+        speaks = dialect("vllm")
+        await sender.control(speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT))
+        for announced, file in ((lying, path), (bucket[:1], path), (bucket, tmp_path / "absent"), ((*bucket, TensorMeta("x", "float32", (1,))), path)):
+            await sender.control(speaks.begin_update())
+            with pytest.raises(EngineError, match="does not hold what was announced|cannot read"):
+                await sender.control(speaks.update_bucket("disk", announced, group=GROUP, version="bad", path=str(file)))
+        await sender.control(speaks.shutdown_transfer(GROUP))
+        await sender.gloo(tensors, "good")
+
+    session(engine, scenario)
+
+
+def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_untied):
+    engine = vllm_engine_untied
+
+    async def scenario(sender: Sender):
+        from rltool.engines import wire
+
+        tensors = tensors_of(perturbed_model(engine.launch.model, seed=13))
+        speaks = dialect("vllm")
+        store = wire.host_store("127.0.0.1", 0, TIMEOUT)
+        init = speaks.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=2.0)
+        join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, 2.0, store=store)
+        _, group = await asyncio.gather(sender.control(init), join)
+        await sender.control(speaks.begin_update())
+        with pytest.raises(EngineError, match="broadcast of .* bytes from the trainer failed"):
+            await sender.control(speaks.update_bucket("gloo", buckets_of(tensors)[0], group=GROUP, version="never"))
+        group.shutdown()
+        await sender.gloo(tensors, "good")
+
+    session(engine, scenario)

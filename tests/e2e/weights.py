@@ -1,0 +1,106 @@
+"""A trainer in miniature for engine tests: perturbed copies of a checkpoint, a gloo and a disk sender, and HF's log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from rltool.engines import wire
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
+from tests.e2e.engines import RunningEngine
+
+GROUP = "test-weights"
+TIMEOUT = 30.0
+PROMPT = (40, 41, 17, 90, 33, 5, 64, 22)
+
+
+def perturbed_model(directory: Path, *, seed: int):
+    """The checkpoint with noise on every parameter: weights that no engine has seen."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def tensors_of(model) -> dict[str, torch.Tensor]:
+    """HF name -> tensor; tied embeddings appear once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def buckets_of(tensors: Mapping[str, torch.Tensor], per_bucket: int = 7) -> list[Bucket]:
+    metas = [wire.meta_of(name, tensor) for name, tensor in tensors.items()]
+    return [tuple(metas[i : i + per_bucket]) for i in range(0, len(metas), per_bucket)]
+
+
+def hf_logprobs(model, prompt: tuple[int, ...], completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """HF's log-probability of each sampled token at that temperature, [response length]."""
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def mean_difference(model, completion: Completion, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0) -> float:
+    return (hf_logprobs(model, prompt, completion, temperature) - torch.tensor(completion.logprobs)).abs().mean().item()
+
+
+def new_request(*, n: int = 1, seed: int | None = 11, max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT, **sampling) -> GenerateRequest:
+    sampling = {"ignore_eos": True} | sampling
+    return GenerateRequest(prompt, SamplingParams(max_tokens, **sampling), uuid.uuid4().hex, n=n, seed=seed)
+
+
+@dataclass
+class Sender:
+    """Drives one engine through a weight sync as a trainer does. Use inside one event loop."""
+
+    client: EngineClient
+    engine: RunningEngine
+
+    async def control(self, requests: list[HttpRequest]) -> None:
+        await self.client.run(self.engine.endpoint, requests, timeout=TIMEOUT)
+
+    async def gloo(self, tensors: Mapping[str, torch.Tensor], version: str, *, buckets: list[Bucket] | None = None) -> None:
+        """begin, all buckets, finish, shutdown. `buckets` overrides what is announced (and the bytes that are sent)."""
+        speaks = dialect("vllm")
+        store = wire.host_store("127.0.0.1", 0, TIMEOUT)
+        init = speaks.init_transfer(
+            "gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
+        )
+        join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
+        _, group = await asyncio.gather(self.control(init), join)
+        try:
+            await self.control(speaks.begin_update())
+            for bucket in buckets or buckets_of(tensors):
+                flat = wire.flat_bytes(bucket, tensors)
+                announce = self.control(speaks.update_bucket("gloo", bucket, group=GROUP, version=version))
+                await asyncio.gather(announce, asyncio.to_thread(wire.broadcast, group, flat))
+            await self.control(speaks.finish_update(version))
+        finally:
+            await self.control(speaks.shutdown_transfer(GROUP))
+            group.shutdown()
+
+    async def disk(self, tensors: Mapping[str, torch.Tensor], version: str, directory: Path) -> None:
+        speaks = dialect("vllm")
+        await self.control(
+            speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT)
+        )
+        await self.control(speaks.begin_update())
+        for index, bucket in enumerate(buckets_of(tensors)):
+            path = directory / f"{version.replace(':', '-')}-{index}.safetensors"
+            save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
+            await self.control(speaks.update_bucket("disk", bucket, group=GROUP, version=version, path=str(path)))
+        await self.control(speaks.finish_update(version))
+
+    async def one(self, request: GenerateRequest | None = None) -> Completion:
+        return (await self.client.generate(self.engine.endpoint, request or new_request(), timeout=TIMEOUT))[0]
