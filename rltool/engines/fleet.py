@@ -344,9 +344,9 @@ class Fleet:
         return member.takes_weights and member.state in IN_TRANSFER_GROUP
 
     def _observable(self, url: str, sent_at: float) -> Member | None:
-        """The member, if a fact gathered at `sent_at` says anything of its present; DRAINING listens to nobody."""
+        """The member, if a fact gathered at `sent_at` says anything of its present."""
         member = self._members.get(url)
-        if member is None or member.state is State.DRAINING or sent_at < member.since:
+        if member is None or sent_at < member.since:
             return None
         return member
 

@@ -267,6 +267,15 @@ def test_a_revived_engine_is_not_served_before_a_sync(version):
     assert world.synced(V1, A).fleet.serving() == (A,)
 
 
+def test_a_revived_engine_is_not_made_current_by_a_pause_without_an_update():
+    world = World().serving(A)
+    world.misses_probes(A, 6)
+    world.answers(A, version=str(V0))
+    world.fleet.pause(A)
+    world.fleet.resume(A)
+    assert world.state(A) is State.STALE
+
+
 def test_a_revived_engine_with_fixed_weights_serves_again():
     world = World().added(JUDGE, takes_weights=False)
     world.answers(JUDGE)
@@ -304,6 +313,17 @@ def test_a_process_that_exits_while_paused_is_dead():
         world.fleet.update_finished(A, V1)
 
 
+def test_the_failed_requests_of_a_process_die_with_it():
+    world = World()
+    world.added(A)
+    world.answers(A, boot_id=None)
+    world.synced(V0, A)
+    world.fails_requests(A, 5)
+    world.fleet.process_exited(A, "exit code -9")
+    world.answers(A, boot_id=None)  # started again by somebody; it does not tell that it is another process
+    assert world.state(A) is State.STALE
+
+
 # -- failing probes, failing requests
 
 
@@ -334,15 +354,13 @@ def test_a_suspect_that_answers_as_the_same_process_serves_on():
 
 
 def test_a_suspect_that_tells_neither_boot_id_nor_version_needs_a_sync():
-    world = World()
-    world.fleet.add(A)
-    world.answers_as_stock = lambda: world.fleet.probe_succeeded(A, sent_at=world.later())
-    world.answers_as_stock()
+    world = World().added(A)
+    world.answers(A, boot_id=None)
     world.synced(V0, A)
-    world.answers_as_stock()
+    world.answers(A, boot_id=None)
     assert world.state(A) is State.READY  # never out of sight
     world.misses_probes(A, 2)
-    world.answers_as_stock()
+    world.answers(A, boot_id=None)
     assert world.state(A) is State.STALE
 
 
