@@ -65,3 +65,28 @@ def rollout_only(
     finally:
         manager.close()
     console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command("train-only")
+def train_only(
+    rollouts: Annotated[Path, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")],
+    config: Config = None,
+    set_: Sets = None,
+    run: Run = None,
+    steps: Annotated[int | None, typer.Option(help="Number of recorded steps to train on; without it all that are there.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+) -> None:
+    """Train on recorded rollouts. No engine takes part; the train/rollout gap is measured, but stops nothing."""
+    from rltool.commands.train import finish
+    from rltool.config.loader import load_config
+    from rltool.config.train import TrainConfig
+    from rltool.errors import UsageError
+    from rltool.processes.run_directory import open_run
+    from rltool.rollout.dump import dumped_steps
+    from rltool.training.session import prepare
+
+    recorded = len(dumped_steps(rollouts)) if rollouts.is_dir() else 0
+    loaded = load_config(TrainConfig, config or [], set_ or [], {"steps": ("--steps", steps if steps is not None else recorded or None)})
+    if steps is not None and steps > recorded:
+        raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
+    finish(prepare(loaded, open_run(run, create=True), resume=resume, replay=rollouts))

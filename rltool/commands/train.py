@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rltool.commands.options import Config, External, Router, Run, Sets, rollout_flags
+
+if TYPE_CHECKING:
+    from rltool.training.session import Prepared
 
 
 def train(
@@ -26,21 +29,27 @@ def train(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.processes.run_directory import open_run
-    from rltool.training.report import print_outcome, print_plan
-    from rltool.training.session import execute, prepare
-    from rltool.training.stopping import StopSignal
+    from rltool.training.report import print_plan
+    from rltool.training.session import prepare
 
     flags = {**rollout_flags(rollout_external, router), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     directory = open_run(run, create=run is not None)
     prepared = prepare(loaded, directory, resume=resume)
-    console = Console()
     if dry_run:
-        print_plan(prepared, console)
+        print_plan(prepared, Console())
         return
+    finish(prepared)
+
+
+def finish(prepared: Prepared) -> None:
+    """Execute what was prepared, print how it ended, and leave with its exit code."""
+    from rltool.training.report import print_outcome
+    from rltool.training.session import execute
+    from rltool.training.stopping import StopSignal
+
+    console = Console()
     with StopSignal().installed() as stop:
         outcome = execute(prepared, console, stop)
     print_outcome(prepared, outcome, console)
     raise typer.Exit(outcome.exit_code)
-
-
