@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rltool.quickstart.task import MAX_LETTERS, MIN_LETTERS, make_task
+from rltool.quickstart.task import MAX_LETTERS, MIN_LETTERS, MISTAKE_RATE, make_task
 from rltool.quickstart.tiny_model import CHARACTERS, HEAD_DIM, make_tiny_model, make_tokenizer
 from rltool.rollout.tokenizer import load_tokenizer
 
@@ -37,9 +37,18 @@ def test_labels_are_reasoning_gyms_and_right(task):
         assert (row["prompt"], row["label"], row["metadata"]["source_dataset"]) == (f"{word}=", word[::-1], "spell_backward")
 
 
+def test_warm_start_has_the_training_words_with_mistakes_in_the_stated_share(task):
+    train, warm = rows(task.train), rows(task.warm_start)
+    assert [{k: v for k, v in row.items() if k != "response"} for row in warm] == train
+    wrong = sum(row["response"] != row["label"] for row in warm) / len(warm)
+    assert wrong == pytest.approx(MISTAKE_RATE, abs=0.03)
+    assert all(sorted(row["response"]) == sorted(row["label"]) for row in warm if len(set(row["label"])) > 1)
+
+
 def test_the_same_seed_gives_the_same_files_and_another_one_does_not(task, tmp_path):
     again, other = make_task(tmp_path / "a", seed=0), make_task(tmp_path / "b", seed=1)
     assert again.train.read_bytes() == task.train.read_bytes()
+    assert again.warm_start.read_bytes() == task.warm_start.read_bytes()
     assert other.heldout.read_bytes() != task.heldout.read_bytes()
 
 
