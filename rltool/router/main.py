@@ -11,6 +11,11 @@ from pathlib import Path
 SHUTDOWN_GRACE_SECONDS = 5
 """sglang-router waits this long for requests in flight when told to end; its default of 180 s outlasts our patience."""
 
+BALANCE_REQUESTS = 4
+BALANCE_RATIO = 1.1
+"""cache_aware sends by prefix unless one worker has this many requests, and this ratio, more than another. Its defaults (64
+and 1.5) are made for chats; a rollout of 64 prompts on two engines then went 53 to 11, and a step waits for the slower engine."""
+
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="rltool.router.main")
@@ -38,6 +43,8 @@ def main() -> None:
             prometheus_host="127.0.0.1",
             prometheus_port=arguments.prometheus_port,
             policy=arguments.policy,
+            balance_abs_threshold=BALANCE_REQUESTS,
+            balance_rel_threshold=BALANCE_RATIO,
             api_key=arguments.key_file.read_text().strip(),
             request_timeout_secs=max(1, round(arguments.request_timeout)),
             health_check_interval_secs=max(1, round(arguments.health_check_interval)),

@@ -1,0 +1,251 @@
+"""The real sglang-router in front of fake SGLang workers on real sockets."""
+
+import asyncio
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+
+from rltool.config.router import RouterConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.types import GenerateRequest, SamplingParams
+from rltool.errors import EngineError, EngineUnreachable, UsageError
+from rltool.processes.run_directory import open_run
+from rltool.processes.state import is_alive, read_states
+from rltool.processes.stop import process_tree
+from rltool.processes.supervise import ProcessGroup
+from rltool.router.launch import forget_router, running_router, start_router
+from rltool.router.workers import add_worker, list_workers, remove_worker, wait_ready
+from tests.contract.router_workers import FakeWorker
+
+TIMEOUT = 60.0
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return open_run("router", create=True, root=tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def key(run):
+    return run.ensure_key().read_text()
+
+
+@pytest.fixture
+def worker(run, key):
+    worker = FakeWorker(key, run.key_file)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture
+def other(run, key):
+    worker = FakeWorker(key, run.key_file)
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def router(run, key):
+    """One router for all tests of this file; each adds and removes its own workers."""
+    seed = FakeWorker(key, run.key_file)
+    file = run.endpoints_file
+    Endpoints(models={"policy": ModelEndpoints(engines=(seed.endpoint,))}).save(file)
+    with ProcessGroup(run) as group:
+        start_router(RouterConfig(policy="round_robin", health_check_interval=1.0), ModelEndpoints(engines=(seed.endpoint,)), group, endpoints_file=file)
+        router = running_router(run)
+        call(remove_worker, router, seed.url)
+        seed.close()
+        yield router
+
+
+def call(function, router, *arguments):
+    async def work():
+        async with EngineClient() as client:
+            return await function(client, router, *arguments, timeout=TIMEOUT)
+
+    return asyncio.run(work())
+
+
+def workers_of(router):
+    async def work():
+        async with EngineClient() as client:
+            return {worker.url: worker.healthy for worker in await list_workers(client, router)}
+
+    return asyncio.run(work())
+
+
+def http(method, url, body=None, key=None):
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers, method=method), timeout=TIMEOUT) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+GENERATE = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}
+
+
+def test_generation_reaches_the_worker_with_the_key_and_comes_back(router, worker, key):
+    call(add_worker, router, worker.endpoint)
+
+    async def work():
+        async with EngineClient() as client:
+            request = GenerateRequest(prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=1), request_id="a" * 32, n=2, seed=5)
+            return await client.generate(router, request, timeout=TIMEOUT)
+
+    completions = asyncio.run(work())
+    assert [c.token_ids for c in completions] == [(7,), (7,)]
+    assert worker.keys["/generate"] == {f"Bearer {key}"}
+    assert {body["sampling_params"]["sampling_seed"] for body in worker.served} == {5, 6}
+    call(remove_worker, router, worker.url)
+
+
+@pytest.mark.parametrize(("method", "path", "body"), [("POST", "/generate", GENERATE), ("GET", "/workers", None), ("POST", "/workers", {"url": "http://127.0.0.1:1"})])
+@pytest.mark.parametrize("key_given", [None, "wrong"])
+def test_the_router_demands_the_key_of_clients(router, method, path, body, key_given):
+    assert http(method, router.url + path, body, key_given) == 401
+
+
+def test_the_router_presents_the_key_to_the_worker_when_it_registers_it(router, worker, key):
+    call(add_worker, router, worker.endpoint)
+    assert worker.keys["/server_info"] == {f"Bearer {key}"}
+    assert None in worker.keys["/health"]  # so /health is what a guard has to leave open
+    call(remove_worker, router, worker.url)
+
+
+def test_the_key_is_not_in_any_command_line(router, run, key):
+    for state in read_states(run):
+        for process in process_tree(state):
+            assert key not in " ".join(process.cmdline())
+        assert key not in state.model_dump_json()
+
+
+def test_router_and_metrics_listen_on_loopback_only(router, run):
+    state = next(state for state in read_states(run) if state.role == "router")
+    listening = [c.laddr for p in process_tree(state) for c in p.net_connections("tcp") if c.status == "LISTEN"]
+    assert len(listening) == 2
+    assert {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_added_means_served_and_removed_means_no_request_any_more(router, worker, other):
+    call(add_worker, router, worker.endpoint)
+    call(add_worker, router, other.endpoint)
+    assert workers_of(router) == {worker.url: True, other.url: True}
+    call(wait_ready, router, [worker.url, other.url])
+    key = router.read_key()
+    assert [http("POST", router.url + "/generate", GENERATE, key) for _ in range(6)] == [200] * 6
+    assert worker.served and other.served
+    assert call(remove_worker, router, worker.url) is True
+    before = len(worker.served)
+    assert [http("POST", router.url + "/generate", GENERATE, key) for _ in range(6)] == [200] * 6
+    assert len(worker.served) == before
+    assert call(remove_worker, router, worker.url) is False
+    call(remove_worker, router, other.url)
+
+
+def test_a_request_in_flight_is_not_cut_off_by_the_removal_of_its_worker(router, worker):
+    worker.delay = 1.5
+    call(add_worker, router, worker.endpoint)
+
+    async def work():
+        async with EngineClient() as client:
+            request = GenerateRequest(prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=1), request_id="b" * 32)
+            generating = asyncio.create_task(client.generate(router, request, timeout=TIMEOUT))
+            while not worker.in_flight:
+                await asyncio.sleep(0.01)
+            await remove_worker(client, router, worker.url, timeout=TIMEOUT)
+            assert not generating.done()
+            return await generating
+
+    assert asyncio.run(work())[0].token_ids == (7,)
+
+
+def test_adding_a_worker_twice_leaves_one(router, worker):
+    call(add_worker, router, worker.endpoint)
+    call(add_worker, router, worker.endpoint)
+    assert workers_of(router) == {worker.url: True}
+    call(remove_worker, router, worker.url)
+
+
+def test_a_worker_that_never_answers_is_an_error_with_a_deadline_and_does_not_block_others(router, worker, run):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = EngineEndpoint(url=f"http://127.0.0.1:{silent.getsockname()[1]}", dialect="sglang", key_file=run.key_file)
+
+        async def work():
+            async with EngineClient() as client:
+                with pytest.raises(EngineUnreachable, match=dead.url):
+                    await add_worker(client, router, dead, timeout=1.0)
+                await add_worker(client, router, worker.endpoint, timeout=TIMEOUT)
+                await remove_worker(client, router, worker.url, timeout=TIMEOUT)
+
+        asyncio.run(work())
+
+
+def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
+    """With the default policy and token ids: it must not send everything to one worker."""
+    worker.delay = other.delay = 0.2
+    with ProcessGroup(open_run("spread", create=True, root=run.path.parent)) as group:
+        url = start_router(RouterConfig(key_file=run.key_file), ModelEndpoints(engines=(worker.endpoint, other.endpoint)), group)
+        router = EngineEndpoint(url=url, dialect="sglang", key_file=run.key_file)
+
+        async def work():
+            async with EngineClient() as client:
+                requests = [GenerateRequest(prompt_ids=(1, i + 1, i * 7), sampling=SamplingParams(max_tokens=1), request_id=f"{i:032}") for i in range(64)]
+                await asyncio.gather(*(client.generate(router, request, timeout=TIMEOUT) for request in requests))
+
+        asyncio.run(work())
+    assert min(len(worker.served), len(other.served)) >= 24
+
+
+def test_start_writes_the_data_url_and_the_end_takes_it_out(run, key, worker, tmp_path):
+    own = open_run("data-url", create=True, root=tmp_path)
+    engines = ModelEndpoints(engines=(worker.endpoint,))
+    Endpoints(models={"policy": engines, "judge": ModelEndpoints(engines=(EngineEndpoint(url="http://127.0.0.1:1"),))}).save(own.endpoints_file)
+    with ProcessGroup(own) as group:
+        url = start_router(RouterConfig(), engines, group, endpoints_file=own.endpoints_file)
+        models = Endpoints.load(own.endpoints_file).models
+        assert models["policy"].data_url == url
+        assert models["judge"].data_url is None
+        state = read_states(own)[0]
+    assert not is_alive(state)
+    forget_router(own.endpoints_file, url)
+    assert Endpoints.load(own.endpoints_file).models["policy"].data_url is None
+
+
+def test_engines_with_different_keys_are_refused_before_a_router_starts(run, worker, tmp_path):
+    other_key = tmp_path / "key"
+    other_key.write_text("another")
+    stranger = FakeWorker("another", other_key)
+    try:
+        own = open_run("keys", create=True, root=tmp_path)
+        with ProcessGroup(own) as group, pytest.raises(UsageError, match="different keys"):
+            start_router(RouterConfig(), ModelEndpoints(engines=(worker.endpoint, stranger.endpoint)), group)
+        assert read_states(own) == []
+    finally:
+        stranger.close()
+
+
+def test_an_engine_that_is_down_is_named_before_a_router_starts(run, worker, tmp_path):
+    worker.close()
+    own = open_run("down", create=True, root=tmp_path)
+    with ProcessGroup(own) as group, pytest.raises(EngineError, match=worker.url):
+        start_router(RouterConfig(ready_timeout=2.0), ModelEndpoints(engines=(worker.endpoint,)), group)
+    assert read_states(own) == []
+
+
+def test_a_worker_that_dies_is_taken_out_by_the_health_checks(router, worker):
+    call(add_worker, router, worker.endpoint)
+    worker.close()
+    deadline = time.monotonic() + TIMEOUT
+    while workers_of(router)[worker.url]:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert http("GET", router.url + "/readiness") == 503
+    call(remove_worker, router, worker.url)
