@@ -26,14 +26,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from rltool.engines.weight_version import WeightVersion
 
 __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
 
 
-class State(str, Enum):
+class State(StrEnum):
     STARTING = "starting"  # launched or just named to us; has not answered a probe yet
     READY = "ready"  # healthy and at the fleet's version: the only state that serves
     PAUSED = "paused"  # frozen by us for a weight sync; its silence is no failure
@@ -308,8 +308,11 @@ class Fleet:
     def process_exited(self, url: str, reason: str) -> None:
         """The supervisor saw the process end: no threshold applies. The next process at this URL has other weights."""
         member = self._members.get(url)
-        if member is not None and member.state not in (State.DRAINING, State.DEAD):
-            self._move(url, State.DEAD, reason, boot_id=None, version=None, incidents=0)
+        if member is None or member.state is State.DRAINING:
+            return
+        if member.state is not State.DEAD:
+            self._move(url, State.DEAD, reason)
+        self._update(self._members[url], boot_id=None, version=None, incidents=0)
 
     def tick(self) -> None:
         """Time has passed. Call it as often as engines are probed."""

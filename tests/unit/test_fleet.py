@@ -717,7 +717,7 @@ class Walk:
             return
         if name in ("restarted", "process_exited"):
             self.reboot(url)
-        if name == "drain" and rng.random() < 0.9 or name == "remove":
+        if name == "remove" or (name == "drain" and rng.random() < 0.9):
             if name == "drain":
                 fleet.remove(url, "drained")
             fleet.add(url, takes_weights=self.truth[url].takes_weights)

@@ -1,0 +1,347 @@
+"""The SGLang dialect: what is sent, and how replies are read. The shapes were recorded from the real 0.5.23 (tests/e2e/test_sglang.py)."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.sglang import SglangDialect, check_prompt_ids, parse_reply
+from rltool.engines.types import GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.errors import EngineError, MissingLogprobs, UsageError
+
+SPEAKS = SglangDialect()
+RID = "0123456789abcdef" * 2
+
+REPLY = {
+    "text": "cde",
+    "output_ids": [70, 71, 1],
+    "meta_info": {
+        "id": RID,
+        "finish_reason": {"type": "stop", "matched": 1},
+        "prompt_tokens": 4,
+        "weight_version": "run:0:2",
+        "output_token_logprobs": [[-0.5, 70, None], [-1.25, 71, None], [-0.125, 1, None]],
+        "completion_tokens": 3,
+        "weight_versions": [{"version": "run:0:1", "start": 0, "end": 2}, {"version": "run:0:2", "start": 2, "end": 3}],
+    },
+}
+
+PROBE = {
+    "model": {
+        "model_path": "/models/tiny",
+        "served_model_name": "policy",
+        "weight_version": "run:0:2",
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+    },
+    "models": {"data": [{"id": "policy", "max_model_len": 512}]},
+    "server": {
+        "version": "0.5.23",
+        "served_model_name": "policy",
+        "tp_size": 2,
+        "pp_size": 1,
+        "dp_size": 3,
+        "enable_dp_attention": False,
+        "dtype": "float32",
+        "weight_version": f"boot-{RID}",
+        "startup_time": {"load_weight": 0.023432086000184427, "scheduler_e2e": 1.6780892570000105},
+    },
+    "ready": None,
+}
+
+
+def request(n: int = 1, seed: int | None = 7, **sampling) -> GenerateRequest:
+    return GenerateRequest((5, 6, 7, 8), SamplingParams(16, **sampling), RID, n=n, seed=seed)
+
+
+def reply(**meta) -> dict:
+    changed = copy.deepcopy(REPLY)
+    changed["meta_info"].update(meta)
+    return changed
+
+
+def probed(**server):
+    return SPEAKS.parse_probe(PROBE | {"server": PROBE["server"] | server})
+
+
+def launch(tmp_path: Path, **changes) -> EngineLaunch:
+    fields = {
+        "index": 1, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8102, "gpus": (2, 3), "tp": 2, "device": "cuda", "served_name": "policy",
+        "dtype": None, "max_model_len": 4096, "seed": 41, "trust_remote_code": False, "python": Path("/envs/sglang/bin/python"), "key_file": tmp_path / "key",
+        "boot_id": RID, "weight_backend": "nccl", "work_dir": tmp_path,
+    }  # fmt: skip
+    return EngineLaunch(**fields | changes)
+
+
+def option(argv: list[str], name: str) -> str:
+    assert argv.count(name) == 1
+    return argv[argv.index(name) + 1]
+
+
+# -- generation
+
+
+def test_a_request_has_token_ids_and_no_text_and_asks_for_logprobs():
+    (http,) = SPEAKS.generate(request(temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(1, 2), ignore_eos=True))
+    assert (http.method, http.path) == ("POST", "/generate")
+    assert http.body == {
+        "rid": RID,
+        "input_ids": [5, 6, 7, 8],
+        "return_logprob": True,
+        "sampling_params": {
+            "max_new_tokens": 16,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 20,
+            "stop_token_ids": [1, 2],
+            "ignore_eos": True,
+            "sampling_seed": 7,
+        },
+    }
+
+
+def test_every_sample_is_a_request_of_its_own_with_its_own_seed():
+    sent = SPEAKS.generate(request(n=3))
+    assert [http.body["sampling_params"]["sampling_seed"] for http in sent] == [7, 8, 9]
+    assert all("n" not in http.body["sampling_params"] for http in sent)
+
+
+def test_seeds_wrap_around_below_two_to_the_31():
+    sent = SPEAKS.generate(request(n=2, seed=2**31 - 1))
+    assert [http.body["sampling_params"]["sampling_seed"] for http in sent] == [2**31 - 1, 0]
+
+
+def test_without_a_seed_none_is_sent():
+    assert all("sampling_seed" not in http.body["sampling_params"] for http in SPEAKS.generate(request(n=2, seed=None)))
+
+
+def test_no_request_id_is_a_prefix_of_another_for_aborts_match_prefixes():
+    ids = [http.body["rid"] for http in SPEAKS.generate(request(n=120))]
+    assert len(set(ids)) == 120
+    assert not any(a != b and b.startswith(a) for a in ids for b in ids)
+    assert all(rid.startswith(RID) for rid in ids)
+
+
+def test_a_reply_becomes_a_completion_with_its_spans():
+    completion = parse_reply(REPLY)
+    assert completion.token_ids == (70, 71, 1)
+    assert completion.logprobs == (-0.5, -1.25, -0.125)
+    assert completion.finish_reason == "stop"
+    assert completion.versions == (VersionSpan("run:0:1", 0, 2), VersionSpan("run:0:2", 2, 3))
+
+
+def test_a_reply_without_spans_is_of_its_one_version():
+    assert parse_reply(reply(weight_versions=None)).versions == (VersionSpan("run:0:2", 0, 3),)
+
+
+def test_a_reply_of_a_server_that_names_no_version_has_no_spans():
+    assert parse_reply(reply(weight_versions=None, weight_version=None)).versions == ()
+
+
+def test_an_aborted_request_keeps_its_partial_tokens():
+    completion = parse_reply(reply(finish_reason={"type": "abort", "message": "Aborted"}))
+    assert completion.finish_reason == "abort" and len(completion.token_ids) == 3
+
+
+def test_an_abort_before_the_first_token_is_an_empty_completion():
+    empty = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "default"}}
+    assert parse_reply(empty).token_ids == () and parse_reply(empty).versions == ()
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [None, [], [[-0.5, 70, None]], [[None, 70, None], [-1.0, 71, None], [-1.0, 1, None]], [[float("nan"), 70, None], [-1.0, 71, None], [-1.0, 1, None]]],
+    ids=["absent", "empty", "too few", "null", "nan"],
+)
+def test_a_missing_logprob_is_an_error(entries):
+    with pytest.raises(MissingLogprobs):
+        parse_reply(reply(output_token_logprobs=entries))
+
+
+def test_a_logprob_of_another_token_is_an_error():
+    with pytest.raises(EngineError, match="that of token 99"):
+        parse_reply(reply(output_token_logprobs=[[-0.5, 70, None], [-1.0, 99, None], [-1.0, 1, None]]))
+
+
+@pytest.mark.parametrize("reason", [None, {"type": "tool_calls"}])
+def test_an_unknown_finish_reason_is_an_error(reason):
+    with pytest.raises(EngineError, match="finish_reason"):
+        parse_reply(reply(finish_reason=reason))
+
+
+@pytest.mark.parametrize("text", ["hello", [], {"text": "hello"}, [REPLY, REPLY], None])
+def test_a_reply_of_another_shape_is_an_error(text):
+    with pytest.raises(EngineError, match="without output_ids"):
+        parse_reply(text)
+
+
+def test_as_many_samples_as_asked_for_or_an_error():
+    assert len(SPEAKS.parse_generate(request(n=2), [REPLY, [REPLY]])) == 2
+    with pytest.raises(EngineError, match="1 replies where 2"):
+        SPEAKS.parse_generate(request(n=2), [REPLY])
+
+
+@pytest.mark.parametrize("vocab_size", [8, 6])
+def test_an_id_beyond_the_vocabulary_is_refused_before_it_kills_the_server(vocab_size):
+    with pytest.raises(UsageError, match=f"vocabulary has {vocab_size}"):
+        check_prompt_ids(request(), vocab_size)
+
+
+def test_the_last_id_of_the_vocabulary_is_fine():
+    check_prompt_ids(request(), 9)
+
+
+# -- probing
+
+
+def test_a_probe_tells_what_sglang_tells():
+    info = probed()
+    assert (info.dialect, info.engine_version, info.model_id, info.dtype) == ("sglang", "0.5.23", "policy", "float32")
+    assert (info.world_size, info.max_model_len, info.vocab_size) == (6, 512, None)
+    assert (info.weight_version, info.boot_id, info.plugin, info.paused) == ("run:0:2", RID, False, False)
+
+
+def test_with_attention_data_parallelism_the_replicas_share_the_tensor_parallel_ranks():
+    assert probed(enable_dp_attention=True).world_size == 2
+
+
+def test_the_model_keeps_its_name_after_a_load_from_disk_has_renamed_it():
+    model = PROBE["model"] | {"served_model_name": "/weights/v7", "model_path": "/weights/v7"}
+    assert SPEAKS.parse_probe(PROBE | {"model": model}).model_id == "policy"
+
+
+def test_a_server_that_is_not_ready_but_answers_is_paused():
+    assert SPEAKS.parse_probe(PROBE | {"ready": 503}).paused is True
+    assert SPEAKS.probe()["ready"].tolerate == (503,)
+
+
+def test_a_server_started_by_others_has_a_boot_id_of_its_start_times():
+    first = probed(weight_version="default")
+    again = probed(weight_version="default")
+    restarted = probed(weight_version="default", startup_time={"load_weight": 0.0234320860001844, "scheduler_e2e": 1.6})
+    assert first.boot_id == again.boot_id != restarted.boot_id
+    assert probed(weight_version="default", startup_time=None).boot_id is None
+
+
+def test_a_server_of_another_kind_is_refused():
+    with pytest.raises(EngineError, match="not SGLang's"):
+        SPEAKS.parse_probe(PROBE | {"server": {"version": "0.32.0"}})
+
+
+def test_health_is_the_route_that_generates_nothing():
+    assert SPEAKS.health().path == "/ready"
+
+
+# -- control plane
+
+
+def test_keeping_requests_over_a_pause_means_that_their_cache_is_recomputed():
+    assert [(http.path, http.body) for http in SPEAKS.pause("keep")] == [("/pause_generation", {"mode": "retract"})]
+
+
+def test_aborting_waits_until_the_last_batch_is_gone():
+    assert [(http.path, http.body, http.query) for http in SPEAKS.pause("abort")] == [
+        ("/pause_generation", {"mode": "abort"}, {}),
+        ("/flush_cache", None, {"timeout": "30"}),
+    ]
+
+
+def test_waiting_is_refused_with_the_alternatives():
+    with pytest.raises(UsageError, match="keep .* or abort"):
+        SPEAKS.pause("wait")
+
+
+# -- weights
+
+BUCKET = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (5,)))
+
+
+def test_joining_over_gloo_names_group_and_rank():
+    (http,) = SPEAKS.init_transfer("gloo", address="10.0.0.1", port=4000, rank_offset=1, world_size=3, group="g", timeout_seconds=9)
+    assert http.path == "/init_weights_update_group"
+    assert http.body == {
+        "master_address": "10.0.0.1", "master_port": 4000, "rank_offset": 1, "world_size": 3, "group_name": "g", "backend": "gloo",
+    }  # fmt: skip
+
+
+def test_a_bucket_is_announced_as_one_flat_broadcast_and_names_no_version_yet():
+    (http,) = SPEAKS.update_bucket("gloo", BUCKET, group="g", version="run:0:3")
+    assert http.path == "/update_weights_from_distributed"
+    assert http.body == {
+        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g", "load_format": "flattened_bucket", "flush_cache": False,
+    }  # fmt: skip
+
+
+def test_the_version_is_named_after_the_cache_of_the_old_weights_is_gone_and_aborts_nothing():
+    paths = [http.path for http in SPEAKS.finish_update("run:0:3")]
+    assert paths == ["/end_weight_update", "/flush_cache", "/update_weight_version"]
+    assert SPEAKS.finish_update("run:0:3")[-1].body == {"new_version": "run:0:3", "abort_all_requests": False}
+
+
+def test_a_bucket_that_sglang_could_not_view_in_place_is_refused():
+    unaligned = (TensorMeta("b", "bfloat16", (5,)), TensorMeta("a", "float32", (2, 3)))
+    with pytest.raises(EngineError, match=r"a \(float32\) starts at byte 10"):
+        SPEAKS.update_bucket("gloo", unaligned, group="g", version="v")
+
+
+def test_a_directory_is_loaded_once_when_its_last_file_is_announced():
+    sent = [SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=f"/w/v3/model-0000{i}-of-00003.safetensors") for i in (1, 2, 3)]
+    assert sent[:2] == [[], []]
+    assert [(http.path, http.body["model_path"]) for http in sent[2]] == [("/update_weights_from_disk", "/w/v3")]
+    assert SPEAKS.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group="", timeout_seconds=9) == []
+
+
+@pytest.mark.parametrize("path", [None, "/w/v3/bucket-1", "/w/v3/model.safetensors"])
+def test_a_file_without_its_number_is_a_mistake_of_ours(path):
+    with pytest.raises(ValueError, match="model-I-of-N"):
+        SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=path)
+
+
+def test_shutting_down_what_is_not_there_is_no_failure():
+    sent = SPEAKS.shutdown_transfer("g")
+    assert [http.path for http in sent] == ["/destroy_weights_update_group", "/end_weight_update"]
+    assert all(http.tolerate == (400,) for http in sent)
+
+
+def test_nccl_is_refused_until_it_is_built():
+    with pytest.raises(UsageError, match="gloo or disk"):
+        SPEAKS.update_bucket("nccl", BUCKET, group="g", version="v")
+    with pytest.raises(UsageError, match="gloo or disk"):
+        SPEAKS.init_transfer("nccl", address="a", port=1, rank_offset=1, world_size=2, group="g", timeout_seconds=9)
+
+
+# -- launching
+
+
+def test_argv_on_gpus(tmp_path):
+    argv = SPEAKS.argv(launch(tmp_path, extra_args=("--enable-deterministic-inference",)))
+    assert argv[:3] == ["/envs/sglang/bin/python", "-P", "-c"] and argv[4] == str(tmp_path / "key")
+    assert option(argv, "--model-path") == "/models/tiny"
+    assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.1", "8102")
+    assert (option(argv, "--tp-size"), option(argv, "--random-seed"), option(argv, "--context-length")) == ("2", "41", "4096")
+    assert option(argv, "--weight-version") == f"boot-{RID}"
+    assert "--device" not in argv and "--dtype" not in argv and "--trust-remote-code" not in argv
+    assert argv[-1] == "--enable-deterministic-inference"
+    assert SPEAKS.environment(launch(tmp_path))["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_argv_on_a_cpu(tmp_path):
+    on_cpu = launch(tmp_path, device="cpu", gpus=(), trust_remote_code=True)
+    argv, environment = SPEAKS.argv(on_cpu), SPEAKS.environment(on_cpu)
+    assert (option(argv, "--device"), option(argv, "--attention-backend"), option(argv, "--dtype")) == ("cpu", "torch_native", "float32")
+    assert "--trust-remote-code" in argv
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_routers_ask_health_so_it_must_not_generate(tmp_path):
+    assert SPEAKS.environment(launch(tmp_path))["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+
+
+def test_the_key_is_neither_in_the_command_line_nor_in_the_environment(tmp_path):
+    (tmp_path / "key").write_text("very-secret")
+    started = launch(tmp_path)
+    assert not any("very-secret" in text for text in [*SPEAKS.argv(started), *SPEAKS.environment(started).values()])
