@@ -44,7 +44,7 @@ def compare_tensors(model: GPTModel, family: Family, runtime: Runtime, hf_direct
 
 @torch.no_grad()
 def compare_logits(
-    model: GPTModel, family: Family, runtime: Runtime, hf_directory: Path, dtype: torch.dtype, *, trust_remote_code: bool = False
+    model: GPTModel, family: Family, runtime: Runtime, hf_directory: Path, dtype: torch.dtype
 ) -> float:
     """Largest |difference| of the fp32 logits of this model and of transformers' on a fixed prompt.
 
@@ -52,14 +52,16 @@ def compare_logits(
     Raises ConversionMismatch above LOGIT_TOLERANCE.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     longest = min(max(PROMPT_LENGTHS), family.max_position_embeddings)
     lengths = torch.tensor([min(length, longest) for length in PROMPT_LENGTHS])
     tokens = torch.randint(0, family.vocab_size, (int(lengths.sum()),), generator=torch.Generator().manual_seed(0))
     with runtime.mode():
         found = forward(model, tokens, pack(lengths, runtime.device))[:, : family.vocab_size]
     reference = AutoModelForCausalLM.from_pretrained(
-        hf_directory, dtype=dtype, trust_remote_code=trust_remote_code, local_files_only=True, attn_implementation="sdpa"
+        hf_directory, dtype=dtype, local_files_only=True, attn_implementation="sdpa"
     )
     reference = reference.float().eval()
     expected = torch.cat([reference(sequence[None]).logits[0] for sequence in tokens.split(lengths.tolist())])
