@@ -1,0 +1,359 @@
+"""A fake SGLang on a real socket: the routes and the refusals of the real 0.5.23 that rltool depends on, and knobs for faults.
+
+What it "generates" is a pure function of its weights, the seed and the position, so a test sees whether a sync has arrived.
+tests/e2e/test_sglang.py exercises the same contract on the real server, so that this one cannot drift.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import uuid
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from aiohttp import web
+
+VOCAB_SIZE = 100
+EXPECTED_KEY = "fake-key"
+JOIN_SECONDS = 10.0
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests for a path, instead of or before the answer."""
+
+    times: int = 1
+    status: int | None = None
+    """Answer this status."""
+    hang: bool = False
+    """Never answer."""
+    reset: bool = False
+    """Close the connection without an answer."""
+
+
+@dataclass
+class FakeSglang:
+    """`with FakeSglang() as server:` serves on server.url from a thread of its own until the block ends.
+
+    token_seconds: pause after each token; drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
+    """
+
+    token_seconds: float = 0.0
+    drop_logprobs: bool = False
+    weight_version: str = "default"
+    faults: dict[str, Fault] = field(default_factory=dict)
+    seen: Counter[str] = field(default_factory=Counter)
+    bodies: dict[str, Any] = field(default_factory=dict)
+    boot: str = field(default_factory=lambda: uuid.uuid4().hex)
+    weights: dict[str, bytes] = field(default_factory=dict)
+    in_flight: int = 0
+    port: int = 0
+
+    def __enter__(self) -> Self:
+        self._paused = False
+        self._requests_kept = False
+        self._session_open = False
+        self._aborts = 0
+        self._groups: dict[str, Any] = {}
+        self._start_weight_version = self.weight_version
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        if not self._started.wait(10):
+            raise RuntimeError("the fake SGLang did not start")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.die()
+        for name in list(self._groups):
+            self._leave(name)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def die(self) -> None:
+        """As kill -9 does: every connection is reset, the port is closed."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(10)
+
+    def wait_in_flight(self, count: int, seconds: float = 10.0) -> None:
+        """Until `count` generations have produced a token and are not finished."""
+        with self._flight:
+            if not self._flight.wait_for(lambda: self.in_flight >= count, seconds):
+                raise AssertionError(f"{self.in_flight} requests are in flight, waited for {count}")
+
+    def logprob(self, seed: int, position: int) -> float:
+        """What token `position` of a sample with this seed has under the current weights."""
+        state = zlib.crc32(repr((sorted(self.weights.items()), seed, position)).encode())
+        return -(1 + state % 1000) / 256
+
+    # -- the server
+
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        self._resumed = asyncio.Condition()
+        self._flight = threading.Condition()
+        app = web.Application(middlewares=[self._guard])
+        for method, path, handler in self._routes():
+            app.router.add_route(method, path, handler)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = site._server.sockets[0].getsockname()[1]
+        self._connections = runner.server
+        self._started.set()
+        await self._stop.wait()
+        for connection in list(self._connections.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await runner.cleanup()
+
+    def _routes(self):
+        yield "GET", "/ready", self._ready
+        yield "GET", "/health", self._health
+        yield "GET", "/model_info", self._model_info
+        yield "GET", "/server_info", self._server_info
+        yield "GET", "/v1/models", self._models
+        yield "POST", "/generate", self._generate
+        yield "POST", "/pause_generation", self._pause
+        yield "POST", "/continue_generation", self._resume
+        yield "POST", "/flush_cache", self._flush
+        yield "POST", "/init_weights_update_group", self._init_group
+        yield "POST", "/destroy_weights_update_group", self._destroy_group
+        yield "POST", "/begin_weight_update", self._begin
+        yield "POST", "/update_weights_from_distributed", self._update
+        yield "POST", "/update_weights_from_disk", self._load_directory
+        yield "POST", "/end_weight_update", self._end
+        yield "POST", "/update_weight_version", self._set_version
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
+        self.seen[request.path] += 1
+        open_to_all = request.path.startswith(("/health", "/ready"))
+        if not open_to_all and request.headers.get("Authorization") != f"Bearer {EXPECTED_KEY}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        fault = self.faults.get(request.path)
+        if fault is not None and fault.times > 0:
+            fault.times -= 1
+            if fault.hang:
+                await asyncio.Event().wait()
+            if fault.reset:
+                request.transport.abort()
+            if fault.status is not None:
+                return web.json_response({"error": {"message": f"fault {fault.status}"}}, status=fault.status)
+        if request.can_read_body:
+            self.bodies[request.path] = await request.json()
+        return await handler(request)
+
+    # -- generation
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = self.bodies[request.path]
+        sampling = body["sampling_params"]
+        unknown = set(sampling) - {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
+        if unknown:
+            return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)
+        if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
+            self._stop.set()  # on a CPU the real one dies of it
+            await asyncio.Event().wait()
+        async with self._resumed:
+            await self._resumed.wait_for(lambda: not self._paused)
+        seed, aborts = sampling.get("sampling_seed", 42), self._aborts
+        tokens, logprobs, versions = [], [], []
+        try:
+            while len(tokens) < sampling["max_new_tokens"] and aborts == self._aborts:
+                async with self._resumed:
+                    await self._resumed.wait_for(lambda: not self._paused)
+                position = len(tokens)
+                tokens.append(zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE)
+                logprobs.append(self.logprob(seed, position))
+                versions.append(self.weight_version)
+                if position == 0:
+                    self._count_flight(+1)
+                await asyncio.sleep(self.token_seconds)
+        finally:
+            if tokens:
+                self._count_flight(-1)
+        meta = {
+            "id": body["rid"],
+            "finish_reason": {"type": "abort" if aborts != self._aborts else "length"},
+            "weight_version": self.weight_version,
+            "weight_versions": _spans(versions),
+            "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
+        }
+        if self.drop_logprobs:
+            del meta["output_token_logprobs"]
+        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+
+    def _count_flight(self, change: int) -> None:
+        with self._flight:
+            self.in_flight += change
+            self._flight.notify_all()
+
+    # -- probing
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        return web.Response(status=503 if self._paused else 200)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({
+            "model_path": "/models/fake", "served_model_name": "policy", "weight_version": self.weight_version,
+            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+        })  # fmt: skip
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({
+            "version": "0.5.23", "served_model_name": "policy", "tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": False, "dtype": "float32",
+            "weight_version": self._start_weight_version, "startup_time": {"load_weight": self.boot},
+        })  # fmt: skip
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "max_model_len": 512}]})
+
+    # -- control
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode = self.bodies[request.path]["mode"]
+        self._paused = True
+        self._requests_kept = mode != "abort"
+        if mode == "abort":
+            await self._abort_all(paused=True)
+        return web.json_response({"status": "ok"})
+
+    async def _abort_all(self, *, paused: bool) -> None:
+        self._aborts += 1
+        self._paused = False  # lets requests run to their end
+        async with self._resumed:
+            self._resumed.notify_all()
+        while self.in_flight:
+            await asyncio.sleep(0.001)
+        self._paused = paused
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        async with self._resumed:
+            self._paused = False
+            self._resumed.notify_all()
+        return web.json_response({"status": "ok"})
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        if self.in_flight and not (self._paused and self._requests_kept and "timeout" not in request.query):
+            return web.Response(text="Timed out waiting for idle state." if "timeout" in request.query else "Flush cache failed.", status=400)
+        return web.Response(text="Cache flushed.")
+
+    # -- weights
+
+    async def _init_group(self, request: web.Request) -> web.Response:
+        body = self.bodies[request.path]
+        try:
+            self._groups[body["group_name"]] = await asyncio.to_thread(_join_as_sglang_does, body)
+        except Exception as error:  # the real one answers 400 with whatever torch raised
+            return _outcome(False, f"Failed to initialize custom process group: {error}.")
+        return _outcome(True)
+
+    async def _destroy_group(self, request: web.Request) -> web.Response:
+        return _outcome(self._leave(self.bodies[request.path]["group_name"]), "The group to be destroyed does not exist.")
+
+    def _leave(self, name: str) -> bool:
+        import torch.distributed
+
+        group = self._groups.pop(name, None)
+        if group is not None:
+            torch.distributed.destroy_process_group(group)
+        return group is not None
+
+    async def _begin(self, request: web.Request) -> web.Response:
+        was_open, self._session_open = self._session_open, True
+        return _outcome(not was_open, "a weight-update session is already open; call end_weight_update() first")
+
+    async def _end(self, request: web.Request) -> web.Response:
+        was_open, self._session_open = self._session_open, False
+        return _outcome(was_open, "no weight-update session is open; call begin_weight_update() first")
+
+    async def _update(self, request: web.Request) -> web.Response:
+        if not self._session_open:
+            return _outcome(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
+        body = self.bodies[request.path]
+        try:
+            received = await asyncio.to_thread(_receive_flat, self._groups[body["group_name"]], body)
+        except Exception as error:  # as the real one does
+            return _outcome(False, f"Failed to receive weights: {error}")
+        self.weights.update(received)
+        return _outcome(True)
+
+    async def _load_directory(self, request: web.Request) -> web.Response:
+        from safetensors.torch import load_file
+
+        files = sorted(Path(self.bodies[request.path]["model_path"]).glob("*.safetensors"))
+        if not files:
+            return _outcome(False, "Failed to get weights iterator: Cannot find any model weights.")
+        for file in files:
+            self.weights.update({name: _bytes(tensor) for name, tensor in load_file(file).items()})
+        return _outcome(True)
+
+    async def _set_version(self, request: web.Request) -> web.Response:
+        body = self.bodies[request.path]
+        if body.get("abort_all_requests", True):
+            await self._abort_all(paused=self._paused)
+        self.weight_version = body["new_version"]
+        return _outcome(True)
+
+
+def _outcome(success: bool, message: str = "") -> web.Response:
+    return web.json_response({"success": success, "message": "Success" if success else message}, status=200 if success else 400)
+
+
+def _spans(versions: list[str]) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if not spans or spans[-1]["version"] != version:
+            spans.append({"version": version, "start": position, "end": position})
+        spans[-1]["end"] = position + 1
+    return spans
+
+
+def _join_as_sglang_does(body: dict[str, Any]):
+    """torch's rendezvous under PrefixStore(group_name), by torch's own helper: so our side is proven against torch's prefixes."""
+    from datetime import timedelta
+
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+    limit = timedelta(seconds=JOIN_SECONDS)
+    where = f"tcp://{body['master_address']}:{body['master_port']}"
+    store, rank, world_size = next(rendezvous(where, body["rank_offset"], body["world_size"], timeout=limit))
+    store.set_timeout(limit)
+    name = body["group_name"]
+    group, _ = _new_process_group_helper(world_size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, timeout=limit)
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def _receive_flat(group, body: dict[str, Any]) -> dict[str, bytes]:
+    import torch
+
+    slices, offset = [], 0
+    for name, dtype_name, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+        size = getattr(torch, dtype_name).itemsize
+        if offset % size:
+            raise ValueError(f"Unaligned received tensor {name}: byte offset {offset}, dtype torch.{dtype_name}")
+        end = offset + torch.Size(shape).numel() * size
+        slices.append((name, offset, end))
+        offset = end
+    flat = torch.empty(offset, dtype=torch.uint8)
+    torch.distributed.broadcast(flat, src=0, group=group)
+    return {name: _bytes(flat[start:end]) for name, start, end in slices}
+
+
+def _bytes(tensor) -> bytes:
+    import torch
+
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,360 @@
+"""rltool's client, dialect, fleet and gloo group against the fake SGLang, with a network in between."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from safetensors.torch import save_file
+
+from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State
+from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams, TensorMeta
+from rltool.engines.weight_version import WeightVersion
+from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
+from rltool.processes.ports import reserved_ports
+from rltool.weights.sglang_group import open_sglang_group
+from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
+
+SPEAKS = dialect("sglang")
+GROUP = "test-weights"
+SECONDS = 20.0
+TENSORS = {
+    "embed": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "norm": torch.ones(5, dtype=torch.bfloat16),
+    "bias": torch.tensor([0.5], dtype=torch.bfloat16),
+}
+BUCKET = tuple(TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in TENSORS.items())
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    (tmp_path / "key").write_text(EXPECTED_KEY)
+    return tmp_path / "key"
+
+
+@pytest.fixture
+def engine():
+    with FakeSglang() as server:
+        yield server
+
+
+def endpoint(server: FakeSglang, key_file: Path | None, name: str | None = "sglang") -> EngineEndpoint:
+    return EngineEndpoint(url=server.url, dialect=name, key_file=key_file)
+
+
+def request(n: int = 1, seed: int = 3, max_tokens: int = 8, prompt: tuple[int, ...] = (1, 2, 3)) -> GenerateRequest:
+    return GenerateRequest(prompt, SamplingParams(max_tokens), "ab" * 16, n=n, seed=seed)
+
+
+def play(scenario: Callable[[EngineClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with EngineClient(retry=RetryPolicy(attempts=3, first_delay=0.01)) as client:
+            await scenario(client)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def free_port() -> int:
+    with reserved_ports(1) as reserved:
+        return reserved.ports[0]
+
+
+class Trainer:
+    """The other side of a gloo sync, as one rank."""
+
+    def __init__(self, client: EngineClient, where: EngineEndpoint) -> None:
+        self.client, self.where = client, where
+
+    async def tell(self, requests: list[HttpRequest]) -> list:
+        return await self.client.run(self.where, requests, timeout=SECONDS)
+
+    async def join(self):
+        port = free_port()
+        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
+        opening = asyncio.to_thread(open_sglang_group, "127.0.0.1", port, 2, GROUP, SECONDS)
+        group, _ = await asyncio.gather(opening, self.tell(init))
+        return group
+
+    async def send(self, group, tensors=TENSORS, bucket=BUCKET) -> None:
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
+        announce = self.tell(SPEAKS.update_bucket("gloo", bucket, group=GROUP, version="v1"))
+        await asyncio.gather(announce, asyncio.to_thread(lambda: group.broadcast(flat, 0).wait()))
+
+
+# -- generation
+
+
+def test_samples_of_one_prompt_are_distinct_and_the_same_again(engine, key_file):
+    async def scenario(client):
+        first = await client.generate(endpoint(engine, key_file), request(n=4), timeout=SECONDS)
+        again = await client.generate(endpoint(engine, key_file), request(n=4), timeout=SECONDS)
+        assert len({sample.token_ids for sample in first}) == 4
+        assert first == again
+        assert first[2].logprobs[5] == engine.logprob(seed=5, position=5)
+
+    play(scenario)
+
+
+def test_a_request_without_the_key_is_refused_and_the_message_says_so(engine):
+    async def scenario(client):
+        with pytest.raises(EngineRejected, match="key_file") as refused:
+            await client.generate(endpoint(engine, None), request(), timeout=SECONDS)
+        assert refused.value.status == 401
+
+    play(scenario)
+
+
+def test_a_server_error_is_tried_again_and_a_400_is_not(engine, key_file):
+    async def scenario(client):
+        engine.faults["/generate"] = Fault(times=2, status=503)
+        assert len(await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)) == 1
+        assert engine.seen["/generate"] == 3
+
+        engine.faults["/generate"] = Fault(times=1, status=400)
+        with pytest.raises(EngineRejected, match="fault 400"):
+            await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)
+        assert engine.seen["/generate"] == 4
+
+    play(scenario)
+
+
+def test_a_reset_connection_is_tried_again(engine, key_file):
+    async def scenario(client):
+        engine.faults["/generate"] = Fault(times=1, reset=True)
+        assert len(await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)) == 1
+
+    play(scenario)
+
+
+def test_an_engine_that_never_answers_is_given_up_at_the_deadline(engine, key_file):
+    async def scenario(client):
+        engine.faults["/generate"] = Fault(hang=True)
+        with pytest.raises(EngineUnreachable, match=r"within 0\.2 s"):
+            await client.generate(endpoint(engine, key_file), request(), timeout=0.2)
+
+    play(scenario)
+
+
+def test_an_engine_that_dies_under_a_request_is_unreachable(engine, key_file):
+    engine.token_seconds = 0.01
+
+    async def scenario(client):
+        running = asyncio.create_task(client.generate(endpoint(engine, key_file), request(max_tokens=10_000), timeout=SECONDS))
+        await asyncio.to_thread(engine.wait_in_flight, 1)
+        await asyncio.to_thread(engine.die)
+        with pytest.raises(EngineUnreachable):
+            await running
+
+    play(scenario)
+
+
+def test_a_foreign_token_id_kills_the_server_hence_the_check_before(engine, key_file):
+    async def scenario(client):
+        with pytest.raises(EngineUnreachable):
+            await client.generate(endpoint(engine, key_file), request(prompt=(1, 100)), timeout=SECONDS)
+
+    play(scenario)
+
+
+def test_a_reply_without_logprobs_is_not_used(engine, key_file):
+    engine.drop_logprobs = True
+
+    async def scenario(client):
+        with pytest.raises(MissingLogprobs, match="8 tokens and 0"):
+            await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)
+
+    play(scenario)
+
+
+# -- probing and pausing
+
+
+def test_an_address_alone_is_enough_to_find_out_what_it_is(engine, key_file):
+    async def scenario(client):
+        info = await client.probe(endpoint(engine, key_file, name=None))
+        assert (info.dialect, info.model_id, info.world_size, info.paused) == ("sglang", "policy", 1, False)
+
+    play(scenario)
+
+
+def test_a_paused_engine_can_be_probed_and_says_so(engine, key_file):
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        await client.run(where, SPEAKS.pause("keep"), timeout=SECONDS)
+        assert (await client.probe(where)).paused is True
+        with pytest.raises(EngineError, match="503"):
+            await client.health(where)
+        await client.run(where, SPEAKS.resume(), timeout=SECONDS)
+        assert (await client.probe(where)).paused is False
+        await client.health(where)
+
+    play(scenario)
+
+
+def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key_file):
+    engine.token_seconds = 0.005
+
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        running = asyncio.create_task(client.generate(where, request(max_tokens=60), timeout=SECONDS))
+        await asyncio.to_thread(engine.wait_in_flight, 1)
+        requests = [*SPEAKS.pause("keep"), *SPEAKS.begin_update(), *SPEAKS.finish_update("v1"), *SPEAKS.resume()]
+        await client.run(where, requests, timeout=SECONDS)
+        (sample,) = await running
+        assert [span.version for span in sample.versions] == ["default", "v1"]
+        assert sample.versions[0].end == sample.versions[1].start and sample.versions[1].end == 60
+        assert sample.finish_reason == "length"
+
+    play(scenario)
+
+
+def test_an_aborted_request_comes_back_with_what_it_has(engine, key_file):
+    engine.token_seconds = 0.005
+
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        running = asyncio.create_task(client.generate(where, request(max_tokens=10_000), timeout=SECONDS))
+        await asyncio.to_thread(engine.wait_in_flight, 1)
+        await client.run(where, [*SPEAKS.pause("abort"), *SPEAKS.resume()], timeout=SECONDS)
+        (sample,) = await running
+        assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < 10_000
+
+    play(scenario)
+
+
+# -- weights
+
+
+def test_every_byte_arrives_over_gloo_and_generation_changes(engine, key_file):
+    async def scenario(client):
+        trainer = Trainer(client, endpoint(engine, key_file))
+        (before,) = await client.generate(trainer.where, request(), timeout=SECONDS)
+        group = await trainer.join()
+        await trainer.tell([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
+        await trainer.send(group)
+        assert engine.weight_version == "default"  # not before the end
+        await trainer.tell([*SPEAKS.finish_update("v1"), *SPEAKS.resume(), *SPEAKS.shutdown_transfer(GROUP)])
+        for name, tensor in TENSORS.items():
+            assert engine.weights[name] == tensor.flatten().view(torch.uint8).numpy().tobytes()
+        (after,) = await client.generate(trainer.where, request(), timeout=SECONDS)
+        assert after.logprobs != before.logprobs
+        assert [span.version for span in after.versions] == ["v1"]
+
+    play(scenario)
+
+
+def test_the_group_leaves_torchs_default_group_alone(engine, key_file, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        default = torch.distributed.group.WORLD
+
+        async def scenario(client):
+            trainer = Trainer(client, endpoint(engine, key_file))
+            group = await trainer.join()
+            await trainer.tell(SPEAKS.begin_update())
+            await trainer.send(group)
+            assert torch.distributed.group.WORLD is default
+
+        play(scenario)
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total)
+        assert total.item() == 1
+    finally:
+        engine.die()
+        for name in list(engine._groups):
+            engine._leave(name)
+        torch.distributed.destroy_process_group()
+
+
+def test_a_trainer_that_waits_for_an_engine_gives_up_at_its_deadline():
+    port = free_port()
+    with pytest.raises(RuntimeError):
+        open_sglang_group("127.0.0.1", port, 2, GROUP, 0.5)
+
+
+def test_a_sync_that_failed_midway_does_not_block_the_next_one(engine, key_file):
+    async def scenario(client):
+        trainer = Trainer(client, endpoint(engine, key_file))
+        await trainer.join()
+        await trainer.tell(SPEAKS.begin_update())  # and here the trainer dies
+        with pytest.raises(EngineRejected, match="already open"):
+            await trainer.tell(SPEAKS.begin_update())
+
+        await trainer.tell(SPEAKS.shutdown_transfer(GROUP))
+        group = await trainer.join()
+        await trainer.tell(SPEAKS.begin_update())
+        await trainer.send(group)
+        await trainer.tell(SPEAKS.finish_update("v1"))
+        assert engine.weight_version == "v1"
+        await trainer.tell([*SPEAKS.shutdown_transfer(GROUP), *SPEAKS.shutdown_transfer(GROUP)])
+
+    play(scenario)
+
+
+def test_a_directory_is_loaded_once_it_is_complete(engine, key_file, tmp_path):
+    async def scenario(client):
+        files = [tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        save_file({"embed": TENSORS["embed"]}, files[0])
+        save_file({"norm": TENSORS["norm"], "bias": TENSORS["bias"]}, files[1])
+        where = endpoint(engine, key_file)
+        requests = [http for file in files for http in SPEAKS.update_bucket("disk", BUCKET, group=GROUP, version="v1", path=str(file))]
+        await client.run(where, [*SPEAKS.begin_update(), *requests, *SPEAKS.finish_update("v1")], timeout=SECONDS)
+        assert engine.seen["/update_weights_from_disk"] == 1
+        assert set(engine.weights) == set(TENSORS)
+        assert engine.weight_version == "v1"
+
+    play(scenario)
+
+
+def test_a_flush_that_is_refused_leaves_the_old_version_name(engine, key_file):
+    async def scenario(client):
+        engine.faults["/flush_cache"] = Fault(status=400)
+        with pytest.raises(EngineRejected, match="flush_cache"):
+            await client.run(endpoint(engine, key_file), [*SPEAKS.begin_update(), *SPEAKS.finish_update("v1")], timeout=SECONDS)
+        assert engine.weight_version == "default"
+
+    play(scenario)
+
+
+# -- the fleet
+
+
+def test_a_server_restarted_under_its_old_url_is_stale_whatever_version_it_claims(key_file):
+    async def scenario(client):
+        fleet = Fleet()
+
+        async def probe(where: EngineEndpoint) -> None:
+            sent_at = time.monotonic()
+            try:
+                await client.health(where)
+                info = await client.probe(where)
+            except EngineError as error:
+                fleet.probe_failed(where.url, str(error), sent_at=sent_at)
+            else:
+                fleet.probe_succeeded(where.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+
+        version = WeightVersion("ab" * 16, 0, 0)
+        with FakeSglang(weight_version=str(version)) as first:
+            where = endpoint(first, key_file)
+            fleet.add(where.url)
+            await probe(where)
+            fleet.pause(where.url)
+            fleet.update_began(where.url)
+            fleet.update_finished(where.url, version)
+            fleet.advance(version)
+            fleet.resume(where.url)
+            await probe(where)
+            assert fleet.serving() == (where.url,)
+        with FakeSglang(weight_version=str(version), port=first.port):
+            await probe(where)
+            assert fleet.member(where.url).state is State.STALE
+
+    play(scenario)
