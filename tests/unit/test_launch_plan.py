@@ -1,0 +1,181 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from rltool.config.serve import ServeConfig
+from rltool.engines.interpreter import check_engine_python
+from rltool.engines.launch import (
+    check_gpus,
+    check_identity,
+    check_model,
+    dry_run,
+    engine_flags,
+    engine_spec,
+    parse_gpus,
+    plan_launch,
+    wanted_gpus,
+)
+from rltool.engines.types import EngineInfo
+from rltool.errors import RltoolError, UsageError
+from rltool.processes.run_directory import RunDirectory
+
+
+@pytest.fixture
+def model(tmp_path):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    return directory
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDirectory(tmp_path / "runs" / "r")
+
+
+def config(model, **options):
+    return ServeConfig(model=model, **options)
+
+
+def plan(model, run, **options):
+    served = config(model, **options)
+    return plan_launch(served, run, ports=range(9000, 9000 + served.num_engines), python=Path("/python"))
+
+
+def test_gpus_are_given_to_engines_in_order_tp_at_a_time(model, run):
+    launches = plan(model, run, num_engines=2, tp=2, gpus=(3, 1, 0, 2))
+    assert [launch.gpus for launch in launches] == [(3, 1), (0, 2)]
+    assert [launch.port for launch in launches] == [9000, 9001]
+
+
+def test_without_gpus_the_first_of_the_host_are_taken(model):
+    assert wanted_gpus(config(model, num_engines=2, tp=2)) == (0, 1, 2, 3)
+    assert wanted_gpus(config(model, num_engines=2, device="cpu")) == ()
+
+
+def test_replicas_have_different_seeds_and_boot_ids(model, run):
+    launches = plan(model, run, num_engines=3, device="cpu", seed=7)
+    assert len({launch.seed for launch in launches}) == 3
+    assert len({launch.boot_id for launch in launches}) == 3
+    assert launches[0].seed == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_engines": 2, "tp": 2, "gpus": (0, 1, 2)}, r"2 x --tp 2 takes 4 GPUs, --gpus names 3 \(0,1,2\): name more"),
+        ({"num_engines": 1, "gpus": (0, 1)}, "takes 1 GPUs, --gpus names 2"),
+        ({"num_engines": 3, "gpus": (0, 5, 5)}, "GPU 5 twice"),
+        ({"num_engines": 1, "gpus": (0,), "device": "cpu"}, "--device cpu"),
+    ],
+)
+def test_gpus_that_do_not_come_out_are_refused_with_the_numbers(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        wanted_gpus(config(model, **options))
+
+
+def test_absent_and_held_gpus_are_refused_by_name():
+    check_gpus((0, 1), present=(0, 1, 2), held={2: "run a, engine-0"})
+    with pytest.raises(UsageError, match=r"GPU 4, 5 is not on this host; it has: 0,1"):
+        check_gpus((0, 4, 5), present=(0, 1), held={})
+    with pytest.raises(UsageError, match="GPU 1 by run a, engine-0"):
+        check_gpus((0, 1), present=(0, 1), held={1: "run a, engine-0"})
+
+
+@pytest.mark.parametrize(("text", "gpus"), [("0,1,2,3", (0, 1, 2, 3)), ("0-3", (0, 1, 2, 3)), (" 7, 2 ", (7, 2)), ("4-5,0", (4, 5, 0)), ("", ())])
+def test_gpu_lists_and_ranges_are_read(text, gpus):
+    assert parse_gpus(text) == gpus
+
+
+@pytest.mark.parametrize("text", ["a", "0,-1", "0-", "1.5"])
+def test_a_malformed_gpu_list_is_quoted(text):
+    with pytest.raises(UsageError, match="--gpus"):
+        parse_gpus(text)
+
+
+def test_weights_travel_over_nccl_between_gpus_and_our_backend_on_the_cpu(model, run):
+    assert plan(model, run, gpus=(0,))[0].weight_backend == "nccl"
+    assert plan(model, run, device="cpu")[0].weight_backend == "rltool"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "config.json cannot be read"), ("{", "not JSON"), ("{}", "architectures"), ('{"architectures": []}', "architectures"), ("[]", "architectures")],
+)
+def test_a_directory_that_is_no_model_is_refused(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match=message):
+        check_model(tmp_path)
+
+
+def test_a_missing_model_directory_is_named(tmp_path):
+    with pytest.raises(UsageError, match="no such directory"):
+        check_model(tmp_path / "missing")
+
+
+def test_a_dry_run_writes_nothing_and_warns_of_absent_gpus(model, run, monkeypatch):
+    monkeypatch.setattr("rltool.engines.launch.visible_gpus", lambda: [])
+    launches, warnings = dry_run(config(model, num_engines=2), run)
+    assert len(launches) == 2
+    assert "GPU 0, 1 is not on this host" in warnings[0]
+    assert not run.path.exists()
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_key_itself_is_in_neither_argv_nor_environment(model, run, engine):
+    run.state_dir.mkdir(parents=True)
+    key = run.ensure_key().read_text()
+    served = config(model, device="cpu", engine=engine, extra_args=("--x", "1"))
+    spec = engine_spec(served, plan_launch(served, run, ports=[9000], python=Path("/python"))[0])
+    assert key not in " ".join(spec.argv)
+    assert key not in " ".join(spec.environment.values())
+    assert spec.argv[-2:] == ("--x", "1")
+    assert spec.url == "http://127.0.0.1:9000"
+
+
+def test_engine_flags_without_the_double_dash_are_a_usage_error():
+    assert engine_flags(["--a", "b"]) == ("--a", "b")
+    with pytest.raises(UsageError, match="'stray'"):
+        engine_flags(["stray"])
+
+
+def info(launch, **changes):
+    facts = dict(
+        dialect="vllm", engine_version="0", model_id="policy", world_size=1, max_model_len=None, vocab_size=None, dtype=None,
+        weight_backend="rltool", weight_version=None, boot_id=launch.boot_id, plugin=True,
+    )  # fmt: skip
+    return EngineInfo(**(facts | changes))
+
+
+def test_another_server_on_the_port_is_not_taken_for_ours(model, run):
+    launch = plan(model, run, device="cpu")[0]
+    check_identity("engine-0", launch, info(launch))
+    check_identity("engine-0", launch, info(launch, boot_id=None))
+    with pytest.raises(UsageError, match="another server"):
+        check_identity("engine-0", launch, info(launch, boot_id="f" * 32))
+    with pytest.raises(UsageError, match="'judge'"):
+        check_identity("engine-0", launch, info(launch, model_id="judge"))
+    with pytest.raises(RltoolError, match="world size 2, ordered was 1"):
+        check_identity("engine-0", launch, info(launch, world_size=2))
+
+
+def test_an_interpreter_without_the_engine_is_refused_with_the_pip_command(tmp_path):
+    with pytest.raises(UsageError, match="no such file"):
+        check_engine_python(tmp_path / "python", "vllm")
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nshift\nexec {sys.executable} -S -E -P "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    with pytest.raises(UsageError, match=r"-m pip install 'rltool\[vllm\]"):
+        check_engine_python(bare, "vllm")
+
+
+def test_an_interpreter_with_another_rltool_is_refused_for_vllm_only(tmp_path):
+    answering = tmp_path / "old"
+    answering.write_text("""#!/bin/sh\necho '{"engine": true, "rltool": "0.0.1"}'\n""")
+    answering.chmod(0o755)
+    with pytest.raises(UsageError, match=r"rltool 0\.0\.1"):
+        check_engine_python(answering, "vllm")
+    check_engine_python(answering, "sglang")
