@@ -48,7 +48,7 @@ def token_loss_weights(lengths: Tensor, loss_mask: Tensor, reduction: str) -> Te
     if reduction != "sample":
         raise ValueError(f"unknown loss reduction {reduction!r}; known: token, sample")
     sample = torch.arange(len(lengths)).repeat_interleave(lengths)
-    per_sample = torch.zeros(len(lengths)).index_add(0, sample, loss_mask)
+    per_sample = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, sample, loss_mask.double())
     with_loss = (per_sample > 0).sum().clamp(min=1)
-    weight = loss_mask.sum() / with_loss / per_sample.clamp(min=1)
-    return weight[sample] * loss_mask
+    weight = per_sample.sum() / with_loss / per_sample.clamp(min=1)
+    return (weight[sample] * loss_mask).float()

@@ -7,30 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.losses import token_loss_weights
 from rltool.errors import UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 
 LossReduction = Literal["token", "sample"]
-
-
-def loss_weights(loss_mask: Tensor, lengths: Tensor, reduction: LossReduction) -> Tensor:
-    """[T] float32 weights whose weighted loss sum, divided by the number of loss tokens, is the configured mean.
-
-    loss_mask: [T] float32; lengths: [N] int64, of one *global* batch: for "sample" the weights depend on all of it.
-    token: 1 on every loss token. sample: (loss tokens / samples that have any) / loss tokens of the sample.
-    """
-    if reduction == "token":
-        return loss_mask.clone()
-    sample_of_token = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    per_sample = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, sample_of_token, loss_mask.double())
-    share = per_sample.sum() / (per_sample > 0).sum().clamp(min=1)
-    weights = torch.where(per_sample > 0, share / per_sample.clamp(min=1), 0.0)
-    return (weights[sample_of_token] * loss_mask).float()
 
 
 def samples_to_batch(samples: Sequence[Sample], *, loss_reduction: LossReduction) -> TrainBatch:
@@ -59,7 +44,7 @@ def samples_to_batch(samples: Sequence[Sample], *, loss_reduction: LossReduction
         loss_mask=loss_mask,
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
-        loss_weights=loss_weights(loss_mask, lengths, loss_reduction),
+        loss_weights=token_loss_weights(lengths, loss_mask, loss_reduction),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * loss_mask,
     )
 
@@ -117,5 +102,5 @@ def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]]
         loss_mask=loss_mask,
         rewards=torch.zeros(len(rows)),
         group_ids=torch.arange(len(rows)),
-        loss_weights=loss_weights(loss_mask, lengths, loss_reduction),
+        loss_weights=token_loss_weights(lengths, loss_mask, loss_reduction),
     )

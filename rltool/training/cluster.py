@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,18 +27,17 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
     A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on every
     interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
     """
-    common = {"include_dashboard": False, "log_to_driver": False, "namespace": f"rltool-{os.getpid()}"}
+    common = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"rltool-{os.getpid()}"}
     if config.address is not None:
         try:
-            ray.init(address=config.address, log_to_driver=False, namespace=common["namespace"])
+            ray.init(address=config.address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"--ray-address {config.address}: cannot connect: {error}") from error
     else:
         cpus = config.num_cpus or max(1.0, plan.total("CPU"))
-        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", **common)
+        ray.init(num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **common)
     try:
         if config.address is not None:
             check_versions()

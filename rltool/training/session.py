@@ -118,11 +118,12 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         state = state_of_this_process("train", argv=sys.argv, log=log)
         write_state(run, state)
         stack.callback(remove_state, run, state)
-        console.print(f"placement: {prepared.plan.describe()}", highlight=False)
+        console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
-            console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False)
+            console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
         with console.status("starting Ray and the trainer"):
             stack.enter_context(ray_cluster(config.ray, prepared.plan))
+            stop.arm()
             group = stack.enter_context(placed(prepared.plan, config.ray.placement_timeout))
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.steps * config.optimizer_steps_per_rollout)

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 class StopRequested(BaseException):
@@ -27,12 +28,16 @@ class StopSignal:
     @contextmanager
     def installed(self) -> Iterator[StopSignal]:
         """Handle SIGTERM and SIGINT in this block; the handlers before are put back."""
-        before = {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = self.arm()
         try:
             yield self
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def arm(self) -> dict[signal.Signals, Any]:
+        """Set the handlers; returns those before. Again after ray.init: it puts its own on SIGTERM, which abort the driver."""
+        return {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from rltool.algorithms.losses import token_loss_weights
 from rltool.engines.types import VersionSpan
 from rltool.errors import UsageError
-from rltool.rollout.batching import loss_weights, samples_to_batch, supervised_batch, supervised_set
+from rltool.rollout.batching import samples_to_batch, supervised_batch, supervised_set
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 
@@ -46,7 +47,7 @@ def test_weights_sum_to_the_loss_tokens(reduction):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 20, (30,), generator=generator)
     mask = (torch.rand(int(lengths.sum()), generator=generator) < 0.5).float()
-    weights = loss_weights(mask, lengths, reduction)
+    weights = token_loss_weights(lengths, mask, reduction)
     assert weights.sum().item() == pytest.approx(mask.sum().item(), rel=1e-5)
     assert not (weights * (1 - mask)).any()
 
