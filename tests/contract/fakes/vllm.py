@@ -1,0 +1,314 @@
+"""A fake vLLM 0.32 with rltool's plugin (or without it): the routes, statuses and reply shapes that rltool uses.
+
+tests/e2e/test_vllm_server.py runs `tests/contract/vllm_contract.py` on the real server, test_fake_vllm.py on this one, so that they
+cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import uuid
+from typing import Any
+
+from aiohttp import web
+
+from rltool.engines import wire
+from rltool.engines.plugin import sglang_api
+from rltool.engines.plugin.guard import Decision, GuardPolicy
+from rltool.engines.types import TensorMeta
+from tests.contract.fakes.server import FakeServer, Handler, Recorded
+
+END_TOKEN = 1
+
+
+class FakeVllm(FakeServer):
+    """Knobs are attributes, to be set at any time.
+
+    model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find.
+    plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id.
+    missing_logprobs: replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
+    accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
+    Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do not depend on anything else.
+    """
+
+    def __init__(self, *, key: str | None = None, plugin: bool = True) -> None:
+        super().__init__(key=key)
+        self.plugin = plugin
+        self.model_id = "policy"
+        self.vocab_size = 120
+        self.dtype = "float32"
+        self.world_size = 1
+        self.max_model_len = 256
+        self.max_num_seqs = 64
+        self.engine_version = "0.32.0"
+        self.weight_backend = "rltool" if plugin else "nccl"
+        self.missing_logprobs = False
+        self.wrong_count = False
+        self.sentinel_logprob = False
+        self.accept_versions = True
+        self._policy = GuardPolicy(key) if key else None
+        self.forget()
+
+    def forget(self) -> None:
+        """The state of a process that has just started: call it between `die` and `start` for a revived engine."""
+        self.boot_id = uuid.uuid4().hex
+        self.version = "default"
+        self.tensors: dict[str, Any] = {}
+        self.medium: str | None = None
+        self.updating = False
+        self.changed = False
+        self.resumed: asyncio.Event | None = None
+        self._group = None
+
+    @property
+    def paused(self) -> bool:
+        return self.resumed is not None and not self.resumed.is_set()
+
+    def authorised(self, recorded: Recorded) -> bool:
+        if self._policy is None:
+            return True
+        return self._policy.decide(recorded.method, recorded.path, recorded.authorization) is not Decision.UNAUTHORIZED
+
+    async def handle(self, recorded: Recorded) -> web.Response:
+        if self._policy and self._policy.decide(recorded.method, recorded.path, recorded.authorization) is Decision.NOT_FOUND:
+            return web.json_response({"error": "not available"}, status=404)
+        handler = self._routes().get((recorded.method, recorded.path))
+        if handler is None:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return await handler(recorded)
+
+    def _routes(self) -> dict[tuple[str, str], Handler]:
+        routes = {
+            ("GET", "/health"): self._health,
+            ("GET", "/version"): self._version,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/get_world_size"): self._world_size,
+            ("GET", "/weight_info"): self._weight_info,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+            ("POST", "/init_weight_transfer_engine"): self._init_transfer,
+            ("POST", "/start_weight_update"): self._start_update,
+            ("POST", "/update_weights"): self._update,
+            ("POST", "/finish_weight_update"): self._finish_update,
+            ("POST", "/shutdown_weight_transfer_engine"): self._shutdown_transfer,
+        }
+        if self.plugin:
+            routes |= {
+                ("GET", "/rltool/info"): self._info,
+                ("POST", "/generate"): self._sglang_generate,
+                ("GET", "/server_info"): self._sglang_server_info,
+                ("GET", "/model_info"): self._sglang_model_info,
+            }
+        else:
+            routes[("GET", "/server_info")] = self._stock_server_info
+        return routes
+
+    # -- facts
+
+    async def _health(self, _) -> web.Response:
+        return web.Response()
+
+    async def _version(self, _) -> web.Response:
+        return web.json_response({"version": self.engine_version})
+
+    async def _models(self, _) -> web.Response:
+        model = {"id": self.model_id, "object": "model", "root": "/models/fake", "parent": None, "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _world_size(self, _) -> web.Response:
+        return web.json_response({"world_size": self.world_size})
+
+    async def _weight_info(self, _) -> web.Response:
+        return web.json_response({"weight_version": self.version})
+
+    async def _is_paused(self, _) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _info(self, _) -> web.Response:
+        return web.json_response(
+            {
+                "boot_id": self.boot_id,
+                "vocab_size": self.vocab_size,
+                "dtype": self.dtype,
+                "weight_backend": self.weight_backend,
+                "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
+            }
+        )
+
+    async def _stock_server_info(self, _) -> web.Response:
+        config = {
+            "model_config": {"dtype": f"torch.{self.dtype}", "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}'},
+            "weight_transfer_config": {"backend": self.weight_backend},
+        }
+        return web.json_response({"vllm_config": config})
+
+    async def _sglang_server_info(self, _) -> web.Response:
+        return web.json_response({"model_path": "/models/fake", "served_model_name": self.model_id, "tp_size": 1, "dp_size": 1})
+
+    async def _sglang_model_info(self, _) -> web.Response:
+        return web.json_response({"model_path": "/models/fake", "is_generation": True, "weight_version": self.version})
+
+    # -- generation
+
+    async def _generate(self, recorded: Recorded) -> web.Response:
+        status, reply = await self._sample(recorded.body)
+        return web.json_response(reply, status=status)
+
+    async def _sglang_generate(self, recorded: Recorded) -> web.Response:
+        try:
+            request = sglang_api.to_vllm(recorded.body)
+        except sglang_api.BadRequest as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        status, reply = await self._sample(request)
+        return web.json_response(sglang_api.from_vllm(request, reply) if status == 200 else reply, status=status)
+
+    async def _sample(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        ids, sampling = body["token_ids"], body["sampling_params"]
+        n = sampling.get("n", 1)
+        if n > self.max_num_seqs:
+            return _refusal(f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}.")
+        beyond = [token for token in ids if token >= self.vocab_size]
+        if beyond:
+            return _refusal(f"Token id {beyond[0]} is out of vocabulary")
+        if len(ids) >= self.max_model_len:
+            return _refusal(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of {self.max_model_len}.")
+        if self.resumed is not None:
+            await self.resumed.wait()
+        length = min(sampling["max_tokens"], self.max_model_len - len(ids))
+        choices = [self._choice(i, ids, sampling, length) for i in range(n - self.wrong_count)]
+        return 200, {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
+
+    def _choice(self, index: int, ids: list[int], sampling: dict[str, Any], length: int) -> dict[str, Any]:
+        seed = sampling["seed"] + index if sampling.get("seed") is not None else uuid.uuid4().int
+        tokens = [_hash(str(ids), seed, position) % (self.vocab_size - 2) + 2 for position in range(length)]
+        stops = [p for p, token in enumerate(tokens) if token in (sampling.get("stop_token_ids") or ())]
+        if stops:
+            tokens = tokens[: stops[0] + 1]
+        content = [{"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": []} for p, t in enumerate(tokens)]
+        if self.sentinel_logprob and content:
+            content[-1]["logprob"] = -9999.0
+        has_logprobs = sampling.get("logprobs") is not None and not self.missing_logprobs
+        return {
+            "index": index,
+            "token_ids": tokens,
+            "finish_reason": "stop" if stops else "length",
+            "stop_reason": tokens[-1] if stops else None,
+            "logprobs": {"content": content} if has_logprobs else None,
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+        }
+
+    # -- control
+
+    async def _pause(self, recorded: Recorded) -> web.Response:
+        if recorded.query.get("mode", "abort") not in ("abort", "wait", "keep"):
+            return web.json_response(_refusal("Input should be 'abort', 'wait' or 'keep'")[1], status=400)
+        self.resumed = asyncio.Event()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _) -> web.Response:
+        self._end_unfinished_update()
+        if self.resumed is not None:
+            self.resumed.set()
+        self.resumed = None
+        return web.json_response({"status": "resumed"})
+
+    async def _reset_prefix_cache(self, _) -> web.Response:
+        return web.json_response({"success": True})
+
+    # -- weights
+
+    async def _init_transfer(self, recorded: Recorded) -> web.Response:
+        self._end_unfinished_update()
+        self._leave()
+        info = recorded.body["init_info"]
+        try:
+            if info["medium"] == "gloo":
+                self._group = await asyncio.to_thread(
+                    wire.open_group,
+                    info["address"],
+                    info["port"],
+                    info["rank_offset"],
+                    info["world_size"],
+                    info["group"],
+                    info["timeout_seconds"],
+                )
+        except RuntimeError as error:  # torch's own errors at a rendezvous that fails
+            return _worker_failed(str(error))
+        self.medium = info["medium"]
+        return web.json_response({"message": "Weight transfer initialized"})
+
+    async def _start_update(self, _) -> web.Response:
+        self._end_unfinished_update()
+        if self.medium is None:
+            return _worker_failed("no transfer was initialised: /init_weight_transfer_engine comes first")
+        self.updating = True
+        return web.json_response({"message": "Weight update started"})
+
+    async def _update(self, recorded: Recorded) -> web.Response:
+        if not self.updating:
+            return _worker_failed("start_weight_update must be called before update_weights.")
+        info = recorded.body["update_info"]
+        bucket = tuple(TensorMeta(n, d, tuple(s)) for n, d, s in zip(info["names"], info["dtypes"], info["shapes"], strict=True))
+        try:
+            if self.medium == "disk":
+                from safetensors.torch import load_file
+
+                self.tensors |= load_file(info["path"])
+            else:
+                import torch
+
+                flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
+                await asyncio.to_thread(wire.broadcast, self._group, flat)
+                self.tensors |= dict(wire.split_flat(flat, bucket))
+        except (OSError, RuntimeError, ValueError) as error:
+            self._end_unfinished_update()
+            return _worker_failed(str(error))
+        self.changed = True
+        return web.json_response({"message": "Weights updated"})
+
+    async def _finish_update(self, recorded: Recorded) -> web.Response:
+        if not self.updating:
+            return _worker_failed("finish_weight_update called without a matching start_weight_update.")
+        self.updating = self.changed = False
+        if self.accept_versions:
+            self.version = recorded.body["weight_version"]
+        return web.json_response({"message": "Weight update finished"})
+
+    async def _shutdown_transfer(self, _) -> web.Response:
+        self._end_unfinished_update()
+        self._leave()
+        return web.json_response({"message": "Weight transfer shut down"})
+
+    def _end_unfinished_update(self) -> None:
+        self.updating = False
+        if self.changed:
+            self.version = "incomplete"
+
+    def _leave(self) -> None:
+        self.medium = None
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+def _hash(*parts: Any) -> int:
+    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:6], "big")
+
+
+def _logprob(token: int, position: int) -> float:
+    """Between -0.01 and -3, the same wherever it is computed."""
+    return -0.01 - math.fmod(_hash(token, position) / 1000.0, 3.0)
+
+
+def _refusal(message: str) -> tuple[int, dict[str, Any]]:
+    return 400, {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+
+
+def _worker_failed(message: str) -> web.Response:
+    text = f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack trace above"
+    return web.json_response({"error": {"message": text, "type": "InternalServerError", "param": None, "code": 500}}, status=500)

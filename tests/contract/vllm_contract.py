@@ -1,0 +1,140 @@
+"""Assertions about a vLLM server started by rltool, run on the fake (contract) and on the real one (e2e)."""
+
+from __future__ import annotations
+
+import uuid
+
+import pytest
+
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import Completion, GenerateRequest, HttpRequest, SamplingParams
+from rltool.errors import EngineError, EngineRejected
+
+PROMPT = (40, 41, 17, 90, 33, 5)
+SECONDS = 60.0
+
+
+def request(**changes) -> GenerateRequest:
+    sampling = {"max_tokens": 12, "ignore_eos": True} | changes.pop("sampling", {})
+    return GenerateRequest(**({"prompt_ids": PROMPT, "sampling": SamplingParams(**sampling), "request_id": uuid.uuid4().hex, "seed": 5} | changes))
+
+
+async def samples_of_a_prompt_are_distinct_and_repeatable(client: EngineClient, engine: EngineEndpoint) -> None:
+    first = await client.generate(engine, request(n=4), timeout=SECONDS)
+    again = await client.generate(engine, request(n=4), timeout=SECONDS)
+    assert [sample.token_ids for sample in first] == [sample.token_ids for sample in again]
+    assert len({sample.token_ids for sample in first}) == 4
+    # sample i of a group is the sample that its own seed gives
+    (third,) = await client.generate(engine, request(n=1, seed=7), timeout=SECONDS)
+    assert third.token_ids == first[2].token_ids
+
+
+async def a_completion_has_one_logprob_per_token_and_spans_over_all(client: EngineClient, engine: EngineEndpoint) -> None:
+    (sample,) = await client.generate(engine, request(), timeout=SECONDS)
+    assert len(sample.token_ids) == len(sample.logprobs) == 12
+    assert sample.finish_reason == "length"
+    assert all(value < 0 for value in sample.logprobs)
+    assert [(span.start, span.end) for span in sample.versions] == [(0, 12)]
+
+
+async def a_stop_token_ends_a_sample_and_is_part_of_it(client: EngineClient, engine: EngineEndpoint) -> None:
+    (free,) = await client.generate(engine, request(), timeout=SECONDS)
+    stop = free.token_ids[4]
+    (stopped,) = await client.generate(engine, request(sampling={"stop_token_ids": (stop,)}), timeout=SECONDS)
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+async def generate_of_sglang_gives_the_same_sample(client: EngineClient, engine: EngineEndpoint) -> None:
+    """Through the SGLang dialect, as through sglang-router."""
+    as_sglang = engine.model_copy(update={"dialect": "sglang"})
+    mine: list[Completion] = await client.generate(engine, request(n=2), timeout=SECONDS)
+    theirs = await client.generate(as_sglang, request(n=2), timeout=SECONDS)
+    assert [sample.token_ids for sample in theirs] == [sample.token_ids for sample in mine]
+    for a, b in zip(mine, theirs, strict=True):
+        assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
+        assert (b.finish_reason, b.versions) == (a.finish_reason, a.versions)
+
+
+async def generate_of_sglang_returns_a_list_for_several_samples(client: EngineClient, engine: EngineEndpoint) -> None:
+    body = {"rid": uuid.uuid4().hex, "input_ids": list(PROMPT), "return_logprob": True}
+    body["sampling_params"] = {"max_new_tokens": 3, "n": 2, "sampling_seed": 5, "ignore_eos": True, "top_k": -1}
+    reply = await client.request(engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=False)
+    assert [len(sample["output_ids"]) for sample in reply] == [3, 3]
+    meta = reply[1]["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 3}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (len(PROMPT), 3)
+    assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in reply[1]["output_ids"]]
+
+
+async def a_parameter_that_is_not_known_is_refused_by_name(client: EngineClient, engine: EngineEndpoint) -> None:
+    body = {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 3, "frobnicate": 2}}
+    with pytest.raises(EngineRejected, match="frobnicate") as caught:
+        await client.request(engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=True)
+    assert caught.value.status == 400
+
+
+async def requests_that_cannot_work_are_rejected_with_the_reason(client: EngineClient, engine: EngineEndpoint) -> None:
+    for changes, reason in (({"prompt_ids": (5, 4000)}, "vocabulary"), ({"prompt_ids": (5,) * 300}, "maximum model length")):
+        with pytest.raises(EngineRejected, match=reason) as caught:
+            await client.generate(engine, request(**changes), timeout=SECONDS)
+        assert caught.value.status == 400
+
+
+async def a_probe_finds_what_the_engine_is(client: EngineClient, engine: EngineEndpoint) -> None:
+    info = await client.probe(engine.model_copy(update={"dialect": None}))
+    assert (info.dialect, info.engine_version, info.model_id) == ("vllm", "0.32.0", "policy")
+    assert (info.world_size, info.vocab_size, info.dtype, info.max_model_len) == (1, 120, "float32", 256)
+    assert (info.weight_backend, info.plugin, info.paused) == ("rltool", True, False)
+    assert info.boot_id == engine.boot_id
+    assert info.model_config["model_type"] == "qwen2"
+    assert info.weight_version
+
+
+async def a_pause_is_seen_by_a_probe_and_ends_with_resume(client: EngineClient, engine: EngineEndpoint) -> None:
+    speaks = dialect("vllm")
+    await client.run(engine, speaks.pause("keep"), timeout=SECONDS)
+    try:
+        assert (await client.probe(engine)).paused is True
+        await client.health(engine)
+    finally:
+        await client.run(engine, speaks.resume(), timeout=SECONDS)
+    assert (await client.probe(engine)).paused is False
+
+
+async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClient, engine: EngineEndpoint) -> None:
+    speaks = dialect("vllm")
+    await client.run(engine, speaks.shutdown_transfer("g"), timeout=SECONDS)
+    with pytest.raises(EngineError, match="no transfer was initialised"):
+        await client.run(engine, speaks.begin_update(), timeout=SECONDS)
+    with pytest.raises(EngineError, match="start_weight_update must be called"):
+        await client.run(engine, speaks.update_bucket("disk", (), group="g", version="v", path="/none"), timeout=SECONDS)
+    with pytest.raises(EngineError, match="finish_weight_update called without"):
+        await client.run(engine, speaks.finish_update("v"), timeout=SECONDS)
+
+
+async def the_key_is_demanded_and_unknown_routes_do_not_exist(client: EngineClient, engine: EngineEndpoint) -> None:
+    for path in ("/version", "/pause", "/collective_rpc"):
+        with pytest.raises(EngineRejected) as caught:
+            await client.request(engine.url, HttpRequest("POST", path), key="wrong", timeout=SECONDS, retry=False)
+        assert caught.value.status == 401
+    with pytest.raises(EngineRejected, match="/collective_rpc") as caught:
+        await client.request(engine.url, HttpRequest("POST", "/collective_rpc", {}), key=engine.read_key(), timeout=SECONDS, retry=False)
+    assert caught.value.status == 404
+
+
+CONTRACT = [
+    samples_of_a_prompt_are_distinct_and_repeatable,
+    a_completion_has_one_logprob_per_token_and_spans_over_all,
+    a_stop_token_ends_a_sample_and_is_part_of_it,
+    generate_of_sglang_gives_the_same_sample,
+    generate_of_sglang_returns_a_list_for_several_samples,
+    a_parameter_that_is_not_known_is_refused_by_name,
+    requests_that_cannot_work_are_rejected_with_the_reason,
+    a_probe_finds_what_the_engine_is,
+    a_pause_is_seen_by_a_probe_and_ends_with_resume,
+    an_update_without_a_transfer_or_a_start_is_an_error,
+    the_key_is_demanded_and_unknown_routes_do_not_exist,
+]

@@ -1,0 +1,100 @@
+"""The real vLLM as rltool starts it: generation, the guard on every one of its routes, SGLang's /generate."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+from rltool.engines.client import EngineClient
+from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES
+from tests.contract.vllm_contract import CONTRACT
+from tests.e2e.weights import Sender, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
+def test_contract(vllm_engine_tied, clause):
+    async def run():
+        async with EngineClient() as client:
+            await clause(client, vllm_engine_tied.endpoint)
+
+    asyncio.run(run())
+
+
+def test_logprobs_are_those_of_the_sampling_temperature(vllm_engine_tied):
+    engine = vllm_engine_tied
+
+    async def run():
+        async with EngineClient() as client:
+            sender = Sender(client, engine)
+            model = perturbed_model(engine.launch.model, seed=20)
+            await sender.gloo(tensors_of(model), "tempered")
+            cold = new_request(temperature=0.7)
+            sample = await sender.one(cold)
+            assert mean_difference(model, sample, temperature=0.7) < 1e-4
+            assert mean_difference(model, sample, temperature=1.0) > 0.05
+            greedy = await sender.one(new_request(temperature=0.0, max_tokens=1))
+            first = hf_logprobs(model, new_request().prompt_ids, greedy)
+            assert first.item() == max_logprob(model, new_request().prompt_ids)
+
+    asyncio.run(run())
+
+
+def max_logprob(model, prompt) -> float:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1).max().item()
+
+
+def served_routes(engine) -> list[tuple[str, str]]:
+    """Every (method, path) that the server registered, as vLLM logs them at its start."""
+    text = engine.log.read_text()
+    routes = [
+        (method.strip(), path)
+        for path, methods in re.findall(r"Route: (\S+), Methods: ([A-Z, ]+)", text)
+        for method in methods.split(",")
+    ]
+    assert len(routes) > 50, "vLLM no longer logs its routes in the form that this test reads"
+    return sorted(set(routes))
+
+
+def test_every_route_of_the_server_is_guarded(vllm_engine_tied):
+    engine = vllm_engine_tied
+    routes = served_routes(engine)
+    assert ("POST", "/collective_rpc") in routes
+    for method, path in routes:
+        concrete = re.sub(r"{[^}]*}", "1", path)
+        if (method, path) in OPEN_ROUTES:
+            assert engine.http(method, concrete)[0] == 200
+            continue
+        for key in (None, "wrong"):
+            assert engine.http(method, concrete, {}, key=key)[0] == 401, f"{method} {path} without the key"
+        if (method, path) not in ALLOWED_ROUTES:
+            assert engine.http(method, concrete, {}, key=engine.key)[0] == 404, f"{method} {path} with the key"
+
+
+def test_variants_of_an_allowed_path_are_no_way_around_the_guard(vllm_engine_tied):
+    engine = vllm_engine_tied
+    for path in ("/health/../pause", "//pause", "/pause/", "/PAUSE", "/%70ause?x", "/health%2f..%2fpause", "/health;/pause", "/health/"):
+        assert engine.http("POST", path)[0] == 401
+    assert engine.http("POST", "/health")[0] == 401
+
+
+def test_all_allowed_routes_exist(vllm_engine_tied):
+    """A route that vLLM drops or renames must fail here and not in a training run."""
+    added_by_us = {("POST", "/generate"), ("GET", "/rltool/info"), ("GET", "/model_info")}
+    assert ALLOWED_ROUTES - added_by_us <= set(served_routes(vllm_engine_tied))
+
+
+def test_the_key_stands_in_no_command_line(vllm_engine_tied):
+    engine = vllm_engine_tied
+    import psutil
+
+    server = psutil.Process(engine.process.pid)
+    for process in [server, *server.children(recursive=True)]:
+        assert engine.key not in " ".join(process.cmdline())
+    assert engine.key not in engine.log.read_text()
