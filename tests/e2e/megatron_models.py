@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -11,6 +12,10 @@ from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, T
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""
+
+
+DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
+"""Where the trainers of these tests run: cpu, or cuda on a host with two GPUs."""
 
 
 def hf_model(kind: str, tied: bool, seed: int = 0):
@@ -80,7 +85,7 @@ def make_trainer(place, path, **options):
         ModelConfig(path=path, dtype=options.get("dtype", "float32")),
         TrainerConfig(
             world_size=place.world_size,
-            device="cpu",
+            device=DEVICE,
             tensor_parallel=options.get("tp", 1),
             pipeline_parallel=options.get("pp", 1),
             torch_threads=1,

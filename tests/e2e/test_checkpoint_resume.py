@@ -65,7 +65,7 @@ def case_refused(place, path, directory):
 def case_failing_save(place, path, directory):
     from rltool.checkpoints import torch_dist
 
-    def disk_full(*_):
+    def disk_full(*_, **__):
         raise OSError(28, "No space left on device")
 
     with closing(make_trainer(place, path)) as trainer:
