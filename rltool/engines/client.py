@@ -79,7 +79,7 @@ class EngineClient:
         """
         what = f"{request.method} {base_url}{request.path}"
         attempts = self.retry.attempts if retry else 1
-        failure: EngineError = EngineUnreachable(f"{what}: no answer")
+        failure: EngineError | None = None
         tried = 0
         try:
             async with asyncio.timeout(timeout):
@@ -92,8 +92,9 @@ class EngineClient:
                         if tried < attempts:
                             await asyncio.sleep(self.retry.delay(attempt, self._rng))
         except TimeoutError as error:
-            before = f"; before that: {failure}" if tried > 1 else ""
+            before = f"; before that: {failure}" if failure else ""
             raise EngineUnreachable(f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}") from error
+        assert failure is not None
         raise type(failure)(f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})")
 
     async def _send(self, base_url: str, request: HttpRequest, key: str | None, what: str, *, reuse: bool) -> Any:

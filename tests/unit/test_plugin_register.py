@@ -1,0 +1,79 @@
+"""What vLLM loads into every process of every server must be cheap, repeatable and without effect until it is asked for."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from rltool.engines import plugin
+from rltool.engines.plugin.worker import WeightUpdateRecovery
+
+
+def modules_after(statement):
+    code = f"{statement}; import sys; print(' '.join(sorted(m for m in sys.modules if '.' not in m)))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_importing_the_plugin_imports_nothing_heavy():
+    assert not {"vllm", "torch", "ray", "megatron", "typer", "aiohttp", "pydantic"} & set(modules_after("import rltool.engines.plugin"))
+
+
+def test_the_middleware_needs_neither_ray_nor_megatron_nor_typer():
+    assert not {"ray", "megatron", "typer"} & set(modules_after("import rltool.engines.plugin.server"))
+
+
+def test_client_and_dialects_need_no_engine_package_and_no_torch():
+    loaded = modules_after("import rltool.engines.client, rltool.engines.vllm, rltool.engines.endpoints")
+    assert not {"vllm", "sglang", "torch", "ray", "megatron"} & set(loaded)
+
+
+def test_registering_twice_registers_once(monkeypatch):
+    class Factory:
+        _registry = {}
+
+        @classmethod
+        def register_engine(cls, name, module, class_name):
+            if name in cls._registry:
+                raise ValueError("already registered")  # as vLLM's does
+            cls._registry[name] = (module, class_name)
+
+    module = types.ModuleType("vllm.distributed.weight_transfer.factory")
+    module.WeightTransferEngineFactory = Factory
+    monkeypatch.setitem(sys.modules, "vllm.distributed.weight_transfer.factory", module)
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    plugin.register()
+    plugin.register()
+    assert Factory._registry == {"rltool": ("rltool.engines.plugin.receiver", "WeightReceiver")}
+
+
+class Receiver:
+    def __init__(self, changed):
+        self.changed, self.calls = changed, []
+
+    def abandon(self):
+        self.calls.append("abandon")
+
+    def reset_weight_update_target(self):
+        self.calls.append("reset target")
+
+
+class Worker(WeightUpdateRecovery):
+    """Has what vllm.v1.worker.gpu_worker.Worker has of it."""
+
+    def __init__(self, engine, active):
+        self.weight_transfer_engine, self._weight_update_active = engine, active
+
+
+@pytest.mark.parametrize("active", [True, False])
+@pytest.mark.parametrize("changed", [True, False])
+def test_an_unfinished_update_is_ended_and_tells_whether_the_weights_are_mixed(active, changed):
+    worker = Worker(Receiver(changed), active)
+    assert worker.rltool_end_unfinished_update() is changed
+    assert worker._weight_update_active is False
+    assert worker.weight_transfer_engine.calls == ["abandon", "reset target"]
+
+
+def test_a_worker_without_weight_transfer_has_nothing_to_end():
+    assert Worker(None, False).rltool_end_unfinished_update() is False

@@ -1,0 +1,196 @@
+"""The vLLM dialect: requests, replies, argv and environment, without a network."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.types import GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
+from rltool.errors import EngineError, MissingLogprobs, UsageError
+
+DIALECT = VllmDialect()
+
+
+def request(**changes):
+    return GenerateRequest(**({"prompt_ids": (5, 6), "sampling": SamplingParams(8), "request_id": "r" * 32} | changes))
+
+
+def choice(index=0, tokens=(7, 8), logprobs=(-0.5, -1.5), **changes):
+    content = [{"token_id": t, "logprob": lp, "rank": 1} for t, lp in zip(tokens, logprobs, strict=False)]
+    spans = [{"version": "v", "start": 0, "end": len(tokens)}]
+    made = {"index": index, "token_ids": list(tokens), "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}
+    return made | changes
+
+
+def launch(**changes):
+    values = {
+        "index": 0, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8101, "gpus": (), "tp": 1, "device": "cpu",
+        "served_name": "policy", "dtype": None, "max_model_len": None, "seed": 3, "trust_remote_code": False,
+        "python": Path("/venv/bin/python"), "key_file": Path("/run/key"), "boot_id": "b" * 32, "weight_backend": "rltool",
+        "work_dir": Path("/run"),
+    }  # fmt: skip
+    return EngineLaunch(**(values | changes))
+
+
+def flag(argv, name):
+    return argv[argv.index(name) + 1]
+
+
+def test_token_ids_go_in_with_the_sampled_tokens_logprob_asked_for():
+    sampling = SamplingParams(8, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1, 2), ignore_eos=True)
+    (http,) = DIALECT.generate(request(sampling=sampling, n=3, seed=9))
+    assert (http.method, http.path) == ("POST", "/inference/v1/generate")
+    assert http.body["token_ids"] == [5, 6]
+    assert http.body["request_id"] == "r" * 32
+    assert http.body["sampling_params"] == {
+        "n": 3, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [1, 2], "ignore_eos": True,
+        "logprobs": 0, "detokenize": False, "seed": 9,
+    }  # fmt: skip
+
+
+def test_without_a_seed_none_is_sent():
+    (http,) = DIALECT.generate(request())
+    assert "seed" not in http.body["sampling_params"]
+
+
+def seeds(requests):
+    """The seed of every sample: vLLM adds the sample's index within its request."""
+    return [r.body["sampling_params"]["seed"] + i for r in requests for i in range(r.body["sampling_params"]["n"])]
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 1, 2**31 - 3])
+@pytest.mark.parametrize("n", [1, 4, MAX_N_PER_REQUEST, MAX_N_PER_REQUEST * 2 + 1])
+def test_sample_i_has_seed_plus_i_modulo_2_to_the_31_however_the_request_is_split(seed, n):
+    requests = DIALECT.generate(request(n=n, seed=seed))
+    assert seeds(requests) == [(seed + i) % 2**31 for i in range(n)]
+    assert all(r.body["sampling_params"]["n"] <= MAX_N_PER_REQUEST for r in requests)
+    assert len({r.body["request_id"] for r in requests}) == len(requests)
+
+
+def test_completions_come_in_the_order_of_their_index():
+    replies = [{"choices": [choice(1, (9,), (-2.0,)), choice(0)]}]
+    first, second = DIALECT.parse_generate(request(n=2), replies)
+    assert (first.token_ids, first.logprobs, first.finish_reason) == ((7, 8), (-0.5, -1.5), "stop")
+    assert first.versions == (VersionSpan("v", 0, 2),)
+    assert second.token_ids == (9,)
+
+
+def test_replies_of_a_split_request_are_joined():
+    n = MAX_N_PER_REQUEST + 1
+    replies = [{"choices": [choice(i) for i in range(MAX_N_PER_REQUEST)]}, {"choices": [choice(0, (9,), (-2.0,))]}]
+    completions = DIALECT.parse_generate(request(n=n), replies)
+    assert len(completions) == n and completions[-1].token_ids == (9,)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        choice(logprobs=(-0.5,)),
+        choice() | {"logprobs": None},
+        choice() | {"logprobs": {"content": None}},
+        choice(logprobs=(-0.5, math.nan)),
+        choice(logprobs=(-0.5, None)),
+        choice(logprobs=(-0.5, -math.inf)),
+        choice(logprobs=(-0.5, -9999.0)),
+    ],
+    ids=["one short", "none", "no content", "nan", "null", "minus infinity", "stand-in"],
+)
+def test_a_missing_logprob_raises(broken):
+    with pytest.raises(MissingLogprobs):
+        DIALECT.parse_generate(request(), [{"choices": [broken]}])
+
+
+def test_a_logprob_of_another_token_raises():
+    wrong = choice()
+    wrong["logprobs"]["content"][1]["token_id"] = 99
+    with pytest.raises(EngineError, match="log-probability 1 is that of token 99, the sampled token is 8"):
+        DIALECT.parse_generate(request(), [{"choices": [wrong]}])
+
+
+@pytest.mark.parametrize("reply", [{}, {"choices": None}, {"choices": []}, {"choices": [choice(), choice(1)]}, "text", None])
+def test_another_number_of_choices_raises(reply):
+    with pytest.raises(EngineError, match="1 samples were asked for"):
+        DIALECT.parse_generate(request(), [reply])
+
+
+def test_an_unknown_finish_reason_raises():
+    with pytest.raises(EngineError, match="'error'"):
+        DIALECT.parse_generate(request(), [{"choices": [choice(finish_reason="error")]}])
+
+
+def test_an_aborted_sample_without_tokens_is_a_completion():
+    empty = choice(tokens=(), finish_reason="abort", weight_versions=None)
+    (completion,) = DIALECT.parse_generate(request(), [{"choices": [empty]}])
+    assert (completion.token_ids, completion.finish_reason, completion.versions) == ((), "abort", ())
+
+
+def test_a_bucket_is_announced_with_names_dtypes_and_shapes():
+    bucket = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,)))
+    (http,) = DIALECT.update_bucket("disk", bucket, group="g", version="v", path="/x/1.safetensors")
+    assert http.body == {
+        "update_info": {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [4]], "path": "/x/1.safetensors"}
+    }
+    with pytest.raises(ValueError, match="path"):
+        DIALECT.update_bucket("disk", bucket, group="g", version="v")
+
+
+def test_the_version_is_set_by_finish_and_the_cache_of_the_old_weights_is_dropped():
+    finish, reset = DIALECT.finish_update("run:0:3")
+    assert (finish.path, finish.body) == ("/finish_weight_update", {"weight_version": "run:0:3"})
+    assert (reset.path, reset.query) == ("/reset_prefix_cache", {"reset_running_requests": "true"})
+
+
+def test_nccl_is_refused_by_name():
+    with pytest.raises(UsageError, match="NCCL"):
+        DIALECT.init_transfer("nccl", address="a", port=1, rank_offset=1, world_size=2, group="g", timeout_seconds=1)
+
+
+def test_the_launch_line_asks_for_tempered_logprobs_the_guard_and_the_weight_backend():
+    argv = DIALECT.argv(launch())
+    assert argv[:3] == ["/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
+    assert flag(argv, "--logprobs-mode") == "processed_logprobs"
+    assert flag(argv, "--middleware") == "rltool.engines.plugin.entry.RltoolMiddleware"
+    assert flag(argv, "--weight-transfer-config") == '{"backend": "rltool"}'
+    assert (flag(argv, "--host"), flag(argv, "--port"), flag(argv, "--seed")) == ("127.0.0.1", "8101", "3")
+    assert (flag(argv, "--model"), flag(argv, "--served-model-name")) == ("/models/tiny", "policy")
+    assert "--enable-scale-out" in argv and "--trust-remote-code" not in argv
+
+
+def test_on_the_cpu_the_engine_computes_in_float32_and_eagerly():
+    argv = DIALECT.argv(launch())
+    assert flag(argv, "--dtype") == "float32" and "--enforce-eager" in argv
+    assert DIALECT.environment(launch())["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_on_gpus_the_models_own_dtype_and_graphs_are_kept():
+    gpu = launch(device="cuda", gpus=(2, 3), tp=2, weight_backend="nccl")
+    argv = DIALECT.argv(gpu)
+    assert "--dtype" not in argv and "--enforce-eager" not in argv and "--max-model-len" not in argv
+    assert flag(argv, "--tensor-parallel-size") == "2"
+    environment = DIALECT.environment(gpu)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert not any(name.startswith("VLLM_CPU") or name == "OMP_NUM_THREADS" for name in environment)
+
+
+def test_flags_of_the_user_come_last_and_untouched():
+    argv = DIALECT.argv(launch(extra_args=("--max-num-seqs", "4"), trust_remote_code=True, dtype="bfloat16", max_model_len=99))
+    assert argv[-2:] == ["--max-num-seqs", "4"]
+    assert "--trust-remote-code" in argv
+    assert (flag(argv, "--dtype"), flag(argv, "--max-model-len")) == ("bfloat16", "99")
+
+
+def test_the_context_of_a_long_model_is_bounded_on_the_cpu(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 131072}')
+    assert flag(DIALECT.argv(launch(model=tmp_path)), "--max-model-len") == "2048"
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    assert flag(DIALECT.argv(launch(model=tmp_path)), "--max-model-len") == "512"
+
+
+def test_the_key_is_in_a_file_and_an_inherited_one_does_not_interfere():
+    environment = DIALECT.environment(launch())
+    assert environment["RLTOOL_KEY_FILE"] == "/run/key"
+    assert environment["RLTOOL_BOOT_ID"] == "b" * 32
+    assert environment["VLLM_API_KEY"] == ""
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1"
