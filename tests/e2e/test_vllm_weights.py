@@ -5,13 +5,26 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import psutil
 import pytest
+from safetensors.torch import save_file
 
+from rltool.engines import wire
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
-from tests.e2e.weights import GROUP, PROMPT, TIMEOUT, Sender, buckets_of, mean_difference, new_request, perturbed_model, tensors_of
+from tests.e2e.weights import (
+    GROUP,
+    PROMPT,
+    TIMEOUT,
+    Sender,
+    buckets_of,
+    mean_difference,
+    new_request,
+    perturbed_model,
+    tensors_of,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -160,8 +173,6 @@ def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied
     engine = vllm_engine_untied
 
     async def scenario(sender: Sender):
-        from safetensors.torch import save_file
-
         tensors = tensors_of(perturbed_model(engine.launch.model, seed=12))
         bucket = buckets_of(tensors, per_bucket=2)[0]
         lying = (replace(bucket[0], dtype="bfloat16"), bucket[1])
@@ -183,8 +194,6 @@ def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_
     engine = vllm_engine_untied
 
     async def scenario(sender: Sender):
-        from rltool.engines import wire
-
         tensors = tensors_of(perturbed_model(engine.launch.model, seed=13))
         speaks = dialect("vllm")
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
@@ -196,5 +205,28 @@ def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_
             await sender.control(speaks.update_bucket("gloo", buckets_of(tensors)[0], group=GROUP, version="never"))
         group.shutdown()
         await sender.gloo(tensors, "good")
+
+    session(engine, scenario)
+
+
+def test_a_shut_down_transfer_leaves_no_connection_open(vllm_engine_untied):
+    engine = vllm_engine_untied
+
+    def open_sockets() -> int:
+        # of the engine's own processes alone: the HTTP server's sockets come and go with its clients
+        workers = psutil.Process(engine.process.pid).children(recursive=True)
+        return sum(len(worker.net_connections(kind="tcp")) for worker in workers)
+
+    async def scenario(sender: Sender):
+        speaks = dialect("vllm")
+        await sender.control(speaks.shutdown_transfer(GROUP))
+        before = open_sockets()
+        store = wire.host_store("127.0.0.1", 0, TIMEOUT)
+        init = speaks.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT)
+        join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
+        await asyncio.gather(sender.control(init), join)
+        assert open_sockets() > before
+        await sender.control(speaks.shutdown_transfer(GROUP))
+        assert open_sockets() == before
 
     session(engine, scenario)

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from rltool.engines.endpoints import Address, EngineEndpoint, Endpoints, ModelEndpoints, parse_address, resolve
+from rltool.engines.endpoints import Address, Endpoints, EngineEndpoint, ModelEndpoints, parse_address, resolve
 from rltool.errors import UsageError
 
 
