@@ -61,6 +61,9 @@ class SglangDialect:
 
     def _generate_one(self, request: GenerateRequest, index: int) -> HttpRequest:
         sampling = request.sampling
+        if sampling.ignore_eos and sampling.stop_token_ids:
+            # It would ignore these too (schedule_batch.py, _check_token_based_finish), where vLLM stops at them.
+            raise UsageError("SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids")
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -222,6 +225,7 @@ class SglangDialect:
             dtype = dtype or "float32"
             argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
             argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
+            argv += ["--sleep-on-idle"]  # its scheduler otherwise polls, and takes half a core from the trainer
         if dtype is not None:
             argv += ["--dtype", dtype]
         if launch.max_model_len is not None:

@@ -85,7 +85,7 @@ def option(argv: list[str], name: str) -> str:
 
 
 def test_a_request_has_token_ids_and_no_text_and_asks_for_logprobs():
-    (http,) = SPEAKS.generate(request(temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(1, 2), ignore_eos=True))
+    (http,) = SPEAKS.generate(request(temperature=0.7, top_p=0.9, top_k=20, stop_token_ids=(1, 2)))
     assert (http.method, http.path) == ("POST", "/generate")
     assert http.body == {
         "rid": RID,
@@ -97,10 +97,17 @@ def test_a_request_has_token_ids_and_no_text_and_asks_for_logprobs():
             "top_p": 0.9,
             "top_k": 20,
             "stop_token_ids": [1, 2],
-            "ignore_eos": True,
+            "ignore_eos": False,
             "sampling_seed": 7,
         },
     }
+
+
+def test_ignoring_the_end_is_passed_on_but_not_together_with_stop_tokens_which_it_would_ignore_too():
+    (http,) = SPEAKS.generate(request(ignore_eos=True))
+    assert http.body["sampling_params"]["ignore_eos"] is True
+    with pytest.raises(UsageError, match="no token at all under ignore_eos"):
+        SPEAKS.generate(request(ignore_eos=True, stop_token_ids=(1,)))
 
 
 def test_every_sample_is_a_request_of_its_own_with_its_own_seed():

@@ -1,0 +1,395 @@
+"""The real SGLang on a CPU, in its own environment, driven by rltool's client, dialect, fleet and weight sync.
+
+Values are the proof: HF's forward pass scores what SGLang sampled, in fp32 on both sides. Seeds cannot be tested here: SGLang
+honours them only with --enable-deterministic-inference, which refuses every attention backend that a CPU has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from rltool.config.serve import EngineLaunch
+from rltool.config.train import WeightsConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest, TensorMeta
+from rltool.engines.weight_version import WeightVersion
+from rltool.errors import EngineRejected
+from rltool.weights.control import GROUP, WeightControl
+from rltool.weights.sender import Connection, SendReport, Target, WeightSender, write_to_disk
+from rltool.weights.sync import WeightSync
+from tests.e2e.engines import RunningEngine, free_port, wait_ready
+from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
+
+pytestmark = pytest.mark.e2e
+
+SPEAKS = dialect("sglang")
+EQUAL = 1e-4
+"""Mean absolute difference of fp32 log-probabilities; measured 1e-5."""
+DIFFERENT = 0.05
+SECONDS = 60.0
+LONG = 480
+"""Tokens that take a second or so, long enough to be interrupted."""
+BUCKET_BYTES = 200_000
+"""Some ten buckets for the tiny model."""
+
+
+def sglang_python() -> Path:
+    """The interpreter of SGLang's environment. In CI its absence is a failure: a skipped test proves nothing."""
+    named = os.environ.get("RLTOOL_SGLANG_PYTHON")
+    how = "tests/sglang_cpu/setup.sh .venv-sglang, then RLTOOL_SGLANG_PYTHON=$PWD/.venv-sglang/bin/python (`make test` does both)"
+    if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
+        pytest.skip(f"SGLang runs in an environment of its own, and RLTOOL_SGLANG_PYTHON names none: {how}")
+    if not named or not Path(named).exists():
+        pytest.fail(f"RLTOOL_SGLANG_PYTHON is {named!r}, which names no interpreter: {how}")
+    return Path(named)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """A keyed SGLang on the CPU with tied embeddings, started with the dialect's own argv and environment."""
+    work_dir = tmp_path_factory.mktemp("sglang")
+    key_file = work_dir / "key"
+    key_file.touch(mode=0o600)
+    key_file.write_text(secrets.token_hex(16))
+    launch = EngineLaunch(
+        index=0, model=tiny_tied_dir, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu", served_name="policy", dtype=None, max_model_len=512,
+        seed=7, trust_remote_code=False, python=sglang_python(), key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
+    )  # fmt: skip
+    log = work_dir / "sglang.log"
+    log.touch(mode=0o600)
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            SPEAKS.argv(launch), env=os.environ | SPEAKS.environment(launch), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            cwd=work_dir, start_new_session=True,
+        )  # fmt: skip
+    running = RunningEngine(EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log)
+    tree = []
+    try:
+        wait_ready(running)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        yield running
+    finally:
+        running.stop()
+        _, alive = psutil.wait_procs(tree, timeout=10)
+        for child in alive:
+            child.kill()
+
+
+class Trainer:
+    """rltool's own weight sync, with one plain rank in place of Megatron, against one engine."""
+
+    def __init__(self, client: EngineClient, engine: RunningEngine, disk_root: Path) -> None:
+        self.client, self.engine, self.where = client, engine, engine.endpoint
+        self.disk_root = disk_root
+        self.version = WeightVersion(uuid.uuid4().hex, 0, 0)
+        self.fleet = Fleet()
+        self.config = WeightsConfig(timeout=SECONDS)
+        self.tensors: Mapping[str, torch.Tensor] = {}
+
+    async def connected(self) -> Trainer:
+        """Preflight: probe, and clear what the test before may have left."""
+        infos = {self.where.url: await self.client.probe(self.where)}
+        self.control = WeightControl([self.where], infos, self.client, self.fleet, self.config)
+        assert await self.control.clear_leftovers() == {}
+        return self
+
+    async def tell(self, requests: list[HttpRequest]) -> list[Any]:
+        return await self.client.run(self.where, requests, timeout=SECONDS)
+
+    async def push(self, model, medium: str = "gloo") -> str:
+        """One full sync of the model's weights; the version that the engine then has."""
+        self.tensors = tensors_of(model)
+        self.version = self.version.next()
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(2) as pool:
+            handles = _Control(self.control, loop), _Sender(self, pool)
+            sync = WeightSync(*handles, medium=medium, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root)
+            report = await asyncio.to_thread(sync.sync, str(self.version))
+        assert (report.engines_ok, report.bytes) == (1, sum(t.numel() * t.element_size() for t in self.tensors.values()))
+        return str(self.version)
+
+    async def sample(self, **request: Any) -> Completion:
+        return (await self.client.generate(self.where, new_request(seed=None, **request), timeout=SECONDS))[0]
+
+    async def probe(self) -> EngineInfo:
+        return await self.client.probe(self.where)
+
+
+class _Control:
+    """WeightControl as the driver sees it: every call is a future."""
+
+    def __init__(self, control: WeightControl, loop: asyncio.AbstractEventLoop) -> None:
+        self._control, self._loop = control, loop
+
+    def __getattr__(self, name: str) -> Callable[..., Future]:
+        async def call(*arguments: Any) -> Any:
+            result = getattr(self._control, name)(*arguments)
+            return await result if isinstance(result, Awaitable) else result
+
+        return lambda *arguments: asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
+
+
+class _Sender:
+    """The trainer's one rank."""
+
+    def __init__(self, trainer: Trainer, pool: ThreadPoolExecutor) -> None:
+        self._trainer, self._pool, self._sender = trainer, pool, WeightSender(trainer.config)
+
+    def weight_metadata(self) -> list[TensorMeta]:
+        return [TensorMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._trainer.tensors.items()]
+
+    def _stream(self):
+        return zip(self.weight_metadata(), self._trainer.tensors.values(), strict=True)
+
+    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return self._sender.reserve(targets, group)
+
+    def join(self) -> Future:
+        return self._pool.submit(self._sender.join)
+
+    def send(self, buckets: Sequence[Bucket]) -> Future[SendReport]:
+        return self._pool.submit(self._sender.send, self._stream(), buckets)
+
+    def write(self, buckets: Sequence[Bucket], directory: Path) -> Future[SendReport]:
+        return self._pool.submit(write_to_disk, self._stream(), buckets, directory, self._trainer.engine.launch.model)
+
+
+@pytest.fixture
+def play(engine: RunningEngine, tmp_path: Path) -> Callable[[Callable[[Trainer], Awaitable[None]]], None]:
+    def run(scenario: Callable[[Trainer], Awaitable[None]]) -> None:
+        async def session() -> None:
+            async with EngineClient() as client:
+                await scenario(await Trainer(client, engine, tmp_path).connected())
+
+        asyncio.run(asyncio.wait_for(session(), 240))
+
+    return run
+
+
+# -- values
+
+
+@pytest.mark.parametrize("medium", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play, medium):
+    async def scenario(trainer: Trainer):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (1, 2))
+        await trainer.push(old)
+        sample = await trainer.sample()
+        assert mean_difference(old, sample) < EQUAL
+        assert mean_difference(new, sample) > DIFFERENT
+
+        version = await trainer.push(new, medium)
+        sample = await trainer.sample()
+        assert mean_difference(new, sample) < EQUAL
+        assert mean_difference(old, sample) > DIFFERENT
+        assert [(span.version, span.start, span.end) for span in sample.versions] == [(version, 0, 24)]
+        info = await trainer.probe()
+        assert (info.weight_version, info.model_id) == (version, "policy")
+
+    play(scenario)
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(engine, play):
+    async def scenario(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=3)
+        await trainer.push(model)
+        sample = await trainer.sample(temperature=0.6)
+        assert mean_difference(model, sample, temperature=0.6) < EQUAL
+        assert mean_difference(model, sample) > 10 * EQUAL
+
+    play(scenario)
+
+
+def test_a_prompt_cached_before_a_sync_is_computed_anew_after_it(engine, play):
+    prompt = PROMPT * 16
+
+    async def scenario(trainer: Trainer):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (4, 5))
+        await trainer.push(old)
+        for _ in range(2):
+            assert mean_difference(old, await trainer.sample(prompt=prompt), prompt=prompt) < EQUAL
+        await trainer.push(new)
+        assert mean_difference(new, await trainer.sample(prompt=prompt), prompt=prompt) < EQUAL
+
+    play(scenario)
+
+
+def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sampled_each_token(engine, play):
+    async def scenario(trainer: Trainer):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (6, 7))
+        first_version = await trainer.push(old)
+        running = asyncio.create_task(trainer.sample(max_tokens=LONG))
+        await has_running_request(trainer)
+        await trainer.tell(SPEAKS.pause("keep"))  # before the sync does it again: joining its group gives the request time to end
+        assert not running.done()
+        second_version = await trainer.push(new)
+        sample = await running
+        assert [span.version for span in sample.versions] == [first_version, second_version]
+        first, second = sample.versions
+        assert (first.start, first.end, second.end) == (0, second.start, LONG)
+        for model, span in ((old, first), (new, second)):
+            part = replace(sample, token_ids=sample.token_ids[span.start : span.end], logprobs=sample.logprobs[span.start : span.end], versions=())
+            assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
+
+    play(scenario)
+
+
+def test_samples_of_one_prompt_are_distinct(play):
+    async def scenario(trainer: Trainer):
+        samples = await trainer.client.generate(trainer.where, new_request(n=8), timeout=SECONDS)
+        assert len({sample.token_ids for sample in samples}) == 8
+
+    play(scenario)
+
+
+def test_a_greedy_sample_is_hfs_most_probable_one(engine, play):
+    async def scenario(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=8)
+        await trainer.push(model)
+        sample = await trainer.sample(temperature=0.0, max_tokens=8)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*PROMPT, *sample.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+        assert tuple(logits.argmax(-1).tolist()) == sample.token_ids
+
+    play(scenario)
+
+
+def test_the_stop_token_is_part_of_the_response(engine, play):
+    async def scenario(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=9)
+        await trainer.push(model)
+        whole = await trainer.sample(temperature=0.0)
+        stop = whole.token_ids[2]
+        sample = await trainer.sample(temperature=0.0, ignore_eos=False, stop_token_ids=(stop,))
+        assert sample.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+        assert sample.finish_reason == "stop" and sample.token_ids[-1] == stop
+        assert torch.isfinite(hf_logprobs(model, PROMPT, sample)).all()
+
+    play(scenario)
+
+
+# -- pausing and failing
+
+
+def test_a_paused_engine_says_so_and_holds_requests_until_it_is_resumed(play):
+    async def scenario(trainer: Trainer):
+        await trainer.tell(SPEAKS.pause("keep"))
+        assert (await trainer.probe()).paused is True
+        waiting = asyncio.create_task(trainer.sample())
+        done, _ = await asyncio.wait({waiting}, timeout=0.5)
+        assert not done
+        await trainer.tell(SPEAKS.resume())
+        assert len((await waiting).token_ids) == 24
+        assert (await trainer.probe()).paused is False
+        await trainer.client.health(trainer.where)
+
+    play(scenario)
+
+
+def test_an_aborting_pause_returns_partial_samples_and_lets_a_sync_follow(engine, play):
+    async def scenario(trainer: Trainer):
+        running = asyncio.create_task(trainer.sample(max_tokens=LONG))
+        await has_running_request(trainer)
+        await trainer.tell(SPEAKS.pause("abort"))
+        partial = await running
+        assert partial.finish_reason == "abort" and len(partial.token_ids) == len(partial.logprobs) < LONG
+        model = perturbed_model(engine.launch.model, seed=10)
+        await trainer.push(model)
+        assert mean_difference(model, await trainer.sample()) < EQUAL
+
+    play(scenario)
+
+
+def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engine, play):
+    async def die_midway(trainer: Trainer):
+        await trainer.tell([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
+        with pytest.raises(EngineRejected, match="already open"):
+            await trainer.tell(SPEAKS.begin_update())
+
+    async def come_back(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=11)
+        await trainer.push(model)
+        assert mean_difference(model, await trainer.sample()) < EQUAL
+
+    play(die_midway)
+    play(come_back)
+
+
+def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engine, play, tmp_path):
+    async def scenario(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=12)
+        version = await trainer.push(model)
+        absent = str(tmp_path / "absent" / "model-00001-of-00001.safetensors")
+        with pytest.raises(EngineRejected, match="update_weights_from_disk"):
+            await trainer.tell([*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)])
+        await trainer.control.clear_leftovers()
+        sample = await trainer.sample()
+        assert mean_difference(model, sample) < EQUAL
+        assert sample.versions[0].version == version
+
+    play(scenario)
+
+
+# -- identity and secrecy
+
+
+def test_the_engine_reports_the_boot_id_of_its_launch_even_after_syncs(engine, play):
+    async def scenario(trainer: Trainer):
+        await trainer.push(perturbed_model(engine.launch.model, seed=13))
+        info = await trainer.probe()
+        assert info.boot_id == engine.launch.boot_id
+        assert (info.world_size, info.max_model_len, info.dtype, info.engine_version) == (1, 512, "float32", "0.5.23")
+
+    play(scenario)
+
+
+def test_the_key_is_in_no_command_line_or_environment_of_the_server(engine):
+    server = psutil.Process(engine.process.pid)
+    for process in (server, *server.children(recursive=True)):
+        assert engine.key not in " ".join(process.cmdline())
+        assert engine.key not in "".join(process.environ().values())
+
+
+@pytest.mark.parametrize(
+    "http",
+    [
+        HttpRequest("POST", "/generate", {}),
+        HttpRequest("GET", "/model_info"),
+        HttpRequest("GET", "/server_info"),
+        *SPEAKS.pause("keep"),
+        *SPEAKS.resume(),
+        *SPEAKS.begin_update(),
+        *SPEAKS.shutdown_transfer(GROUP),
+        *SPEAKS.finish_update("mine"),
+    ],
+    ids=lambda http: http.path,
+)
+def test_no_route_that_matters_answers_without_the_key(engine, http):
+    assert engine.http(http.method, http.path, http.body)[0] == 401
+    assert engine.http(http.method, http.path, http.body, key="wrong")[0] == 401
+
+
+async def has_running_request(trainer: Trainer) -> None:
+    """Until SGLang's load says that a request is being decoded."""
+    while True:
+        load = await trainer.client.request(
+            trainer.where.url, HttpRequest("GET", "/v1/loads"), key=trainer.where.read_key(), timeout=SECONDS, retry=False
+        )
+        if sum(rank["num_running_reqs"] for rank in load["loads"]):
+            return
