@@ -148,13 +148,18 @@ def dry_run(config: ServeConfig, run: RunDirectory) -> tuple[list[EngineLaunch],
     """The launches that launch_engines would make, and warnings for what would make it refuse here. Starts and writes nothing."""
     warnings = []
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
-        launches = plan_launch(config, run, ports=reservation.ports, python=config.engine_python or default_engine_python())
+        launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
     gpus = wanted_gpus(config)
     try:
         check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use())
     except UsageError as error:
         warnings.append(str(error))
     return launches, warnings
+
+
+def engine_python(config: ServeConfig) -> Path:
+    """Absolute, because engines run in another directory; not resolved, for the reason given at default_engine_python."""
+    return config.engine_python.absolute() if config.engine_python else default_engine_python()
 
 
 def check_launch(config: ServeConfig, *, root: Path | None = None) -> None:
@@ -166,7 +171,7 @@ def check_launch(config: ServeConfig, *, root: Path | None = None) -> None:
     gpus = wanted_gpus(config)
     if gpus:
         check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use(root))
-    check_engine_python(config.engine_python or default_engine_python(), config.engine)
+    check_engine_python(engine_python(config), config.engine)
     with reserved_ports(config.num_engines, host=config.host, first=config.port):
         pass
 
@@ -192,10 +197,9 @@ def launch_engines(config: ServeConfig, group: ProcessGroup, *, report: Callable
     """
     run = group.run
     check_launch(config, root=run.path.parent)
-    python = config.engine_python or default_engine_python()
     run.ensure_key()
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
-        launches = plan_launch(config, run, ports=reservation.ports, python=python)
+        launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
         for launch in launches:
             launch.work_dir.mkdir(mode=0o700, exist_ok=True)
         specs = [engine_spec(config, launch) for launch in launches]

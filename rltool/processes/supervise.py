@@ -46,7 +46,11 @@ class ProcessGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        stop_all(self.processes, self._grace)
+        try:
+            stop_all(self.processes, self._grace)
+        except KeyboardInterrupt:  # the second Ctrl-C: without grace, but not without killing
+            stop_all(self.processes, 0.0)
+            raise
 
 
 def run_in_foreground(

@@ -39,7 +39,7 @@ def main() -> None:
         RouterArgs(
             host=arguments.host,
             port=arguments.port,
-            # Both listeners bind 0.0.0.0 unless told otherwise, and this one knows no key.
+            # Its command line binds this one to 0.0.0.0 unless told otherwise, and it knows no key.
             prometheus_host="127.0.0.1",
             prometheus_port=arguments.prometheus_port,
             policy=arguments.policy,

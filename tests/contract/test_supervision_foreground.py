@@ -14,7 +14,7 @@ from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessSpec
 from rltool.processes.state import is_alive, read_states, state_of_this_process, write_state
-from rltool.processes.stop import process_tree
+from rltool.processes.stop import process_tree, stop_processes
 from rltool.processes.stop_run import stop_order, stop_run
 from rltool.processes.supervise import ProcessGroup
 
@@ -138,12 +138,41 @@ def test_stopping_the_whole_run_ends_the_foreground_command_as_well(start):
     assert read_states(foreground.run) == []
 
 
+def test_a_process_is_marked_as_stopping_before_it_is_signalled(tmp_path, monkeypatch):
+    """Otherwise a foreground command that sees the death first takes it for a failure."""
+    run = open_run("r", create=True, root=tmp_path)
+    seen = []
+    monkeypatch.setattr("rltool.processes.stop_run.stop_processes", lambda *_: seen.extend(read_states(run)))
+    with ProcessGroup(run) as group:
+        group.start(ProcessSpec(role="router", argv=(sys.executable, "-c", "import time; time.sleep(600)")))
+        stop_run(run)
+    assert [state.stopping for state in seen] == [True]
+
+
 def test_a_role_that_the_run_does_not_have_is_refused_and_nothing_is_stopped(start):
     foreground = start(detach="1")
     foreground.end()
     with pytest.raises(UsageError, match=r"engine-7; it has: engine-0, engine-1"):
         stop_run(foreground.run, ["engine-0", "engine-7"])
     assert len(foreground.left()) == 3
+
+
+def test_a_second_interrupt_while_stopping_still_leaves_no_process(tmp_path, monkeypatch):
+    run = open_run("r", create=True, root=tmp_path)
+    real, calls = stop_processes, []
+
+    def interrupted_once(states, grace):
+        calls.append(grace)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        real(states, grace)
+
+    monkeypatch.setattr("rltool.processes.supervise.stop_processes", interrupted_once)
+    with pytest.raises(KeyboardInterrupt), ProcessGroup(run) as group:
+        process = group.start(ProcessSpec(role="router", argv=(sys.executable, "-c", "import time; time.sleep(600)")))
+    assert calls[1] == 0
+    assert not is_alive(process.state)
+    assert read_states(run) == []
 
 
 def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):

@@ -53,6 +53,12 @@ def generate(url: str, key: str) -> dict:
         return json.load(reply)
 
 
+def pause(url: str, key: str) -> None:
+    request = urllib.request.Request(url + "/pause?mode=keep", headers={"Authorization": f"Bearer {key}"}, method="POST")
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.status == 200
+
+
 def running(trees: list[psutil.Process]) -> list[str]:
     left = []
     for process in trees:
@@ -99,7 +105,13 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert "engine-0 |" in rltool(root, "logs", "-n", "3")
     rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2)  # it is running already
 
+    pause(rows["engine-0"]["url"], key)  # as a trainer does that dies in the middle of a sync
+    paused = json.loads(rltool(root, "status", "--json"))["runs"][0]["processes"]
+    assert next(row["health"] for row in paused if row["role"] == "engine-0") == "paused"
+    assert "was paused, resumed" in rltool(root, "engines", "resume")
     assert "was not paused" in rltool(root, "engines", "resume")
+    assert generate(endpoints["data_url"], key)["output_ids"]
+
     rltool(root, "stop")
     assert running(trees) == []
     assert read_states(run) == []

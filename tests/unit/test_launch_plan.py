@@ -12,6 +12,7 @@ from rltool.engines.launch import (
     check_model,
     dry_run,
     engine_flags,
+    engine_python,
     engine_spec,
     parse_gpus,
     plan_launch,
@@ -134,6 +135,14 @@ def test_the_key_itself_is_in_neither_argv_nor_environment(model, run, engine):
     assert key not in " ".join(spec.environment.values())
     assert spec.argv[-2:] == ("--x", "1")
     assert spec.url == "http://127.0.0.1:9000"
+
+
+def test_a_relative_interpreter_is_found_from_the_engines_own_directory(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "venv").mkdir()
+    (tmp_path / "venv" / "python").symlink_to(sys.executable)
+    found = engine_python(config(model, engine_python="venv/python"))
+    assert found == tmp_path / "venv" / "python"  # not what the link points to: that would leave the environment
 
 
 def test_engine_flags_without_the_double_dash_are_a_usage_error():
