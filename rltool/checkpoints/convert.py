@@ -14,10 +14,11 @@ from megatron.core.models.gpt import GPTModel
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carried_files, carry
-from rltool.checkpoints.hf_export import MAX_SHARD_BYTES, tensor_bytes, write_hf_directory
+from rltool.checkpoints.hf_export import MAX_SHARD_BYTES, write_hf_directory
 from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.torch_dist import load_model, open_verified, write_state
 from rltool.checkpoints.verify import compare_logits, compare_tensors
+from rltool.engines.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.hf_weights import export_weights, load_hf, weight_metadata
 from rltool.megatron.model import build_model

@@ -6,36 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
 from rltool.engines.types import TensorMeta
+from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.megatron.hf_weights import INDEX, SINGLE
 from rltool.megatron.trainer import MegatronTrainer
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """What transformers used by default for years; small enough for any file system."""
-
-
-def tensor_bytes(meta: TensorMeta) -> int:
-    return torch.Size(meta.shape).numel() * getattr(torch, meta.dtype).itemsize
-
-
-def plan_shards(metadata: list[TensorMeta], max_bytes: int) -> list[list[TensorMeta]]:
-    """Tensors in order, cut so that no file exceeds max_bytes unless a single tensor does."""
-    shards: list[list[TensorMeta]] = []
-    room = 0
-    for meta in metadata:
-        size = tensor_bytes(meta)
-        if not shards or size > room:
-            shards.append([])
-            room = max_bytes
-        shards[-1].append(meta)
-        room -= size
-    return shards
 
 
 def write_tensors(
@@ -45,7 +27,7 @@ def write_tensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Safetensors files from tensors that come in the order of `metadata`; holds one shard at a time."""
-    shards, stream = plan_shards(metadata, max_shard_bytes), iter(tensors)
+    shards, stream = plan_buckets(metadata, max_shard_bytes), iter(tensors)
     weight_map = {}
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"

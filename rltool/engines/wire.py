@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -56,6 +56,27 @@ def tensor_bytes(meta: TensorMeta) -> int:
 def bucket_bytes(bucket: Bucket) -> int:
     """Bytes of a bucket on the wire: its tensors back to back, unpadded."""
     return sum(tensor_bytes(meta) for meta in bucket)
+
+
+def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
+    """Cut the stream, in its order, into buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
+
+    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on every
+    bucket without talking about it.
+    """
+    buckets: list[Bucket] = []
+    current: list[TensorMeta] = []
+    size = 0
+    for meta in metadata:
+        more = tensor_bytes(meta)
+        if current and size + more > limit:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(meta)
+        size += more
+    if current:
+        buckets.append(tuple(current))
+    return buckets
 
 
 def flat_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

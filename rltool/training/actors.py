@@ -107,8 +107,8 @@ class TrainerActor:
     def weight_metadata(self) -> Any:
         return self.trainer.weight_metadata()
 
-    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return self.sender.reserve(targets, group)
+    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return self.sender.host(targets, group)
 
     def join(self) -> Failures:
         return self.sender.join()

@@ -113,8 +113,8 @@ class TrainerGroup:
     def weight_metadata(self) -> list[TensorMeta]:
         return self._all(lambda rank: rank.weight_metadata.remote())[0]
 
-    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return get_all([self.ranks[0].reserve.remote(targets, group)])[0]
+    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return get_all([self.ranks[0].host.remote(targets, group)])[0]
 
     def join(self) -> RayFuture:
         return RayFuture([self.ranks[0].join.remote()])

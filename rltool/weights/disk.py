@@ -11,12 +11,11 @@ import os
 import shutil
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rltool.engines.types import Bucket
-from rltool.weights.stream import bucket_bytes, meta_bytes
+from rltool.engines.wire import bucket_bytes, split_flat
 
 
 def bucket_file(directory: Path, index: int, count: int) -> Path:
@@ -42,12 +41,8 @@ class DiskWriter:
 
     def write(self, bucket: Bucket, flat: Tensor) -> None:
         """flat: [bytes of the bucket] uint8, as fill_buckets yields it."""
-        tensors, at = {}, 0
-        for meta in bucket:
-            size = meta_bytes(meta)
-            # A slice may start at any byte; a view as a wider dtype needs aligned memory, so each tensor is copied out.
-            tensors[meta.name] = flat[at : at + size].clone().view(getattr(torch, meta.dtype)).reshape(meta.shape)
-            at += size
+        # safetensors refuses tensors that share memory, as views of one bucket do.
+        tensors = {name: tensor.clone() for name, tensor in split_flat(flat, bucket)}
         save_file(tensors, self._temporary / f"bucket-{len(self._buckets)}", metadata={"format": "pt"})
         self._buckets.append(bucket)
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import TCPStore
 
 from rltool.config.train import WeightsConfig
+from rltool.engines import wire
 from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.wire import bucket_bytes, host_store
 from rltool.errors import UsageError
-from rltool.processes.ports import PortReservation, reserve_ports
 from rltool.weights.address import local_address_towards
 from rltool.weights.disk import DiskWriter
-from rltool.weights.stream import bucket_bytes, fill_buckets
+from rltool.weights.sglang_group import open_sglang_group
+from rltool.weights.stream import fill_buckets
 
 Stream = Iterable[tuple[TensorMeta, Tensor | None]]
 
@@ -64,34 +67,29 @@ class WeightSender:
 
     def __init__(self, config: WeightsConfig) -> None:
         self.config = config
-        self._reserved: list[tuple[Connection, PortReservation]] = []
+        self._hosted: list[tuple[Connection, TCPStore]] = []
         self._groups: dict[str, Any] = {}
 
-    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        """Choose address and port of each engine's group. The ports stay bound until `join` hands them over."""
+    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        """Open each engine's rendezvous, listening from now on, and say where it is."""
         self.close()
         for target in targets:
             address = self.config.advertise_host or local_address_towards(target.url)
-            held = _reserve(address, self.config.port_range)
-            self._reserved.append((Connection(target, address, held.ports[0], group), held))
-        return [connection for connection, _ in self._reserved]
+            store = _host_store(address, self.config.port_range, self.config.timeout)
+            self._hosted.append((Connection(target, address, store.port, group), store))
+        return [connection for connection, _ in self._hosted]
 
     def join(self) -> dict[str, str]:
-        """Join all reserved groups, side by side with the engines' own joining. Returns URL -> reason for those that failed."""
+        """Join all hosted groups, side by side with the engines' own joining. Returns URL -> reason for those that failed."""
         failures: dict[str, str] = {}
-
-        def enter(connection: Connection, held: PortReservation) -> Any:
-            held.release()
-            return open_group(connection, self.config.timeout)
-
-        with ThreadPoolExecutor(max(1, len(self._reserved))) as pool:
-            waiting = [(connection, pool.submit(enter, connection, held)) for connection, held in self._reserved]
+        with ThreadPoolExecutor(max(1, len(self._hosted))) as pool:
+            waiting = [(connection, pool.submit(open_group, connection, store, self.config.timeout)) for connection, store in self._hosted]
             for connection, future in waiting:
                 try:
                     self._groups[connection.target.url] = future.result()
-                except Exception as error:  # any failure of torch's rendezvous is this engine's alone
+                except RuntimeError as error:  # of which all of torch's rendezvous errors are; it is this engine's alone
                     failures[connection.target.url] = f"joining its transfer group: {error}"
-        self._reserved = []
+        self._hosted = []
         return failures
 
     def send(self, stream: Stream, buckets: Sequence[Bucket]) -> SendReport:
@@ -114,20 +112,18 @@ class WeightSender:
         return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started, failures)
 
     def close(self) -> None:
-        """Leave all groups and give unused ports back. A dropped group is closed by its destructor."""
-        for _, held in self._reserved:
-            held.release()
-        self._reserved = []
+        """Leave all groups. A dropped group or store is closed by its destructor."""
+        self._hosted = []
         self._groups = {}
 
 
-def _reserve(address: str, port_range: tuple[int, int] | None) -> PortReservation:
+def _host_store(address: str, port_range: tuple[int, int] | None, timeout: float) -> TCPStore:
     if port_range is None:
-        return reserve_ports(1, host=address)
+        return host_store(address, 0, timeout)
     for port in range(port_range[0], port_range[1] + 1):
         try:
-            return reserve_ports(1, host=address, first=port)
-        except UsageError:
+            return host_store(address, port, timeout)
+        except OSError:
             continue
     raise UsageError(f"weights.port_range: no free port on {address} from {port_range[0]} to {port_range[1]}")
 
@@ -148,24 +144,11 @@ def drain(stream: Stream) -> None:
         pass
 
 
-def open_group(connection: Connection, timeout: float) -> Any:
+def open_group(connection: Connection, store: TCPStore, timeout: float) -> Any:
     """Join the engine's group as rank 0, in the way its dialect rendezvouses. Returns an object with broadcast(flat, root) -> work."""
-    openers: dict[str, Callable[..., Any]] = {"vllm": _open_vllm, "sglang": _open_sglang}
-    if connection.target.dialect not in openers:
-        raise UsageError(f"no gloo transfer to engines of dialect {connection.target.dialect!r}; known: {', '.join(openers)}")
-    return openers[connection.target.dialect](connection, timeout)
-
-
-def _open_vllm(connection: Connection, timeout: float) -> Any:
-    from rltool.engines.wire import open_group as open_wire_group
-
-    return open_wire_group(connection.address, connection.port, 0, connection.world_size, connection.group, timeout)
-
-
-def _open_sglang(connection: Connection, timeout: float) -> Any:
-    from rltool.weights.sglang_group import open_sglang_group
-
-    return open_sglang_group(connection.address, connection.port, connection.world_size, connection.group, timeout)
+    if connection.target.dialect == "sglang":
+        return open_sglang_group(store, connection.world_size, connection.group, timeout)
+    return wire.open_group(connection.address, connection.port, 0, connection.world_size, connection.group, timeout, store=store)
 
 
 def remove_old_versions(root: Path, keep: int = 2) -> None:

@@ -15,15 +15,14 @@ from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPSt
 TRAINER_RANK = 0
 
 
-def open_sglang_group(address: str, port: int, world_size: int, group: str, timeout: float) -> ProcessGroup:
-    """Join `group` as rank 0, hosting its store at address:port. Blocks until all `world_size` ranks are there.
+def open_sglang_group(store: TCPStore, world_size: int, group: str, timeout: float) -> ProcessGroup:
+    """Join `group` as rank 0 over a store that the trainer hosts. Blocks until all `world_size` ranks are there.
 
     world_size: 1 + the engine's world size. timeout: seconds, for joining and then for each broadcast; RuntimeError (of which
     torch's DistStoreError is one) when it passes. The result sends a contiguous uint8 CPU tensor with
     `broadcast(tensor, 0).wait()`; dropping the last reference to it closes its connections.
     """
     limit = timedelta(seconds=timeout)
-    store = TCPStore(address, port, world_size, is_master=True, timeout=limit, wait_for_workers=False)
     store.set_timeout(limit)
     return ProcessGroupGloo(_as_torch_prefixes(store, group), TRAINER_RANK, world_size, limit)
 

@@ -8,44 +8,12 @@ import torch
 from torch import Tensor
 
 from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
 
 
 class WeightStreamError(RltoolError):
     """The tensors that came do not match the metadata that was announced."""
-
-
-def meta_bytes(meta: TensorMeta) -> int:
-    """Bytes of one tensor."""
-    count = 1
-    for size in meta.shape:
-        count *= size
-    return count * getattr(torch, meta.dtype).itemsize
-
-
-def bucket_bytes(bucket: Bucket) -> int:
-    return sum(meta_bytes(meta) for meta in bucket)
-
-
-def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
-    """Cut the stream, in its order, into buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
-
-    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on every
-    bucket without talking about it.
-    """
-    buckets: list[Bucket] = []
-    current: list[TensorMeta] = []
-    size = 0
-    for meta in metadata:
-        more = meta_bytes(meta)
-        if current and size + more > limit:
-            buckets.append(tuple(current))
-            current, size = [], 0
-        current.append(meta)
-        size += more
-    if current:
-        buckets.append(tuple(current))
-    return buckets
 
 
 def flatten(tensors: Iterable[Tensor], total: int, device: torch.device | str) -> Tensor:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from rltool.engines.dialect import Medium
 from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.control import GROUP, Failures
 from rltool.weights.disk import bucket_file, version_directory
 from rltool.weights.sender import Connection, SendReport, Target
-from rltool.weights.stream import bucket_bytes, plan_buckets
 
 
 class WeightSyncFailed(EngineError):
@@ -43,10 +43,10 @@ class ControlHandle(Protocol):
 
 
 class SenderHandle(Protocol):
-    """The trainer's ranks: reserve and join concern rank 0 alone, send is a collective of all."""
+    """The trainer's ranks: host and join concern rank 0 alone, send is a collective of all."""
 
     def weight_metadata(self) -> list[TensorMeta]: ...
-    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]: ...
+    def host(self, targets: Sequence[Target], group: str) -> list[Connection]: ...
     def join(self) -> Future: ...
     def send(self, buckets: Sequence[Bucket]) -> Future: ...
     def write(self, buckets: Sequence[Bucket], directory: Path) -> Future: ...
@@ -117,7 +117,7 @@ class WeightSync:
             connections = [Connection(target, "", 0, GROUP) for target in targets]
             failures = self.control.connect(connections, self.medium).result(2 * self.timeout)
         else:
-            connections = self.trainer.reserve(targets, GROUP)
+            connections = self.trainer.host(targets, GROUP)
             joining = self.trainer.join()
             failures = self.control.connect(connections, self.medium).result(2 * self.timeout)
             failures.update(joining.result(2 * self.timeout))

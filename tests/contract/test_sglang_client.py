@@ -18,8 +18,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams, TensorMeta
 from rltool.engines.weight_version import WeightVersion
+from rltool.engines.wire import host_store
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
-from rltool.processes.ports import reserved_ports
 from rltool.weights.sglang_group import open_sglang_group
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 
@@ -62,11 +62,6 @@ def play(scenario: Callable[[EngineClient], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
-def free_port() -> int:
-    with reserved_ports(1) as reserved:
-        return reserved.ports[0]
-
-
 class Trainer:
     """The other side of a gloo sync, as one rank."""
 
@@ -77,9 +72,9 @@ class Trainer:
         return await self.client.run(self.where, requests, timeout=SECONDS)
 
     async def join(self):
-        port = free_port()
-        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
-        opening = asyncio.to_thread(open_sglang_group, "127.0.0.1", port, 2, GROUP, SECONDS)
+        store = host_store("127.0.0.1", 0, SECONDS)
+        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
+        opening = asyncio.to_thread(open_sglang_group, store, 2, GROUP, SECONDS)
         group, _ = await asyncio.gather(opening, self.tell(init))
         return group
 
@@ -275,9 +270,8 @@ def test_the_group_leaves_torchs_default_group_alone(engine, key_file, tmp_path)
 
 
 def test_a_trainer_that_waits_for_an_engine_gives_up_at_its_deadline():
-    port = free_port()
     with pytest.raises(RuntimeError):
-        open_sglang_group("127.0.0.1", port, 2, GROUP, 0.5)
+        open_sglang_group(host_store("127.0.0.1", 0, 0.5), 2, GROUP, 0.5)
 
 
 def test_a_sync_that_failed_midway_does_not_block_the_next_one(engine, key_file):

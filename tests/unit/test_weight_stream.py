@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from rltool.engines.types import TensorMeta
-from rltool.weights.stream import WeightStreamError, bucket_bytes, fill_buckets, plan_buckets
+from rltool.engines.wire import bucket_bytes, plan_buckets
+from rltool.weights.stream import WeightStreamError, fill_buckets
 
 
 def meta(name: str, *shape: int, dtype: str = "float32") -> TensorMeta:

@@ -1,0 +1,179 @@
+"""The main job on one machine, as a user would type it: every stage is one of rltool's own commands.
+
+Task and tiny model -> engines (starting) beside convert-ckpt -> router -> supervised warm start -> GRPO -> back to Hugging
+Face -> report. Everything lies in one run directory; the warm start, a training run of its own, in a second one beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.state import read_states
+from rltool.processes.stop import stop_processes
+from rltool.processes.supervise import ProcessGroup
+from rltool.quickstart.report import write_report
+from rltool.quickstart.stages import Stages
+from rltool.quickstart.task import TaskFiles, make_task
+from rltool.quickstart.tiny_model import make_tiny_model
+
+MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 8, 8
+"""A word of five letters and "=", and the same backward with the end mark, with room to ramble."""
+WARM_UP_STEPS = 400
+"""Upper bound; the warm start ends at WARM_UP_ACCURACY."""
+WARM_UP_ACCURACY = 0.25
+STAGES = 7
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the quickstart found, from the GRPO run's metrics: rewards are exact match at temperature 1."""
+
+    reward_first: float
+    """Mean over the first three steps."""
+    reward_last: float
+    """Mean over the last ten."""
+    accuracy_before: float
+    accuracy_after: float
+    report: Path
+    run: RunDirectory
+    timings: dict[str, float]
+
+
+def warm_up_toml(model: Path, task: TaskFiles, seed: int) -> str:
+    return f"""# The quickstart's supervised warm start: the model learns the form of an answer, and is often wrong.
+seed = {seed}
+steps = {WARM_UP_STEPS}
+
+[model]
+path = "{model}"
+
+[algorithm]
+loss = "sft"
+
+[optimizer]
+lr = 1e-3
+warmup_steps = 10
+
+[trainer]
+torch_threads = 1
+
+[data]
+train = ["{task.train}"]
+
+[rollout]
+prompts_per_step = 128
+max_prompt_tokens = {MAX_PROMPT_TOKENS}
+max_response_tokens = {MAX_RESPONSE_TOKENS}
+
+[eval]
+sets = {{ heldout = "{task.heldout}" }}
+every_steps = 10
+stop_at = {WARM_UP_ACCURACY}  # sampled accuracy; it overshoots within 50 steps
+
+[checkpoint]
+save_hf_at_end = true
+"""
+
+
+def grpo_toml(model: Path, task: TaskFiles, seed: int, steps: int) -> str:
+    return f"""# The quickstart's GRPO run. Try another learning rate: copy this file, and train under another --run name.
+seed = {seed}
+steps = {steps}
+optimizer_steps_per_rollout = 2
+
+[model]
+path = "{model}"
+
+[algorithm]
+loss = "policy"
+normalize_std = true
+
+[optimizer]
+lr = 3e-4
+
+[trainer]
+torch_threads = 1
+
+[data]
+train = ["{task.train}"]
+
+[rollout]
+prompts_per_step = 32
+samples_per_prompt = 8
+temperature = 1.0
+max_prompt_tokens = {MAX_PROMPT_TOKENS}
+max_response_tokens = {MAX_RESPONSE_TOKENS}
+
+[reward]
+function = "rltool.rollout.rewards:exact_match"
+
+[eval]
+sets = {{ heldout = "{task.heldout}" }}
+
+[monitor]
+logprob_gap_limit = 1e-3  # float32 on both sides: 1e-6 is usual
+
+[checkpoint]
+every_steps = {max(1, steps // 2)}
+"""
+
+
+def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int, num_engines: int = 2) -> Result:
+    """All of it. Whatever happens, nothing that it started is left running. Raises ProcessFailed with the failed verb's log."""
+    run = open_run(name, create=True)
+    warm_up = open_run(f"{run.name}-warmup", create=True)
+    console.print(f"run [bold]{run.name}[/bold]: everything goes to {run.path}", highlight=False, soft_wrap=True)
+    with ProcessGroup(run) as group:
+        try:
+            return _stages(Stages(run, group, console, STAGES), run, warm_up, seed, steps, num_engines)
+        finally:
+            # Engines and router were detached from the verbs that started them: they end with the quickstart.
+            with console.status("stopping engines and router"):
+                for directory in (run, warm_up):
+                    stop_processes(read_states(directory))
+
+
+def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int, steps: int, num_engines: int) -> Result:
+    base, start, trained = run.path / "model", run.path / "model-torch_dist", run.path / "trained-hf"
+    with stages.stage("a task and a tiny model"):
+        task = make_task(run.path / "task", seed=seed)
+        make_tiny_model(base, seed=seed)
+        (run.path / "warmup.toml").write_text(warm_up_toml(start, task, seed))
+        (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf-final", task, seed, steps))
+    with stages.stage("engines start; the checkpoint becomes a torch_dist one, verified"):
+        longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's 24 tokens
+        engines = stages.begin(
+            "serve-engines", "serve-engines", str(base), "--num-engines", str(num_engines), "--device", "cpu", "--max-model-len", longest, "--run", run.name, "--detach"
+        )
+        stages.do("convert-ckpt", "convert-ckpt", str(base), str(start), note="converting")
+        stages.finish(engines, note="engines are starting")
+    with stages.stage("a router in front of the engines"):
+        stages.do("start-router", "router", f"@{run.endpoints_file}", "--run", run.name, "--detach")
+    external = f"@{run.endpoints_file}"
+    with stages.stage(f"supervised warm start, until {WARM_UP_ACCURACY:.0%} of sampled answers are right"):
+        stages.train("warm-up", WARM_UP_STEPS, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, "--rollout-external", external)
+        newest = max((warm_up.path / "hf").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+        newest.rename(warm_up.path / "hf-final")
+    with stages.stage(f"GRPO, {steps} rollouts of 32 prompts x 8 samples"):
+        stages.train("grpo", steps, "train", "--config", str(run.path / "grpo.toml"), "--run", run.name, "--rollout-external", external)
+    with stages.stage("the trained checkpoint, back to Hugging Face"):
+        stages.do("convert-back", "convert-ckpt", str(run.checkpoints_dir / f"step_{steps}"), str(trained), "--to", "hf", note="converting")
+    with stages.stage("report"):
+        report = write_report(run.path)
+    return _result(run, report, stages.timings)
+
+
+def _result(run: RunDirectory, report: Path, timings: dict[str, float]) -> Result:
+    records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
+    rewards = [r["rollout/reward_mean"] for r in records if "rollout/reward_mean" in r]
+    accuracy = [r["eval/heldout/accuracy"] for r in records if "eval/heldout/accuracy" in r]
+    return Result(_mean(rewards[:3]), _mean(rewards[-10:]), accuracy[0], accuracy[-1], report, run, timings)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
