@@ -69,11 +69,12 @@ def build_schedule(
     )
 
 
-def configured_values(optimizer: MegatronOptimizer) -> list[dict[str, Any]]:
-    """What `restore_configured_values` puts back after a checkpoint has overwritten the parameter groups."""
-    return [{key: group[key] for key in CONFIGURED if key in group} for group in optimizer.param_groups]
+def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer) -> None:
+    """Puts this run's learning rates, betas and eps into the parameter groups of a checkpoint that is about to be loaded.
 
-
-def restore_configured_values(optimizer: MegatronOptimizer, values: list[dict[str, Any]]) -> None:
-    for group, configured in zip(optimizer.param_groups, values, strict=True):
+    Before loading, because Megatron-core 0.19 finds groups by their learning rates and refuses a checkpoint in which these
+    differ, while 0.16 takes the saved ones in silence. The mixed-precision optimizer nests the groups one level deeper.
+    """
+    configured = {key: optimizer.param_groups[0][key] for key in CONFIGURED if key in optimizer.param_groups[0]}
+    for group in loaded.get("optimizer", loaded)["param_groups"]:
         group.update(configured)

@@ -270,10 +270,9 @@ class MegatronTrainer:
     @_in_megatron
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
-        configured = optim.configured_values(self.optimizer)
         self.gpt.load_state_dict(loaded["model"])
+        optim.keep_configured_values(loaded["optimizer"], self.optimizer)
         self.optimizer.load_state_dict(loaded["optimizer"])
-        optim.restore_configured_values(self.optimizer, configured)
         self.schedule.load_state_dict(loaded["schedule"])
         self.schedule.step(0)
         if "rng" in loaded:

@@ -29,10 +29,10 @@ def steps(trainer, batch, count):
 # Cases: run in the ranks.
 
 
-def case_train_and_save(place, path, tp, pp, batch, directory):
+def case_train_and_save(place, path, tp, pp, batch, directory, settings):
     from rltool.checkpoints.torch_dist import save_checkpoint
 
-    with closing(make_trainer(place, path, tp=tp, pp=pp, **SETTINGS)) as trainer:
+    with closing(make_trainer(place, path, tp=tp, pp=pp, **settings)) as trainer:
         steps(trainer, batch, 2)
         extra = {"step": 2, "weight_version": "run:1:2", "position": [3, 4], "config": {"seed": 7}}
         save_checkpoint(trainer, directory, extra)
@@ -120,7 +120,7 @@ def saved(ranks, tmp_path_factory):
     for name, (world, tp, pp) in LAYOUTS.items():
         directory = base / name / "step_2"
         directory.parent.mkdir()
-        runs[name] = directory, ranks.run(case_train_and_save, world, path, tp, pp, batch, directory)
+        runs[name] = directory, ranks.run(case_train_and_save, world, path, tp, pp, batch, directory, SETTINGS)
     return path, batch, runs
 
 
@@ -137,6 +137,15 @@ def test_resume_repeats_gradient_norms_and_parameter_hash_bit_for_bit(ranks, sav
             assert all(torch.equal(weights[name], restored[name]) for name in weights)
         assert again == metrics and metrics[0]["train/grad_norm"] != metrics[1]["train/grad_norm"]
         assert hashed_again == hashed
+
+
+def test_resume_in_bfloat16_keeps_the_fp32_master_weights(ranks, tmp_path):
+    path, batch = save_hf(tmp_path / "hf"), policy_batch(LENGTHS)
+    # Steps far below bf16's resolution: without the master weights a resumed run would forget them.
+    settings = {"dtype": "bfloat16", "optimizer": {"lr": 1e-5}}
+    _, metrics, hashed = ranks.run(case_train_and_save, 2, path, 2, 1, batch, tmp_path / "step_2", settings)[0]
+    _, _, again, hashed_again = ranks.run(case_resume, 2, path, 2, 1, batch, tmp_path / "step_2", settings)[0]
+    assert again == metrics and hashed_again == hashed
 
 
 @pytest.mark.parametrize(("source", "target"), [("tp2", "pp2"), ("pp2", "one"), ("one", "tp2"), ("dp2", "one")])
@@ -177,12 +186,12 @@ def test_damaged_checkpoint_is_refused_on_every_rank_before_anything_is_loaded(r
 
     path, _, runs = saved
     shutil.copytree(runs["dp2"][0], copy := tmp_path / "step_2")
-    target = copy / "torch_dist" / "common.pt"
+    target = max((copy / "torch_dist").glob("*.distcp"), key=lambda file: file.stat().st_size)
     content = bytearray(target.read_bytes())
     content[-1] ^= 1
     target.write_bytes(content)
     (kind, text, untouched), (other_kind, _, other_untouched) = ranks.run(case_refused, 2, path, copy)
-    assert kind == "CheckpointDamaged" and "common.pt is not the file that was saved" in text
+    assert kind == "CheckpointDamaged" and f"{target.name} is not the file that was saved" in text
     assert other_kind == "OtherRankFailed" and untouched and other_untouched
 
 
