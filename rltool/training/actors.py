@@ -113,10 +113,10 @@ class TrainerActor:
     def join(self) -> Failures:
         return self.sender.join()
 
-    def send(self, buckets: Sequence[Bucket]) -> SendReport | None:
+    def send(self, buckets: Sequence[Bucket], skip: Sequence[str]) -> SendReport | None:
         """A collective of all ranks; the report comes from rank 0."""
         if self.rank == 0:
-            return self.sender.send(self.trainer.export_weights(), buckets)
+            return self.sender.send(self.trainer.export_weights(), buckets, skip)
         return drain(self.trainer.export_weights())
 
     def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport | None:

@@ -119,8 +119,8 @@ class TrainerGroup:
     def join(self) -> RayFuture:
         return RayFuture([self.ranks[0].join.remote()])
 
-    def send(self, buckets: Sequence[Bucket]) -> RayFuture:
-        return RayFuture([rank.send.remote(buckets) for rank in self.ranks])
+    def send(self, buckets: Sequence[Bucket], skip: Sequence[str]) -> RayFuture:
+        return RayFuture([rank.send.remote(buckets, skip) for rank in self.ranks])
 
     def write(self, buckets: Sequence[Bucket], directory: Path) -> RayFuture:
         return RayFuture([rank.write.remote(buckets, directory) for rank in self.ranks])

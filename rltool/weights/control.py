@@ -29,6 +29,10 @@ GROUP = "rltool-weights"
 """Name of the transfer group. Constant, so that a later trainer can shut down what a dead one left behind."""
 
 
+LEAVE_SECONDS = 5.0
+"""For telling an engine whose update failed to leave its group; if it does not answer that either, its deadline will do."""
+
+
 class WeightControl:
     """endpoints: engines that take weights, dialects known. All methods run on the client's event loop."""
 
@@ -76,7 +80,7 @@ class WeightControl:
             connection = by_url[endpoint.url]
             requests = dialect(endpoint.dialect).init_transfer(
                 medium, address=connection.address, port=connection.port, rank_offset=1, world_size=connection.world_size,
-                group=connection.group, timeout_seconds=self.config.timeout,
+                group=connection.group, timeout_seconds=2 * self.config.timeout,  # see receive
             )  # fmt: skip
             await self.client.run(endpoint, requests, timeout=self.config.timeout)
 
@@ -99,14 +103,25 @@ class WeightControl:
         return await self._update_step(urls, pause_and_begin)
 
     async def receive(self, version: str, buckets: Sequence[Bucket], medium: Medium, paths: Sequence[Path] = ()) -> Failures:
-        """Announce every bucket, in order, to each engine at its own pace; gloo engines take the bytes while this runs."""
+        """Announce every bucket, in order, to each engine at its own pace; gloo engines take the bytes while this runs.
+
+        An engine that fails is told to leave its group at once: the trainer's broadcast into it then ends with an error
+        instead of waiting for its deadline, with the other engines behind it. One that hangs cannot be told, and costs the
+        others up to one timeout; hence their two, here and in their groups.
+        """
 
         async def announce(endpoint: EngineEndpoint) -> None:
             speaks = dialect(endpoint.dialect)
-            for index, bucket in enumerate(buckets):
-                path = str(paths[index]) if paths else None
-                requests = speaks.update_bucket(medium, bucket, group=GROUP, version=version, path=path)
-                await self.client.run(endpoint, requests, timeout=self.config.timeout)
+            try:
+                for index, bucket in enumerate(buckets):
+                    path = str(paths[index]) if paths else None
+                    requests = speaks.update_bucket(medium, bucket, group=GROUP, version=version, path=path)
+                    await self.client.run(endpoint, requests, timeout=2 * self.config.timeout)
+            except EngineError:
+                with suppress(EngineError):  # the first failure is the one to report
+                    await self.client.run(endpoint, speaks.shutdown_transfer(GROUP), timeout=LEAVE_SECONDS)
+                self._connected.discard(endpoint.url)
+                raise
 
         return await self._update_step(self._paused(), announce)
 

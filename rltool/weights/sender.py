@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,14 +92,16 @@ class WeightSender:
         self._hosted = []
         return failures
 
-    def send(self, stream: Stream, buckets: Sequence[Bucket]) -> SendReport:
-        """Broadcast every bucket into every group, the engines receiving side by side.
+    def send(self, stream: Stream, buckets: Sequence[Bucket], skip: Collection[str] = ()) -> SendReport:
+        """Broadcast every bucket into every group but those of the URLs in `skip`, the engines receiving side by side.
 
         An engine whose broadcast fails is left out from there on. The stream is drained in any case: producing it is a
         collective of all trainer ranks.
         """
         started = time.perf_counter()
         failures: dict[str, str] = {}
+        for url in skip:
+            self._groups.pop(url, None)
         for _, flat in fill_buckets(stream, buckets):
             works = {url: group.broadcast(flat, 0) for url, group in self._groups.items() if url not in failures}
             for url, work in works.items():

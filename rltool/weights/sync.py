@@ -8,7 +8,7 @@ return futures, so the same code drives Ray actors and, in tests, plain threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class SenderHandle(Protocol):
     def weight_metadata(self) -> list[TensorMeta]: ...
     def host(self, targets: Sequence[Target], group: str) -> list[Connection]: ...
     def join(self) -> Future: ...
-    def send(self, buckets: Sequence[Bucket]) -> Future: ...
+    def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> Future: ...
     def write(self, buckets: Sequence[Bucket], directory: Path) -> Future: ...
 
 
@@ -100,7 +100,7 @@ class WeightSync:
             with _timed(phases, "pause"):
                 failures.update(self.control.prepare().result(2 * self.timeout))
             with _timed(phases, "transfer"):
-                failures.update(self._transfer(version))
+                failures.update(self._transfer(version, failures))
             with _timed(phases, "finish"):
                 failures.update(self.control.finish(version, failures).result(2 * self.timeout))
         finally:
@@ -119,24 +119,24 @@ class WeightSync:
         else:
             connections = self.trainer.host(targets, GROUP)
             joining = self.trainer.join()
-            failures = self.control.connect(connections, self.medium).result(2 * self.timeout)
-            failures.update(joining.result(2 * self.timeout))
+            answered = self.control.connect(connections, self.medium).result(3 * self.timeout)
+            # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
+            failures = {**joining.result(2 * self.timeout), **answered}
         if failures:
             raise WeightSyncFailed(self._explain("(connecting)", failures, len(targets)))
         self._epoch = self.control.epoch().result(self.timeout)
         return failures
 
-    def _transfer(self, version: str) -> Failures:
+    def _transfer(self, version: str, failed: Failures) -> Failures:
         if self.medium == "disk":
             assert self.disk_root is not None
             directory = version_directory(self.disk_root, version)
             self.trainer.write(self.buckets, directory).result(self.timeout)
             paths = [bucket_file(directory, i, len(self.buckets)) for i in range(len(self.buckets))]
-            return self.control.receive(version, self.buckets, self.medium, paths).result(2 * self.timeout)
+            return self.control.receive(version, self.buckets, self.medium, paths).result(3 * self.timeout)
         receiving = self.control.receive(version, self.buckets, self.medium, [])
-        sent: SendReport = self.trainer.send(self.buckets).result(2 * self.timeout)
-        # What the engine says of its failure is nearer to the cause than what the broken broadcast says.
-        return {**sent.failures, **receiving.result(2 * self.timeout)}
+        sent: SendReport = self.trainer.send(self.buckets, list(failed)).result(3 * self.timeout)
+        return {**sent.failures, **receiving.result(3 * self.timeout)}
 
     @staticmethod
     def _explain(version: str, failures: Failures, total: int) -> str:
