@@ -12,7 +12,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import EngineError
 
 TRANSFER_GROUP = "rltool-weights"
-"""The name under which every rltool trainer joins engines; rltool.weights.control uses the same."""
+"""The name under which every rltool trainer joins engines. Constant, so that anybody can shut down what a dead one left behind."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,10 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise UsageError(f"{setting} = {path!r}: expected `package.module:function`")
+    # As `python -m` would: a user's module beside run.toml is found whichever way rltool was started. Last, so that it
+    # shadows nothing; Ray hands the driver's path on to its workers.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -38,7 +38,14 @@ from rltool.training.preflight import (
 from rltool.training.sources import BatchSource, RecordedRollouts, Rollouts, SupervisedData
 from rltool.training.stopping import StopSignal
 from rltool.training.trainer_group import TrainerGroup
-from rltool.training.validate import check_batch_arithmetic, check_config, check_files, needs_engines
+from rltool.training.validate import (
+    check_batch_arithmetic,
+    check_config,
+    check_inputs,
+    check_model,
+    check_model_directory,
+    needs_engines,
+)
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,12 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
     if replay is None:
         check_config(config)
     else:
-        check_files(config)
+        check_model_directory(config.model.path)
         check_batch_arithmetic(config)
     resume_from = _resume_point(run, resume)
+    check_model(config)
+    if replay is None:
+        check_inputs(config)
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
     plan = plan_placement(config, gpu=device == "cuda", generates=generates)

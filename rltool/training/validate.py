@@ -9,6 +9,10 @@ from pathlib import Path
 
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.models.registry import family_for, read_hf_config
+from rltool.rollout.data import load_prompts
+from rltool.rollout.import_path import load_callable
+from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.placement import plan_placement
 
 
@@ -84,15 +88,39 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
         )
 
 
-def check_files(config: TrainConfig) -> None:
-    """Model and data are there."""
-    model = config.model.path
+def check_model(config: TrainConfig) -> None:
+    """The model is there, and the trainer can build it: an unknown architecture is refused by name."""
+    check_model_directory(config.model.path)
+    family_for(read_hf_config(config.model.path))
+
+
+def check_model_directory(model: Path) -> None:
+    """A directory with a config.json."""
     if not model.is_dir():
         raise UsageError(f"model.path: {model} is not a directory")
     if not (model / "config.json").is_file():
         raise UsageError(f"model.path: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool convert-ckpt`")
+
+
+def check_files(config: TrainConfig) -> None:
+    """Model directory and data files are there."""
+    check_model_directory(config.model.path)
     if not config.data.train:
         raise UsageError("data.train names no file; give a JSONL or Parquet file with prompts, or --set data.train=[\"prompts.jsonl\"]")
     for setting, path in [("data.train", p) for p in config.data.train] + [(f"eval.sets.{n}", p) for n, p in config.eval.sets.items()]:
         if not Path(path).is_file():
             raise UsageError(f"{setting}: {path} does not exist")
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Read all data and import the reward here, where nothing has been started: a broken line is named by file and number.
+
+    The process that generates does the same again; what it finds later than this is a file that changed.
+    """
+    tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.rollout.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
+    for path in (*config.data.train, *config.eval.sets.values()):
+        load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+    if config.algorithm.loss == "policy" or config.eval.sets:
+        load_callable(config.reward.function, setting="reward.function")
+        if config.rollout.generate_function is not None:
+            load_callable(config.rollout.generate_function, setting="rollout.generate_function")

@@ -17,6 +17,7 @@ from rltool.engines.dialect import Medium
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
+from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
@@ -24,9 +25,6 @@ from rltool.weights.sender import Connection, Target
 
 Failures = dict[str, str]
 """engine URL -> what went wrong there; empty: all is well"""
-
-GROUP = "rltool-weights"
-"""Name of the transfer group. Constant, so that a later trainer can shut down what a dead one left behind."""
 
 
 LEAVE_SECONDS = 5.0
