@@ -68,7 +68,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. parameter_hash: sha256 over all parameters, equal for equal weights whatever the parallelism was then."""
+    """How a run ended. parameter_hash: sha256 over all parameters of all ranks; comparable between runs of one parallel layout."""
 
     step: int
     checkpoint: Path
