@@ -18,7 +18,7 @@ MIN_LETTERS, MAX_LETTERS = 3, 5
 """8,400 distinct words. Longer ones are learned far more slowly, shorter ones are too few."""
 PROMPT_END = "="
 """Ends the prompt: short, because every token costs the tiny model's engines time and teaches nothing more."""
-MISTAKE_RATE = 0.6
+MISTAKE_RATE = 0.64
 """Share of wrong answers in the warm start's data."""
 
 
