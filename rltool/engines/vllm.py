@@ -156,8 +156,9 @@ class VllmDialect:
         return [HttpRequest("POST", "/update_weights", {"update_info": info})]
 
     def finish_update(self, version: str) -> list[HttpRequest]:
-        # The prefix cache holds keys and values of the old weights. A pause with mode=keep leaves it alone, and requests that
-        # are frozen hold blocks of it: they are requeued, so that their tokens so far stay and their cache is computed anew.
+        # The prefix cache holds keys and values of the old weights: a prompt that hits it gets log-probabilities that are off
+        # by 1. A pause drops it too, but vLLM documents that it may not with mode=keep, and an update needs no pause. Running
+        # requests hold blocks of it: they are requeued, so that their tokens so far stay and their cache is computed anew.
         return [
             HttpRequest("POST", "/finish_weight_update", {"weight_version": version}),
             HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
