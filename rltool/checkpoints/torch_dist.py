@@ -16,7 +16,7 @@ from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carry
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import UsageError
-from rltool.megatron.runtime import Runtime
+from rltool.megatron.runtime import Runtime, save_without_manager_process
 from rltool.megatron.state import model_state
 from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
@@ -117,6 +117,7 @@ def write_state(
     partial = final.parent / f".{final.name}.partial"
     runtime.on_rank_zero(lambda: (directories.begin(final) / STATE).mkdir(), f"creating {partial}")
     try:
+        save_without_manager_process()
         with runtime.mode():
             dist_checkpointing.save(state, str(partial / STATE))
         runtime.on_rank_zero(lambda: beside(partial), f"writing {partial}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -186,6 +187,18 @@ def _pick_device(wanted: str, rank: int) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def save_without_manager_process() -> None:
+    """Keeps dist_checkpointing from starting a manager process for the results of its writers.
+
+    It does so at the first save (2.6 s), only to hand results from this process to this process, and the manager outlives a
+    rank that is killed. A plain queue serves a synchronous save; an asynchronous one would need the manager.
+    """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    if getattr(filesystem_async, "_results_queue", False) is None:
+        filesystem_async._results_queue = queue.SimpleQueue()
 
 
 def varlen_attention(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended, not waited for."""
 
@@ -61,7 +63,7 @@ class RankPool:
         context = mp.get_context("spawn")
         for _ in range(self._size):
             ours, theirs = context.Pipe()
-            # Not daemonic: dist_checkpointing spawns a manager process of its own.
+            # Not daemonic: dist_checkpointing forks writers, which daemons may not.
             process = context.Process(target=_serve, args=(theirs,), daemon=False)
             process.start()
             theirs.close()
@@ -96,6 +98,9 @@ class RankPool:
                 pipe.send(None)
                 process.join(10)
             if process.is_alive():
+                # With its children: writers of a save that was cut off would stay behind.
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
                 process.kill()
             process.join()
             pipe.close()

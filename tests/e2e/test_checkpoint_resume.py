@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import closing
 
+import psutil
 import pytest
 import torch
 
@@ -80,14 +81,16 @@ def case_failing_save(place, path, directory):
 
 
 def case_save_twice(place, path, directory):
+    """The error of the second save under one name, and the processes that the first one left running."""
     from rltool.checkpoints.torch_dist import save_checkpoint
 
     with closing(make_trainer(place, path)) as trainer:
         save_checkpoint(trainer, directory, {"step": 1})
+        children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
         try:
             save_checkpoint(trainer, directory, {"step": 1})
         except RltoolError as error:
-            return str(error)
+            return str(error), children
     return None
 
 
@@ -209,8 +212,9 @@ def test_checkpoint_of_another_model_and_weights_without_training_state_are_refu
 
 def test_failed_save_leaves_the_last_good_checkpoint_and_nothing_else(ranks, saved, tmp_path):
     path = saved[0]
-    message = ranks.run(case_save_twice, 2, path, tmp_path / "step_1")
-    assert "exists already" in message[0]
+    message, children = ranks.run(case_save_twice, 2, path, tmp_path / "step_1")[0]
+    assert "exists already" in message
+    assert not [child for child in children if "resource_tracker" not in child], "a save left processes behind"
     errors = ranks.run(case_failing_save, 2, path, tmp_path / "step_2")
     assert "No space left" in errors[0] and "OtherRankFailed" in errors[1]
     assert directories.latest_checkpoint(tmp_path) == tmp_path / "step_1"
