@@ -25,6 +25,8 @@ MISSING_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py, _clamp_logprob)."""
 CPU_MAX_MODEL_LEN = 2048
 """Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small host."""
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being cut."""
 
 
 class VllmDialect:
@@ -184,6 +186,9 @@ class VllmDialect:
         if launch.device == "cpu":
             dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
             argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
+            # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the request's
+            # random generator, and torch raises "CPU Generator does not use offset". So prompts are never cut.
+            argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(CPU_BATCHED_TOKENS, max_model_len))]
         if dtype is not None:
             argv += ["--dtype", dtype]
         if max_model_len is not None:

@@ -98,3 +98,18 @@ def test_the_key_stands_in_no_command_line(vllm_engine_tied):
     for process in [server, *server.children(recursive=True)]:
         assert engine.key not in " ".join(process.cmdline())
     assert engine.key not in engine.log.read_text()
+
+
+def test_more_prompt_tokens_than_a_forward_pass_takes_do_not_kill_the_engine(vllm_engine_tied):
+    """A seeded prompt that is prefilled in pieces ends vLLM 0.32 on the CPU: the launch line must keep it from cutting them."""
+    engine = vllm_engine_tied
+    prompts = [tuple((i * 7 + j * (i + 1)) % 100 + 10 for j in range(230)) for i in range(48)]  # 11,040 tokens at once
+
+    async def run():
+        async with EngineClient() as client:
+            requests = [new_request(prompt=prompt, max_tokens=4) for prompt in prompts]
+            samples = await asyncio.gather(*(client.generate(engine.endpoint, one, timeout=120) for one in requests))
+            assert [len(sample.token_ids) for (sample,) in samples] == [4] * 48
+            await client.health(engine.endpoint)
+
+    asyncio.run(run())

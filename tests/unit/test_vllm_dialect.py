@@ -164,6 +164,13 @@ def test_on_the_cpu_the_engine_computes_in_float32_and_eagerly():
     assert DIALECT.environment(launch())["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.parametrize("longest", [256, 9000])
+def test_on_the_cpu_no_prompt_is_prefilled_in_pieces(longest):
+    argv = DIALECT.argv(launch(max_model_len=longest))
+    assert "--no-enable-chunked-prefill" in argv
+    assert int(flag(argv, "--max-num-batched-tokens")) >= longest
+
+
 def test_on_gpus_the_models_own_dtype_and_graphs_are_kept():
     gpu = launch(device="cuda", gpus=(2, 3), tp=2, weight_backend="nccl")
     argv = DIALECT.argv(gpu)
