@@ -1,7 +1,7 @@
 """The main job on one machine, as a user would type it: every stage is one of rltool's own commands.
 
-Task and tiny model -> engines (starting) beside convert-ckpt -> router -> supervised warm start -> GRPO -> back to Hugging
-Face -> report. Everything lies in one run directory; the warm start, a training run of its own, in a second one beside it.
+Task and tiny model -> convert-ckpt and a supervised warm start, while engines start -> router -> GRPO -> back to Hugging Face ->
+report. Everything lies in one run directory; the warm start, a training run of its own, in a second one beside it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from rltool.quickstart.tiny_model import make_tiny_model
 
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 8, 8
 """A word of five letters and "=", and the same backward with the end mark, with room to ramble."""
-WARM_UP_STEPS = 400
-"""Upper bound; the warm start ends at WARM_UP_ACCURACY."""
-WARM_UP_ACCURACY = 0.25
+WARM_UP_STEPS = 350
+"""Enough to imitate the careless speller; more would not make it better (see task.py)."""
 STAGES = 7
 
 
@@ -45,7 +44,7 @@ class Result:
 
 
 def warm_up_toml(model: Path, task: TaskFiles, seed: int) -> str:
-    return f"""# The quickstart's supervised warm start: the model learns the form of an answer, and is often wrong.
+    return f"""# The quickstart's supervised warm start. The model imitates a careless speller: the right form, often the wrong letters.
 seed = {seed}
 steps = {WARM_UP_STEPS}
 
@@ -53,27 +52,24 @@ steps = {WARM_UP_STEPS}
 path = "{model}"
 
 [algorithm]
-loss = "sft"
+loss = "sft"  # needs no engine
 
 [optimizer]
-lr = 1e-3
+lr = 2e-3
+min_lr = 2e-4
 warmup_steps = 10
+decay_style = "linear"
 
 [trainer]
 torch_threads = 1
 
 [data]
-train = ["{task.train}"]
+train = ["{task.warm_start}"]
 
 [rollout]
 prompts_per_step = 128
 max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {MAX_RESPONSE_TOKENS}
-
-[eval]
-sets = {{ heldout = "{task.heldout}" }}
-every_steps = 10
-stop_at = {WARM_UP_ACCURACY}  # sampled accuracy; it overshoots within 50 steps
 
 [checkpoint]
 save_hf_at_end = true
@@ -94,7 +90,8 @@ loss = "policy"
 normalize_std = true
 
 [optimizer]
-lr = 3e-4
+lr = 2e-4
+warmup_steps = 10  # Adam's first steps are taken on a noisy second moment: without this the reward falls at once
 
 [trainer]
 torch_threads = 1
@@ -119,7 +116,7 @@ sets = {{ heldout = "{task.heldout}" }}
 logprob_gap_limit = 1e-3  # float32 on both sides: 1e-6 is usual
 
 [checkpoint]
-every_steps = {max(1, steps // 2)}
+every_steps = 25
 """
 
 
@@ -144,21 +141,18 @@ def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int,
         task = make_task(run.path / "task", seed=seed)
         make_tiny_model(base, seed=seed)
         (run.path / "warmup.toml").write_text(warm_up_toml(start, task, seed))
-        (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf-final", task, seed, steps))
-    with stages.stage("engines start; the checkpoint becomes a torch_dist one, verified"):
-        longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's 24 tokens
-        engines = stages.begin(
-            "serve-engines", "serve-engines", str(base), "--num-engines", str(num_engines), "--device", "cpu", "--max-model-len", longest, "--run", run.name, "--detach"
-        )
+        (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf" / f"step_{WARM_UP_STEPS}", task, seed, steps))
+    longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's 24 tokens
+    engines = ("serve-engines", str(base), "--num-engines", str(num_engines), "--device", "cpu", "--max-model-len", longest, "--run", run.name, "--detach")
+    with stages.stage("the checkpoint becomes a torch_dist one, verified; engines start meanwhile"):
+        serving = stages.begin("serve-engines", *engines)
         stages.do("convert-ckpt", "convert-ckpt", str(base), str(start), note="converting")
-        stages.finish(engines, note="engines are starting")
+    with stages.stage(f"supervised warm start, {WARM_UP_STEPS} steps"):
+        stages.train("warm-up", WARM_UP_STEPS, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, shown_every=50)
     with stages.stage("a router in front of the engines"):
+        stages.finish(serving, note="engines are starting")
         stages.do("start-router", "router", f"@{run.endpoints_file}", "--run", run.name, "--detach")
     external = f"@{run.endpoints_file}"
-    with stages.stage(f"supervised warm start, until {WARM_UP_ACCURACY:.0%} of sampled answers are right"):
-        stages.train("warm-up", WARM_UP_STEPS, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, "--rollout-external", external)
-        newest = max((warm_up.path / "hf").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
-        newest.rename(warm_up.path / "hf-final")
     with stages.stage(f"GRPO, {steps} rollouts of 32 prompts x 8 samples"):
         stages.train("grpo", steps, "train", "--config", str(run.path / "grpo.toml"), "--run", run.name, "--rollout-external", external)
     with stages.stage("the trained checkpoint, back to Hugging Face"):

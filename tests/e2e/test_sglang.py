@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +29,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest, TensorMeta
 from rltool.engines.weight_version import WeightVersion
+from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
 from rltool.weights.control import GROUP, WeightControl
 from rltool.weights.sender import Connection, SendReport, Target, WeightSender, write_to_disk
@@ -157,14 +158,14 @@ class _Sender:
     def _stream(self):
         return zip(self.weight_metadata(), self._trainer.tensors.values(), strict=True)
 
-    def reserve(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return self._sender.reserve(targets, group)
+    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return self._sender.host(targets, group)
 
     def join(self) -> Future:
         return self._pool.submit(self._sender.join)
 
-    def send(self, buckets: Sequence[Bucket]) -> Future[SendReport]:
-        return self._pool.submit(self._sender.send, self._stream(), buckets)
+    def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> Future[SendReport]:
+        return self._pool.submit(self._sender.send, self._stream(), buckets, skip)
 
     def write(self, buckets: Sequence[Bucket], directory: Path) -> Future[SendReport]:
         return self._pool.submit(write_to_disk, self._stream(), buckets, directory, self._trainer.engine.launch.model)
@@ -329,6 +330,26 @@ def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engi
 
     play(die_midway)
     play(come_back)
+
+
+def test_an_engine_that_joins_a_trainer_that_dies_is_free_at_once(engine, play):
+    """SGLang waits 30 minutes for its trainer, deaf to everything else; only the end of the trainer's store releases it."""
+
+    async def scenario(trainer: Trainer):
+        store = host_store("127.0.0.1", 0, SECONDS)
+        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
+        joining = asyncio.create_task(trainer.tell(init))
+        while store.num_keys() < 3:  # rank 1 has left its address there and waits for ours
+            assert not joining.done()
+            await asyncio.sleep(0.01)
+        del store
+        with pytest.raises(EngineRejected, match="Failed to initialize"):
+            await joining
+        model = perturbed_model(engine.launch.model, seed=14)
+        await trainer.push(model)
+        assert mean_difference(model, await trainer.sample()) < EQUAL
+
+    play(scenario)
 
 
 def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engine, play, tmp_path):
