@@ -180,7 +180,7 @@ class EvalConfig(Config):
 
 class WeightsConfig(Config):
     transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
-    """auto: nccl between GPUs, gloo on the CPU."""
+    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines share; nccl is not built yet."""
     bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
     timeout: float = Field(120.0, gt=0)
