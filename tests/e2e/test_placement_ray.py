@@ -6,7 +6,8 @@ import pytest
 import ray
 
 from rltool.config.train import RolloutConfig, TrainConfig, TrainerConfig
-from rltool.training.cluster import PlacementTimeout, placed
+from rltool.errors import UsageError
+from rltool.training.cluster import PlacementTimeout, check_versions, placed
 from rltool.training.placement import plan_placement
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -69,3 +70,10 @@ def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
     too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
     with pytest.raises(PlacementTimeout, match=r"placement_timeout = 1 s: GPU: 5 wanted, . free of 4"), placed(plan_placement(too_much, gpu=True), timeout=1):
         pass
+
+
+def test_nodes_with_another_rltool_are_refused(cluster, monkeypatch):
+    check_versions()
+    monkeypatch.setattr("rltool.__version__", "9.9.9")
+    with pytest.raises(UsageError, match=r"every node of the cluster needs rltool 9\.9\.9: .* has rltool "):
+        check_versions()
