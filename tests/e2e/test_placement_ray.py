@@ -18,7 +18,7 @@ GPUS = 4
 @pytest.fixture(scope="module")
 def cluster():
     """A local Ray that declares CPUs and GPUs which this host need not have: Ray only counts them."""
-    ray.init(num_cpus=4, num_gpus=GPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(address="local", num_cpus=4, num_gpus=GPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     try:
         yield
     finally:
