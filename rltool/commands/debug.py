@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rltool.commands.options import Config, External, Router, Run, Sets, rollout_flags
+from rltool.commands.options import Config, External, FreshRun, Router, Sets, rollout_flags
 
-app = typer.Typer(no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine).")
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine).")
 
 
 @app.callback()
@@ -24,7 +24,7 @@ def rollout_only(
     rollout_external: External = None,
     router: Router = None,
     set_: Sets = None,
-    run: Run = None,
+    run: FreshRun = None,
     steps: Annotated[int | None, typer.Option(help="Number of rollouts; without it `steps` of the configuration.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
     out: Annotated[Path | None, typer.Option(help="Directory for the rollouts; without it that of a run, runs/NAME/rollouts.")] = None,
@@ -72,7 +72,7 @@ def train_only(
     rollouts: Annotated[Path, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")],
     config: Config = None,
     set_: Sets = None,
-    run: Run = None,
+    run: FreshRun = None,
     steps: Annotated[int | None, typer.Option(help="Number of recorded steps to train on; without it all that are there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
 ) -> None:
@@ -81,7 +81,7 @@ def train_only(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
-    from rltool.processes.run_directory import open_run
+    from rltool.processes.run_directory import plan_run
     from rltool.rollout.dump import dumped_steps
     from rltool.training.session import prepare
 
@@ -89,4 +89,4 @@ def train_only(
     loaded = load_config(TrainConfig, config or [], set_ or [], {"steps": ("--steps", steps if steps is not None else recorded or None)})
     if steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
-    finish(prepare(loaded, open_run(run, create=True), resume=resume, replay=rollouts))
+    finish(prepare(loaded, plan_run(run), resume=resume, replay=rollouts))

@@ -13,7 +13,7 @@ from rltool.engines.endpoints import resolve
 from rltool.engines.resume import resume_engines
 from rltool.processes.run_directory import open_run
 
-app = typer.Typer(help="Engines that are already running.", no_args_is_help=True)
+app = typer.Typer(add_completion=False, help="Engines that are already running.", no_args_is_help=True)
 
 
 @app.callback()

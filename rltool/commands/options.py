@@ -15,6 +15,7 @@ External = Annotated[
 Router = Annotated[str | None, typer.Option("--router", help="URL that generation goes through; endpoints.json may name it already.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="section.key=value (a TOML value); repeatable, wins over --config.")]
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it the newest is taken.")]
+FreshRun = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")]
 
 
 def rollout_flags(external: list[str] | None, router: str | None) -> dict[str, tuple[str, Any]]:

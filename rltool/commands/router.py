@@ -15,6 +15,7 @@ from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import resolve
+from rltool.processes.hosts import is_loopback
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
@@ -34,7 +35,7 @@ class StartByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=StartByDefault, help="A router in front of engines. Without add, remove or list: start one.")
+app = typer.Typer(add_completion=False, cls=StartByDefault, help="A router in front of engines. Without add, remove or list: start one (its options: rltool router start --help).")
 
 
 @app.command()
@@ -58,12 +59,14 @@ def start(
     def bring_up(group: ProcessGroup) -> None:
         url = start_router(config, plan.model, group, endpoints_file=plan.endpoints_file, report=console.print)
         started.append(url)
+        if not is_loopback(config.host):
+            console.print(f"[yellow]listening on {config.host}: reachable from other hosts; some of its routes (health, model facts) need no key[/yellow]")
         console.print(f"router ready: {url}, {len(plan.model.engines)} worker(s), run {plan.run.name}")
         if plan.endpoints_file is not None:
-            console.print(f"rltool train --rollout-external @{plan.endpoints_file}", soft_wrap=True)
+            console.print(f"rltool train --config run.toml --rollout-external @{plan.endpoints_file}", soft_wrap=True)
         else:
             urls = ",".join(engine.url for engine in plan.model.engines)
-            console.print(f"rltool train --rollout-external {urls} --router {url}", soft_wrap=True)
+            console.print(f"rltool train --config run.toml --rollout-external {urls} --router {url}", soft_wrap=True)
 
     try:
         code = run_in_foreground("router-command", plan.run, bring_up, detach=detach, note=console.print)

@@ -77,7 +77,7 @@ def serve_engines(
             where = ",".join(map(str, endpoint.gpus)) or config.device
             table.add_row(role_of(index), endpoint.url, where, str(endpoint.tp), endpoint.weight_backend)
         console.print(table)
-        console.print(f"rltool train --rollout-external @{directory.endpoints_file}", soft_wrap=True)
+        console.print(f"rltool train --config run.toml --rollout-external @{directory.endpoints_file}", soft_wrap=True)
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
     raise typer.Exit(run_in_foreground("serve-engines", directory, bring_up, detach=detach, note=console.print))

@@ -28,13 +28,13 @@ def train(
     """Train against running engines: GRPO and its family, or supervised (algorithm.loss = "sft")."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
-    from rltool.processes.run_directory import open_run
+    from rltool.processes.run_directory import open_run, plan_run
     from rltool.training.report import print_plan
     from rltool.training.session import prepare
 
     flags = {**rollout_flags(rollout_external, router), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
-    directory = open_run(run, create=run is not None)
+    directory = plan_run(run) if run is not None else open_run(None, create=False)
     prepared = prepare(loaded, directory, resume=resume)
     if dry_run:
         print_plan(prepared, Console())

@@ -114,7 +114,7 @@ class RolloutConfig(Config):
     temperature: float = Field(1.0, gt=0)
     """Of sampling. The trainer divides its logits by it as well."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: expect a gap."""
+    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy training."""
     top_k: int = -1
     """-1 keeps all tokens; else as for top_p."""
     max_prompt_tokens: int = Field(1024, ge=1)

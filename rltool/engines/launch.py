@@ -81,7 +81,7 @@ def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, s
     if absent:
         have = ",".join(map(str, present)) or "none"
         raise UsageError(
-            f"--gpus: GPU {', '.join(map(str, absent))} is not on this host; it has: {have} "
+            f"--gpus: not on this host: GPU {', '.join(map(str, absent))}; it has: {have} "
             "(less those that CUDA_VISIBLE_DEVICES hides). Engines on the CPU: --device cpu"
         )
     taken = [f"GPU {gpu} by {held[gpu]}" for gpu in gpus if gpu in held]

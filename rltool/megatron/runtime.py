@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.cpu_mode import cpu_mode
 
@@ -96,7 +97,8 @@ class Runtime:
         limit = timedelta(seconds=timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
-            store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=limit)
+            # A TCPStore of its own making listens on every interface, whatever address it is given.
+            store = host_store(address, port, timeout) if rank == 0 else dist.TCPStore(address, port, world_size, timeout=limit)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(

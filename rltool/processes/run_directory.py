@@ -133,8 +133,7 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     that is not a plain directory name.
     """
     root = runs_root(root)
-    if name is not None and not _NAME.fullmatch(name):
-        raise UsageError(f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})")
+    _check_name(name, root)
     if create:
         return _create(root / (name or _fresh_name()))
     runs = list_runs(root)
@@ -149,6 +148,12 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     raise UsageError(f"--run {name}: no such run in {root}; the newest ones: {known}")
 
 
+def plan_run(name: str | None, *, root: Path | None = None) -> RunDirectory:
+    """The run that `open_run(name, create=True)` would open or make, without making it: for checks that shall leave no trace."""
+    _check_name(name, runs_root(root))
+    return RunDirectory(runs_root(root) / (name or _fresh_name()))
+
+
 def list_runs(root: Path | None = None) -> list[RunDirectory]:
     """All runs below the root, oldest first."""
     found = []
@@ -156,6 +161,11 @@ def list_runs(root: Path | None = None) -> list[RunDirectory]:
         path = marker.parent.parent
         found.append((_identity(path)["created"], path))
     return [RunDirectory(path) for _, path in sorted(found)]
+
+
+def _check_name(name: str | None, root: Path) -> None:
+    if name is not None and not _NAME.fullmatch(name):
+        raise UsageError(f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})")
 
 
 def _create(path: Path) -> RunDirectory:

@@ -12,6 +12,7 @@ from typing import Any
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Medium
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, UsageError
@@ -61,7 +62,7 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
         elif isinstance(result, BaseException):
             raise result
     if problems:
-        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nStart the engines first (`rltool serve-engines`), or give the address they listen on; `rltool status` lists those of a run.")
+        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they listen? A bare HOST:PORT that demands a key needs rollout.api_key_file.")
     engines = tuple(
         e.model_copy(update={"dialect": r.dialect, "plugin": r.plugin, "boot_id": r.boot_id or e.boot_id, "weight_backend": r.weight_backend})
         for e, r in zip(endpoints.engines, results, strict=True)
@@ -86,6 +87,9 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) 
     """Compare every engine with the trainer's model and its transport. Raises UsageError with all that is wrong.
 
     medium None: weights are not sent (debug rollout-only)."""
+    if medium is not None:
+        for kind in {e.dialect for e in fleet.endpoints.engines}:
+            dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
     problems = [f"{url}: {problem}" for url, info in fleet.infos.items() for problem in engine_problems(info, model, config, medium)]
     if problems:
@@ -126,9 +130,9 @@ def _weight_problems(info: EngineInfo, medium: Medium) -> Sequence[str]:
     if info.weight_backend is None:
         return ["has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"]
     if medium == "disk" and info.weight_backend != "rltool":
-        return ["is a stock vLLM, which cannot load weights from disk while it serves; use weights.transport = \"nccl\", or `rltool serve-engines` (its plugin can)"]
+        return [f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with `rltool serve-engines --weight-backend rltool`"]
     if medium == "gloo" and info.weight_backend != "rltool":
-        return [f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool serve-engines --device cpu`"]
+        return [f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool serve-engines --weight-backend rltool`"]
     if medium == "nccl" and info.weight_backend != "nccl":
         return [f"offers the weight backend {info.weight_backend!r}, not nccl"]
     return []

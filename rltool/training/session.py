@@ -18,10 +18,11 @@ from rltool.engines.dialect import Medium
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
-from rltool.processes.run_directory import RunDirectory, attempt_of
+from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.rollout.manager import data_targets
 from rltool.training.cluster import placed, ray_cluster
+from rltool.training.console import LoggedConsole
 from rltool.training.engine_side import EngineSide
 from rltool.training.loop import Loop, Progress
 from rltool.training.metrics import MetricsWriter
@@ -120,9 +121,11 @@ def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
 
 def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
     """Start everything, train, and take everything apart again, whatever happens."""
-    config, run = prepared.config, prepared.run
+    config = prepared.config
+    run = open_run(prepared.run.name, create=True, root=prepared.run.path.parent)
     log = run.new_log("train")
     log_dir = log.parent
+    console = LoggedConsole(console, log)
     write_json_atomic(run.config_file, {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins})
     with ExitStack() as stack:
         state = state_of_this_process("train", argv=sys.argv, log=log)
@@ -138,7 +141,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.steps * config.optimizer_steps_per_rollout)
             stack.callback(trainer.close)
-            progress, version = _load(prepared, trainer, attempt_of(log))
+            progress, version = _load(prepared, run, trainer, attempt_of(log))
         engines = _engine_side(prepared, trainer, version, log_dir, console, stack)
         source = _source(prepared, engines)
         if prepared.resume_from is not None:
@@ -165,9 +168,9 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code)
 
 
-def _load(prepared: Prepared, trainer: TrainerGroup, attempt: int) -> tuple[Progress, WeightVersion]:
+def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int) -> tuple[Progress, WeightVersion]:
     """Weights from the model or the checkpoint. Version 0 of this attempt is the first that is pushed."""
-    version = WeightVersion(prepared.run.run_id, attempt, 0)
+    version = WeightVersion(run.run_id, attempt, 0)
     if prepared.resume_from is None:
         trainer.load_weights()
         return Progress(0, {}), version

@@ -76,6 +76,11 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
     ranks = config.trainer.data_parallel
     if samples // steps < ranks:
         raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
+    if config.algorithm.loss == "policy" and (rollout.top_p < 1 or rollout.top_k > 0):
+        raise UsageError(
+            f"rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}: engines renormalise log-probabilities over the kept tokens, the trainer "
+            f"does not, so the two would differ on every token; train with top_p = 1 and top_k = -1"
+        )
     if config.algorithm.loss == "policy" and rollout.samples_per_prompt < 2:
         raise UsageError("rollout.samples_per_prompt = 1 makes every group advantage 0: nothing would be learned; use 2 or more")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens

@@ -79,7 +79,7 @@ def test_gpus_that_do_not_come_out_are_refused_with_the_numbers(model, options, 
 
 def test_absent_and_held_gpus_are_refused_by_name():
     check_gpus((0, 1), present=(0, 1, 2), held={2: "run a, engine-0"})
-    with pytest.raises(UsageError, match=r"GPU 4, 5 is not on this host; it has: 0,1"):
+    with pytest.raises(UsageError, match=r"not on this host: GPU 4, 5; it has: 0,1"):
         check_gpus((0, 4, 5), present=(0, 1), held={})
     with pytest.raises(UsageError, match="GPU 1 by run a, engine-0"):
         check_gpus((0, 1), present=(0, 1), held={1: "run a, engine-0"})
@@ -121,7 +121,7 @@ def test_a_dry_run_writes_nothing_and_warns_of_absent_gpus(model, run, monkeypat
     monkeypatch.setattr("rltool.engines.launch.visible_gpus", lambda: [])
     launches, warnings = dry_run(config(model, num_engines=2), run)
     assert len(launches) == 2
-    assert "GPU 0, 1 is not on this host" in warnings[0]
+    assert "not on this host: GPU 0, 1" in warnings[0]
     assert not run.path.exists()
 
 

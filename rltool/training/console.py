@@ -1,0 +1,23 @@
+"""What train prints, on the screen and in its log, so that `rltool logs train` shows it from any shell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+LOG_WIDTH = 200
+
+
+class LoggedConsole(Console):
+    """Prints like `screen`, and the same lines, without colours and spinners, into `log`."""
+
+    def __init__(self, screen: Console, log: Path) -> None:
+        super().__init__(file=screen.file, width=screen.width, force_terminal=screen.is_terminal)
+        self._log = Console(file=log.open("a", encoding="utf-8"), width=LOG_WIDTH, no_color=True)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **options)
+        self._log.print(*objects, **options)
+        self._log.file.flush()
