@@ -81,7 +81,7 @@ def wait_for(condition, what: str):
 def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_tied_dir):
     said = rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--max-model-len", "64", "--run", "job", "--detach")
     run = open_run("job", create=False, root=root)
-    assert f"rltool train --rollout-external @{run.endpoints_file}" in said
+    assert f"rltool train --config run.toml --rollout-external @{run.endpoints_file}" in said
     said += rltool(root, "router", "--detach")
     key = run.key_file.read_text()
     assert key not in said
