@@ -51,7 +51,7 @@ def micro_batch_loss(
             raise ValueError(f"TrainBatch.{name} is None, but algorithm.loss = {algorithm.loss} needs it")
         return value[rows].to(logprobs.device)
 
-    sums = {"loss_tokens": float(len(rows)), "entropy": float(entropy.sum())}
+    sums = {"loss_tokens": float(len(rows)), "entropy": float(entropy.detach().sum())}
     if algorithm.loss == "sft":
         token_loss = sft_loss(logprobs)
     else:
