@@ -39,3 +39,7 @@ class MissingLogprobs(EngineError):
 
 class TrainingStopped(RltoolError):
     """The run cannot go on (log-probability gap, non-finite steps, failing rewards); a checkpoint was saved."""
+
+
+class ContractViolation(RltoolError):
+    """A user's function does not keep the contract of its extension point; the text lists every violation."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
-from rltool.rollout.import_path import load_callable
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.placement import plan_placement
 
