@@ -18,6 +18,8 @@ class ModelConfig(Config):
     """Hugging Face directory, or a torch_dist directory written by convert-ckpt."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
+    teacher_path: Path | None = None
+    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or for your own."""
     trust_remote_code: bool = False
 
 
@@ -28,8 +30,28 @@ class TrainerConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel: int = Field(1, ge=1)
     pipeline_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share the tokens of each sequence; keys and values are gathered, queries stay."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel ranks."""
+    sequence_parallel: bool = False
+    """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
+    virtual_pipeline_parallel: Literal[1] = 1
+    """Interleaved pipeline stages are refused: with Megatron-core's defaults their gradients are silently wrong."""
+    distributed_optimizer: bool = False
+    """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
+    full: whole layers, only their inputs are kept."""
+    recompute_layers: int | None = Field(None, ge=1)
+    """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
+    head_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the length."""
     max_tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Packed tokens of one micro-batch on one rank; a longer single sample is an error at the start of the step."""
+    """Packed tokens of one micro-batch on one rank, or, with context parallelism, on the ranks that share it;
+    a longer single sample is an error at the start of the step."""
     cpus_per_rank: float = Field(1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(None, ge=1)
@@ -39,15 +61,24 @@ class TrainerConfig(Config):
 
     @property
     def data_parallel(self) -> int:
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+        return self.world_size // (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
 
     @model_validator(mode="after")
     def _divides(self) -> TrainerConfig:
-        if self.world_size % (self.tensor_parallel * self.pipeline_parallel):
+        if self.world_size % (self.tensor_parallel * self.context_parallel * self.pipeline_parallel):
             raise ValueError(
                 f"world_size {self.world_size} is not a multiple of tensor_parallel {self.tensor_parallel} "
-                f"x pipeline_parallel {self.pipeline_parallel}"
+                f"x context_parallel {self.context_parallel} x pipeline_parallel {self.pipeline_parallel}"
             )
+        if (self.context_parallel * self.data_parallel) % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} does not divide the context- and data-parallel ranks "
+                f"({self.context_parallel} x {self.data_parallel}), over which experts are dealt"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f'recompute_layers says how many layers recompute = "full" covers, but recompute is "{self.recompute}"')
         return self
 
 
@@ -72,17 +103,75 @@ class OptimizerConfig(Config):
 
 
 class AlgorithmConfig(Config):
+    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool init --algorithm`).
+
+    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
+    """
+
     loss: Literal["policy", "sft"] = "policy"
-    """policy: clipped policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | ImportPath = "grpo"
+    """rltool/algorithms/advantages.py. distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
+    algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO); False is Dr. GRPO's."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
+    whiten_advantages: bool | None = None
+    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's paper
+    has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    value_clip: float = Field(0.2, gt=0)
+    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
+    overlong_buffer: int = Field(0, ge=0)
+    """DAPO's soft length penalty: the reward falls linearly over the last so many of rollout.max_response_tokens; 0: none."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What a response of full length loses, in units of reward."""
+
+    objective: Literal["ppo", "cispo"] | ImportPath = "ppo"
+    """rltool/algorithms/losses.py. `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
+    AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
+    clip_low: float = Field(0.2, gt=0, le=1)
     clip_high: float = Field(0.2, gt=0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no limit."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus, in nats."""
+    loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
+    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean; group: mean
+    over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr. GRPO)."""
+    loss_length: int | None = Field(None, ge=1)
+    """constant: tokens that each sample's sum is divided by; None: rollout.max_response_tokens."""
+
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference) in the loss; 0 needs no reference model."""
-    loss_reduction: Literal["token", "sample"] = "token"
-    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean."""
+    """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """rltool/algorithms/kl.py"""
+    kl_unbiased: bool = False
+    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
+
+    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
+    ratio is the token's, the product over its sample's tokens, or their geometric mean."""
+    is_cap: float = Field(2.0, gt=0)
+    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
+    is_mask_low: float = Field(0.5, ge=0)
+    is_mask_high: float = Field(2.0, gt=0)
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.loss == "policy" and self.kl_coef > 0
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """The old log-probabilities are needed before the first optimizer step, whatever the number of steps."""
+        return self.is_weights != "none" or self.is_mask != "none"
 
 
 class RolloutConfig(Config):
