@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ class _NullStream:
     """Stands for a CUDA stream: everything on the CPU is already in order."""
 
     device = CPU
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
     def wait_stream(self, *_: Any) -> None:
         pass
@@ -59,6 +62,8 @@ def _replacements() -> list[tuple[Any, str, Any]]:
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "Stream", _NullStream),
+        (torch.cuda, "stream", lambda *_: nullcontext()),
         (torch.cuda, "default_stream", lambda *_: stream),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),

@@ -14,17 +14,24 @@ from rltool.megatron.runtime import has_varlen_attention, varlen_attention
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), statistics in fp32, with Megatron's constructor."""
+    """Root mean square norm (Zhang and Sennrich 2019), statistics in fp32, with Megatron's constructor.
+
+    With `layernorm_zero_centered_gamma` the factor is 1 + weight, applied in fp32 (Gemma); the weight stays as stored.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Tells Megatron to sum this gradient over tensor-parallel ranks when the sequence is cut over them.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.size(-1),), None, self.eps).to(x.dtype) * self.weight
+        normed = F.rms_norm(x.float(), (x.size(-1),), None, self.eps)
+        if self.zero_centered:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return normed.to(x.dtype) * self.weight
 
 
 class RotaryPositions(torch.nn.Module):
@@ -63,12 +70,15 @@ class PackedCausalAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        sliding_windows: tuple[int | None, ...] = (),
         **_: Any,
     ) -> None:
+        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
         super().__init__(config=config)
         if config.context_parallel_size != 1:
             raise NotImplementedError("context parallelism is not implemented in this attention")
         self.scale = softmax_scale
+        self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
     def forward(
         self,
@@ -83,23 +93,34 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        packed = packed_seq_params
         if has_varlen_attention(query):
-            packed = packed_seq_params
-            out = varlen_attention(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
+            out = varlen_attention(
+                query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale, self._window(packed)
+            )
         else:
-            out = self._padded(query, key, value, packed_seq_params)
+            out = self._padded(query, key, value, packed)
         return out.flatten(1).unsqueeze(1)
+
+    def _window(self, packed: PackedSequences) -> int | None:
+        """The sliding window, None where it would not cut anything off."""
+        return self.window if self.window is not None and self.window < packed.max_seqlen_q else None
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         def spread(x: Tensor) -> Tensor:
             x = x if packed.gather is None else x.index_select(0, packed.gather)
             return x.view(packed.num_sequences, packed.max_seqlen_q, *x.shape[1:]).transpose(1, 2)
 
+        seen, window = None, self._window(packed)
+        if window is not None:
+            longest = packed.max_seqlen_q
+            seen = torch.ones(longest, longest, dtype=torch.bool, device=query.device).tril().triu(1 - window)
         out = F.scaled_dot_product_attention(
             spread(query),
             spread(key),
             spread(value),
-            is_causal=True,
+            attn_mask=seen,
+            is_causal=seen is None,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )

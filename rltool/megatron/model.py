@@ -15,7 +15,8 @@ from torch import Tensor
 from rltool.errors import UsageError
 from rltool.megatron.layers import PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import Coordinates, with_known_fields
+from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
+from rltool.megatron.runtime import Coordinates, route_without_transformer_engine, with_known_fields
 from rltool.models.base import Family, padded_vocabulary
 
 
@@ -71,7 +72,7 @@ def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, de
     config = transformer_config(family, coordinates, dtype)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(family, config),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.tp_size),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
@@ -81,7 +82,16 @@ def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, de
         rotary_base=family.rope_theta,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
+    if family.sliding_inverse_frequencies is None:
+        model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
+    else:
+        model.rotary_pos_emb = TwoRotaryPositions(
+            family.inverse_frequencies, family.sliding_inverse_frequencies, device
+        )
+    if family.embedding_scale is not None and coordinates.pp_rank == 0:
+        # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
+        scale = torch.tensor(family.embedding_scale, dtype=dtype).item()
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
     _mark_sharded(model, family)
     return model.to(device)
 
@@ -99,12 +109,31 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
             parameter.partition_stride = 1
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(family: Family, config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        num_experts=family.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if family.num_experts:
+        route_without_transformer_engine()
     # The spec objects are shared inside Megatron: change a copy.
-    layer: ModuleSpec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer: ModuleSpec = copy.deepcopy(spec)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = PackedCausalAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if family.sandwich_norms:
+        attention.submodules.linear_proj = NormedRowParallelLinear
+        layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if family.sliding_windows:
+        windows = {"sliding_windows": family.sliding_windows}
+        attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=windows)
+        if family.sliding_inverse_frequencies is not None:
+            attention.module, attention.params = TwoRopeSelfAttention, {**attention.params, **windows}
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     num_layers = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

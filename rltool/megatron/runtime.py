@@ -201,17 +201,39 @@ def save_without_manager_process() -> None:
         filesystem_async._results_queue = queue.SimpleQueue()
 
 
+def route_without_transformer_engine() -> None:
+    """Lets the router of Megatron-core 0.16 run where Transformer Engine is not installed.
+
+    It asks whether `te_general_gemm` is None, but defines that name only when Transformer Engine could be imported.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Causal attention over packed sequences by torch's own kernel (CUDA, 16 bit): [T, heads, d] -> [T, heads, d].
 
+    window: how many tokens a token sees, itself included; None: all before it. Needs torch 2.13.
     Torch spells "causal" `is_causal` up to 2.11 and `window_size=(-1, 0)` later; older ones have no grouped queries.
     """
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if window is not None:
+        if "window_size" not in known:
+            raise NotImplementedError("this torch's varlen_attn has no sliding window; torch 2.13 or newer has")
+        options = {"window_size": (window - 1, 0)}
     if "scale" in known:
         options["scale"] = scale
     elif scale is not None and not math.isclose(scale, query.size(-1) ** -0.5):

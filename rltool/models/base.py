@@ -31,6 +31,7 @@ class Parameter:
         "qkv" (per query group: its queries, its key, its value; cut by group)
     query_groups, head_dim: for "qkv"
     vocabulary: dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size
+    expert: global index of the expert that it belongs to; None outside of experts
     """
 
     name: str
@@ -41,6 +42,7 @@ class Parameter:
     query_groups: int = 0
     head_dim: int = 0
     vocabulary: bool = False
+    expert: int | None = None
 
     @property
     def blocks(self) -> int:
@@ -107,6 +109,10 @@ class Family:
     transformer: keyword arguments of Megatron's TransformerConfig
     inverse_frequencies: [head_dim / 2] float32 of the rotary embedding, scaling applied
     parameters: every Megatron parameter of the model, in the order in which weights are exported
+    embedding_scale: what the embedding's output is multiplied with; None: nothing
+    sandwich_norms: attention and MLP outputs are normalised, too, before they are added to the residual
+    sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has one
+    sliding_inverse_frequencies: as `inverse_frequencies`, for the layers with a sliding window; None: the same
     """
 
     architecture: str
@@ -117,6 +123,10 @@ class Family:
     rope_theta: float
     inverse_frequencies: Tensor
     parameters: tuple[Parameter, ...]
+    embedding_scale: float | None = None
+    sandwich_norms: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    sliding_inverse_frequencies: Tensor | None = None
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +141,18 @@ class Family:
     @property
     def num_layers(self) -> int:
         return self.transformer["num_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer; 0 for a dense model."""
+        return self.transformer.get("num_moe_experts") or 0
+
+    def by_layer(self) -> list[tuple[Parameter, ...]]:
+        """The parameters in portions that are worked on one after the other: each layer, and each of the others alone."""
+        portions: dict[int | str, list[Parameter]] = {}
+        for parameter in self.parameters:
+            portions.setdefault(parameter.name if parameter.layer is None else parameter.layer, []).append(parameter)
+        return [tuple(portion) for portion in portions.values()]
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor, in export order. A tied model has no lm_head."""
