@@ -29,7 +29,11 @@ class _NullStream:
     def wait_stream(self, *_: Any) -> None:
         pass
 
-    wait_event = record_event = synchronize = wait_stream
+    wait_event = synchronize = wait_stream
+
+    def record_event(self, *_: Any) -> _NullStream:
+        """An event of nothing to wait for."""
+        return self
 
 
 def _is_cuda(device: Any) -> bool:

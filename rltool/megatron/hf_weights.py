@@ -116,14 +116,14 @@ def export_weights(
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere.
 
-    A generator that is collective over the ranks of data-parallel rank 0: each of them must run it to its end. Besides
-    the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
+    A generator that is collective over the ranks of data-parallel rank 0, and over all that experts are dealt to: each of
+    them must run it to its end. Besides the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
     use them before the next optimizer step.
     """
     metadata = iter(weight_metadata(family, dtype))
     local = global_names(model)
     for parameter in family.parameters:
-        full = _gather(parameter, local, family, runtime) if runtime.coordinates.dp_rank == 0 else None
+        full = _gather(parameter, local, family, runtime)
         parts = [None] * len(parameter.hf) if full is None else parameter.split(full)
         for part in parts:
             yield next(metadata), None if part is None else part.contiguous()
@@ -132,20 +132,22 @@ def export_weights(
 def _gather(
     parameter: Parameter, local: dict[str, torch.nn.Parameter], family: Family, runtime: Runtime
 ) -> Tensor | None:
-    """The unsharded parameter on global rank 0, None on the others: over TP within its stage, then from stage to stage 0."""
+    """The unsharded parameter on global rank 0, None on the others: over TP where it is held, then from there to rank 0."""
     at = runtime.coordinates
     stage = owner_stage(parameter, family, at.pp_size)
+    # Experts are dealt in order over the first data-parallel ranks, and from there on again.
+    replica = 0 if parameter.expert is None else parameter.expert * at.ep_size // family.num_experts
     full = None
-    if at.pp_rank == stage:
+    if (at.pp_rank, at.dp_rank) == (stage, replica):
         shard = local[parameter.name].detach()
         shards = [shard]
         if parameter.shard_dim is not None and at.tp_size > 1:
             shards = [torch.empty_like(shard) for _ in range(at.tp_size)]
             dist.all_gather(shards, shard.contiguous(), group=runtime.tp_group)
         full = parameter.unshard(shards)
-    if stage == 0:
+    sender = runtime.global_rank(tp=0, pp=stage, dp=replica)
+    if sender == 0:
         return full if at.rank == 0 else None
-    sender = runtime.global_rank(tp=0, pp=stage)
     if at.rank == sender:
         dist.send(full.contiguous(), dst=0)
     elif at.rank == 0:

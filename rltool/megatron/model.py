@@ -20,8 +20,12 @@ from rltool.megatron.runtime import Coordinates, route_without_transformer_engin
 from rltool.models.base import Family, padded_vocabulary
 
 
-def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
+    if expert_parallel > 1 and (family.num_experts == 0 or family.num_experts % expert_parallel):
+        raise UsageError(
+            f"trainer.expert_parallel = {expert_parallel} does not divide the model's {family.num_experts} experts per layer"
+        )
     for what, flag, size in (
         ("num_attention_heads", "tensor_parallel", tensor_parallel),
         ("num_query_groups", "tensor_parallel", tensor_parallel),
@@ -42,6 +46,7 @@ def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dt
         **family.transformer,
         tensor_model_parallel_size=coordinates.tp_size,
         pipeline_model_parallel_size=coordinates.pp_size,
+        expert_model_parallel_size=coordinates.ep_size,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -68,7 +73,12 @@ def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dt
 
 def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device) -> GPTModel:
     """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel."""
-    check_parallelism(family, tensor_parallel=coordinates.tp_size, pipeline_parallel=coordinates.pp_size)
+    check_parallelism(
+        family,
+        tensor_parallel=coordinates.tp_size,
+        pipeline_parallel=coordinates.pp_size,
+        expert_parallel=coordinates.ep_size,
+    )
     config = transformer_config(family, coordinates, dtype)
     model = GPTModel(
         config=config,
@@ -155,11 +165,15 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name with the global layer index (inside, each pipeline stage counts from 0)."""
+    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from 0, and
+    each expert-parallel rank its experts."""
     named = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+            layer = model.decoder.layers[int(parts[2])]
+            parts[2] = str(layer.layer_number - 1)
+            if parts[3:6] == ["mlp", "experts", "local_experts"]:
+                parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
         named[".".join(parts)] = parameter
     return named

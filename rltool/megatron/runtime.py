@@ -30,7 +30,10 @@ class OtherRankFailed(RltoolError):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands. Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages."""
+    """Where a rank stands. Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages.
+
+    The ranks over which experts are dealt (ep) are neighbours in data-parallel order.
+    """
 
     rank: int
     world_size: int
@@ -40,6 +43,8 @@ class Coordinates:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int = 0
+    ep_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -75,6 +80,7 @@ class Runtime:
         device: str,
         timeout: float,
         seed: int,
+        expert_parallel: int = 1,
     ) -> None:
         """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
         if dist.is_initialized():
@@ -83,7 +89,7 @@ class Runtime:
         self._join(rank, world_size, master_address, master_port, timeout)
         try:
             with self.mode():
-                self._build_groups(tensor_parallel, pipeline_parallel, timeout, seed)
+                self._build_groups(tensor_parallel, pipeline_parallel, expert_parallel, timeout, seed)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -104,13 +110,16 @@ class Runtime:
                 f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
             ) from error
 
-    def _build_groups(self, tensor_parallel: int, pipeline_parallel: int, timeout: float, seed: int) -> None:
+    def _build_groups(
+        self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, timeout: float, seed: int
+    ) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel,
             pipeline_model_parallel_size=pipeline_parallel,
+            expert_model_parallel_size=expert_parallel,
             distributed_timeout_minutes=timeout / 60,
         )
         torch.manual_seed(seed)
@@ -124,6 +133,8 @@ class Runtime:
             pp_size=pipeline_parallel,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_size=expert_parallel,
         )
 
     @property

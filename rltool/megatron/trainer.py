@@ -83,6 +83,7 @@ class MegatronTrainer:
             master_port=master_port,
             tensor_parallel=trainer.tensor_parallel,
             pipeline_parallel=trainer.pipeline_parallel,
+            expert_parallel=trainer.expert_parallel,
             device=trainer.device,
             timeout=trainer.rendezvous_timeout,
             seed=seed,
