@@ -41,6 +41,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @on_cuda_compiled
+def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `rms_norm`, with the factor 1 + weight applied in fp32 (Gemma)."""
+    return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * (1.0 + weight.float())).to(x.dtype)
+
+
+@on_cuda_compiled
 def swiglu(x: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)

@@ -6,9 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rltool.megatron.collectives import gather_from_context_ranks
+from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import has_varlen_attention, varlen_attention
 
@@ -28,10 +31,7 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = F.rms_norm(x.float(), (x.size(-1),), None, self.eps)
-        if self.zero_centered:
-            return (normed * (1.0 + self.weight.float())).to(x.dtype)
-        return normed.to(x.dtype) * self.weight
+        return (rms_norm_zero_centered if self.zero_centered else rms_norm)(x, self.weight, self.eps)
 
 
 class RotaryPositions(torch.nn.Module):
@@ -58,6 +58,7 @@ class RotaryPositions(torch.nn.Module):
 class PackedCausalAttention(MegatronModule):
     """Causal core attention over packed sequences with grouped queries; no token sees another sequence.
 
+    With context parallelism each rank holds two chunks of every sequence (see `pack`) and gathers all keys and values.
     On CUDA in 16 bit by torch's variable-length kernel. Elsewhere the row is spread to [sequences, longest] and one
     scaled_dot_product_attention call serves all: with right padding and a causal mask no real token sees the padding.
     """
@@ -75,8 +76,6 @@ class PackedCausalAttention(MegatronModule):
     ) -> None:
         """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise NotImplementedError("context parallelism is not implemented in this attention")
         self.scale = softmax_scale
         self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
@@ -94,9 +93,22 @@ class PackedCausalAttention(MegatronModule):
         """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         packed = packed_seq_params
+        if packed.keys is not None:
+            # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads the
+            # parts that its blocks of queries see.
+            both = gather_from_context_ranks(torch.stack([key, value], dim=1), get_context_parallel_group())
+            key, value = both.index_select(0, packed.keys).unbind(1)
         if has_varlen_attention(query):
             out = varlen_attention(
-                query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale, self._window(packed)
+                query,
+                key,
+                value,
+                packed.cu_seqlens_q,
+                packed.max_seqlen_q,
+                self.scale,
+                self._window(packed),
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_kv,
             )
         else:
             out = self._padded(query, key, value, packed)
@@ -104,21 +116,18 @@ class PackedCausalAttention(MegatronModule):
 
     def _window(self, packed: PackedSequences) -> int | None:
         """The sliding window, None where it would not cut anything off."""
-        return self.window if self.window is not None and self.window < packed.max_seqlen_q else None
+        return self.window if self.window is not None and self.window < packed.max_seqlen_kv else None
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        def spread(x: Tensor) -> Tensor:
-            x = x if packed.gather is None else x.index_select(0, packed.gather)
-            return x.view(packed.num_sequences, packed.max_seqlen_q, *x.shape[1:]).transpose(1, 2)
+        def spread(x: Tensor, gather: Tensor | None, longest: int) -> Tensor:
+            x = x if gather is None else x.index_select(0, gather)
+            return x.view(packed.num_sequences, longest, *x.shape[1:]).transpose(1, 2)
 
-        seen, window = None, self._window(packed)
-        if window is not None:
-            longest = packed.max_seqlen_q
-            seen = torch.ones(longest, longest, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+        seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
         out = F.scaled_dot_product_attention(
-            spread(query),
-            spread(key),
-            spread(value),
+            spread(query, packed.gather, packed.max_seqlen_q),
+            spread(key, key_gather, packed.max_seqlen_kv),
+            spread(value, key_gather, packed.max_seqlen_kv),
             attn_mask=seen,
             is_causal=seen is None,
             scale=self.scale,
@@ -126,3 +135,16 @@ class PackedCausalAttention(MegatronModule):
         )
         out = out.transpose(1, 2).flatten(0, 1)
         return out if packed.slots is None else out.index_select(0, packed.slots)
+
+    def _mask(self, packed: PackedSequences) -> Tensor | None:
+        """What each query sees in the padded layout, True; None where plain causality says it."""
+        window = self._window(packed)
+        if window is None and packed.keys is None:
+            return None
+        device = packed.positions.device
+        # The last query of a block belongs to its last key, so blocks differ in how many keys come before the first query.
+        before = (packed.cu_seqlens_kv.diff() - packed.cu_seqlens_q.diff())[:, None, None, None]
+        at = before + torch.arange(packed.max_seqlen_q, device=device)[:, None]
+        key = torch.arange(packed.max_seqlen_kv, device=device)
+        seen = key <= at
+        return seen if window is None else seen & (key > at - window)

@@ -53,7 +53,16 @@ class Coordinates:
     @property
     def returns_logprobs(self) -> bool:
         """True on the one rank of each data-parallel replica that hands results back."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica_rank(self) -> int:
+        """Among the ranks that hold the same parameters (those of data and context parallelism): this one's index."""
+        return self.cp_rank + self.cp_size * self.dp_rank
+
+    @property
+    def replica_size(self) -> int:
+        return self.cp_size * self.dp_size
 
 
 def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **required: Any) -> T:
@@ -143,10 +152,16 @@ class Runtime:
 
         return parallel_state.get_tensor_model_parallel_group()
 
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
     def global_rank(self, *, tp: int, pp: int, dp: int = 0) -> int:
-        """Rank in the whole world of these coordinates."""
+        """Rank in the whole world of these coordinates, with context-parallel rank 0."""
         at = self.coordinates
-        return tp + at.tp_size * (dp + at.dp_size * pp)
+        return tp + at.tp_size * at.cp_size * (dp + at.dp_size * pp)
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
@@ -231,9 +246,12 @@ def varlen_attention(
     max_seqlen: int,
     scale: float | None,
     window: int | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_kv: int | None = None,
 ) -> torch.Tensor:
     """Causal attention over packed sequences by torch's own kernel (CUDA, 16 bit): [T, heads, d] -> [T, heads, d].
 
+    cu_seqlens_kv, max_seqlen_kv: where a sequence has more keys than queries; the last query then belongs to the last key.
     window: how many tokens a token sees, itself included; None: all before it. Needs torch 2.13.
     Torch spells "causal" `is_causal` up to 2.11 and `window_size=(-1, 0)` later; older ones have no grouped queries.
     """
@@ -255,7 +273,9 @@ def varlen_attention(
         else:
             repeats = query.size(1) // key.size(1)
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    longest = max_seqlen if max_seqlen_kv is None else max_seqlen_kv
+    return varlen_attn(query, key, value, cu_seqlens, boundaries, max_seqlen, longest, **options)
 
 
 def has_varlen_attention(tensor: torch.Tensor) -> bool:
