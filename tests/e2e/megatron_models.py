@@ -124,6 +124,7 @@ def make_trainer(place, path, **options):
             device=DEVICE,
             tensor_parallel=options.get("tp", 1),
             pipeline_parallel=options.get("pp", 1),
+            expert_parallel=options.get("ep", 1),
             torch_threads=1,
             rendezvous_timeout=60,
         ),
