@@ -7,11 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from rltool.megatron.collectives import gather_from_context_ranks
-from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered
+from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import has_varlen_attention, varlen_attention
 
@@ -32,6 +34,26 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_norm_zero_centered if self.zero_centered else rms_norm)(x, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with SwiGLU as one kernel; `recompute = "selective"` does not keep its output for the backward pass.
+
+    That output is half as wide again as all else that a dense layer keeps, and costs one kernel to compute again.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        gated, bias = self.linear_fc1(hidden_states)
+        if per_token_scale is not None or bias is not None:
+            raise NotImplementedError("a gated MLP with a bias or a scale per token")
+        if self.config.recompute_granularity != "selective" or not torch.is_grad_enabled():
+            return self.linear_fc2(swiglu(gated))
+        checkpoint = CheckpointWithoutOutput()
+        output, output_bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gated))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, output_bias
 
 
 class RotaryPositions(torch.nn.Module):

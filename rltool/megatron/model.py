@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltool.config.train import TrainerConfig
 from rltool.errors import UsageError
-from rltool.megatron.layers import PackedCausalAttention, RMSNorm, RotaryPositions
+from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.megatron.runtime import Coordinates, route_without_transformer_engine, with_known_fields
+from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 
 
@@ -39,7 +43,9 @@ def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel
             )
 
 
-def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    family: Family, coordinates: Coordinates, dtype: torch.dtype, trainer: TrainerConfig
+) -> TransformerConfig:
     """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off."""
     return with_known_fields(
         TransformerConfig,
@@ -47,6 +53,9 @@ def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dt
         tensor_model_parallel_size=coordinates.tp_size,
         pipeline_model_parallel_size=coordinates.pp_size,
         expert_model_parallel_size=coordinates.ep_size,
+        context_parallel_size=coordinates.cp_size,
+        sequence_parallel=trainer.sequence_parallel,
+        **_recompute(family, coordinates, trainer),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -71,15 +80,35 @@ def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dt
     )
 
 
-def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device) -> GPTModel:
-    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel."""
+def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig) -> dict[str, Any]:
+    if trainer.recompute == "none":
+        return {}
+    if trainer.recompute == "selective":
+        # The gated activation is `GatedMLP`'s own part.
+        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    held = family.num_layers // coordinates.pp_size
+    layers = min(trainer.recompute_layers or held, held)
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+
+
+def build_model(
+    family: Family,
+    coordinates: Coordinates,
+    dtype: torch.dtype,
+    device: torch.device,
+    trainer: TrainerConfig | None = None,
+) -> GPTModel:
+    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel.
+
+    trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
+    """
     check_parallelism(
         family,
         tensor_parallel=coordinates.tp_size,
         pipeline_parallel=coordinates.pp_size,
         expert_parallel=coordinates.ep_size,
     )
-    config = transformer_config(family, coordinates, dtype)
+    config = transformer_config(family, coordinates, dtype, trainer or TrainerConfig())
     model = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(family, config),
@@ -102,6 +131,10 @@ def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, de
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
         scale = torch.tensor(family.embedding_scale, dtype=dtype).item()
         model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
+    for layer in model.decoder.layers:
+        # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
+        if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
+            layer.mlp.__class__ = GatedMLP
     _mark_sharded(model, family)
     return model.to(device)
 
@@ -155,6 +188,23 @@ def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> 
         input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
     )
     return output.squeeze(0) if unwrap(model).post_process else output
+
+
+def output_hidden_states(model: GPTModel) -> None:
+    """From now on the last stage gives hidden states, [1, T, hidden], in place of logits: for `output_head`."""
+    if model.post_process:
+        model.output_layer.forward = _pass_through
+
+
+def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """The parameter of the output layer on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
