@@ -16,6 +16,7 @@ from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carry
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import UsageError
+from rltool.megatron.hf_weights import load_hf
 from rltool.megatron.runtime import Runtime, save_without_manager_process
 from rltool.megatron.state import model_state
 from rltool.megatron.trainer import MegatronTrainer
@@ -78,6 +79,18 @@ def load_weights(trainer: MegatronTrainer, path: Path) -> None:
     load_model(trainer.runtime, trainer.gpt, path)
     with trainer.runtime.mode():
         trainer.weights_changed(initial=True)
+
+
+def load_teacher(trainer: MegatronTrainer, path: Path) -> None:
+    """The teacher's weights, from a Hugging Face directory or a checkpoint of ours; the policy's stay as they are.
+
+    UsageError when they do not fit the policy's model: they are swapped into it.
+    """
+    if manifests.is_checkpoint(path):
+        open_verified(trainer.runtime, trainer.family, path)
+        trainer.load_teacher(lambda: load_model(trainer.runtime, trainer.gpt, path))
+    else:
+        trainer.load_teacher(lambda: load_hf(trainer.gpt, trainer.family, path, trainer.runtime))
 
 
 def load_model(runtime: Runtime, model: GPTModel, directory: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,9 @@ from rltool.config.base import Config
 
 ImportPath = str
 """`package.module:attribute`"""
+
+OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+"""An import path beside known names: without the colon it is a misspelt name."""
 
 
 class ModelConfig(Config):
@@ -111,7 +114,7 @@ class AlgorithmConfig(Config):
     loss: Literal["policy", "sft"] = "policy"
     """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
 
-    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | ImportPath = "grpo"
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
     """rltool/algorithms/advantages.py. distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
     algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
@@ -129,7 +132,7 @@ class AlgorithmConfig(Config):
     overlong_penalty: float = Field(1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
-    objective: Literal["ppo", "cispo"] | ImportPath = "ppo"
+    objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
     """rltool/algorithms/losses.py. `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
     AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
     ratio: Literal["token", "sequence"] = "token"
@@ -163,6 +166,22 @@ class AlgorithmConfig(Config):
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
     is_mask_low: float = Field(0.5, ge=0)
     is_mask_high: float = Field(2.0, gt=0)
+
+    @model_validator(mode="after")
+    def _mask_range(self) -> AlgorithmConfig:
+        if self.is_mask_low >= self.is_mask_high:
+            raise ValueError(f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would be masked")
+        return self
+
+    @property
+    def own_advantage(self) -> bool:
+        """`advantage` is an import path."""
+        return ":" in self.advantage
+
+    @property
+    def own_objective(self) -> bool:
+        """`objective` is an import path."""
+        return ":" in self.objective
 
     @property
     def uses_reference(self) -> bool:

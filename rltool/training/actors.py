@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Medium
 from rltool.engines.endpoints import EngineEndpoint
@@ -81,20 +81,29 @@ class TrainerActor:
     def load_weights(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
 
+        self._load_teacher()
         load_weights(self.trainer, self.config.model.path)
 
+    def _load_teacher(self) -> None:
+        from rltool.checkpoints.torch_dist import load_teacher
+
+        if self.config.model.teacher_path is not None:
+            load_teacher(self.trainer, self.config.model.teacher_path)
+
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        """Reference weights come from model.path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
-        if self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.uses_reference:
             self.load_weights()
+        else:
+            self._load_teacher()
         return load_checkpoint(self.trainer, directory)
 
     # -- training
 
-    def compute_logprobs(self, micro_batches: list[TrainBatch], reference: bool = False) -> Any:
-        return self.trainer.compute_logprobs(micro_batches, reference=reference)
+    def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
+        return self.trainer.compute_logprobs(micro_batches, weights=weights)
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)

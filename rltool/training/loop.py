@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltool.algorithms.advantages import broadcast_to_tokens, group_advantages
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.losses import token_loss_weights
 from rltool.algorithms.mismatch import logprob_gap
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.config.train import TrainConfig
 from rltool.errors import RltoolError, TrainingStopped
+from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
@@ -119,21 +118,21 @@ class Loop:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
-        config = self.config
+        config, longest = self.config, self.config.rollout.max_response_tokens
         metrics: dict[str, float] = {}
         if config.algorithm.loss == "policy":
-            batch = self._with_advantages(batch)
             with timed(metrics, "time/logprobs_seconds"):
-                batch, measured = self._with_trainer_logprobs(batch)
-            metrics.update(measured)
+                batch, gap = self._with_logprobs(batch)
+            batch, shaped = with_advantages(batch, config.algorithm, max_response_tokens=longest)
+            batch, corrected = with_corrections(batch, config.algorithm)
+            metrics.update({**gap, **shaped, **corrected})
         collected: list[dict[str, float]] = []
         groups = batch.group_ids.tolist()
         self.between_updates = True
         # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
         for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
-            part = batch.select(samples)
-            weights = token_loss_weights(part.lengths, part.loss_mask, config.algorithm.loss_reduction)
-            collected.append(self.trainer.train_step(part.replace(loss_weights=weights)))
+            part = with_loss_weights(batch.select(samples), config.algorithm, max_response_tokens=longest)
+            collected.append(self.trainer.train_step(part))
         self.between_updates = False
         metrics.update(_mean(collected))
         metrics["train/skipped_steps"] = sum(result["train/skipped"] for result in collected)
@@ -142,12 +141,9 @@ class Loop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if result["train/skipped"] else 0
         return metrics
 
-    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
-        per_sample = group_advantages(batch.rewards, batch.group_ids, normalize_std=self.config.algorithm.normalize_std)
-        return batch.replace(advantages=broadcast_to_tokens(per_sample, batch.lengths, batch.loss_mask))
-
-    def _with_trainer_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Old log-probabilities, and the gate: they must agree with the engines' before any optimizer step."""
+    def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Log-probabilities of the old policy, reference and teacher, and the gate: the old ones must agree with the engines'
+        before any optimizer step."""
         old = self.trainer.logprobs(batch)
         assert batch.rollout_logprobs is not None
         gap = logprob_gap(old, batch.rollout_logprobs, batch.loss_mask)
@@ -163,8 +159,9 @@ class Loop:
                 f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
                 f"trainer's weights, or they compute in another precision or at another temperature."
             )
-        reference = self.trainer.logprobs(batch, reference=True) if self.config.algorithm.kl_coef > 0 else None
-        return batch.replace(old_logprobs=old, ref_logprobs=reference), metrics
+        reference = self.trainer.logprobs(batch, weights="reference") if self.config.algorithm.uses_reference else None
+        teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
+        return batch.replace(old_logprobs=old, ref_logprobs=reference, teacher_logprobs=teacher), metrics
 
     # -- bookkeeping
 

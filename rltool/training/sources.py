@@ -54,7 +54,7 @@ class Rollouts:
         if self._dump_dir is not None:
             write_dump(self._dump_dir, step=step, seed=self._config.seed, samples=result.samples, info={"metrics": result.metrics})
         versions = sorted({span.version for sample in result.samples for span in sample.versions})
-        batch = samples_to_batch(result.samples, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = samples_to_batch(result.samples)
         return SourcedBatch(batch, result.metrics, tuple(versions))
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class RecordedRollouts:
 
     def next(self, step: int, max_staleness: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
-        batch = samples_to_batch(dump.samples, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = samples_to_batch(dump.samples)
         return SourcedBatch(batch, rollout_metrics(dump.samples, seconds=None, dropped={}), tuple(dump.weight_versions))
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class SupervisedData:
     def next(self, step: int, max_staleness: int) -> SourcedBatch:
         started = time.perf_counter()
         prompts = self._source.next(self._config.rollout.prompts_per_step)
-        batch = supervised_batch(prompts, self.rows.targets, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = supervised_batch(prompts, self.rows.targets)
         return SourcedBatch(batch, {"time/generate_seconds": time.perf_counter() - started})
 
     def state_dict(self) -> dict[str, Any]:

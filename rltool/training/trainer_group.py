@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket, TensorMeta
@@ -75,10 +75,10 @@ class TrainerGroup:
 
     # -- training
 
-    def logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
+    def logprobs(self, batch: TrainBatch, *, weights: Weights = "policy") -> Tensor:
         """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for first tokens."""
         plan, dealt = self._deal(batch)
-        results = get_all([rank.compute_logprobs.remote(dealt[place.dp_rank], reference) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
+        results = get_all([rank.compute_logprobs.remote(dealt[place.dp_rank], weights) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
         out = torch.zeros(len(batch.tokens))
         ends = batch.lengths.cumsum(0)
         starts = ends - batch.lengths
