@@ -89,6 +89,8 @@ class Runtime:
         device: str,
         timeout: float,
         seed: int,
+        context_parallel: int = 1,
+        context_parallel: int = 1,
         expert_parallel: int = 1,
     ) -> None:
         """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
@@ -98,7 +100,7 @@ class Runtime:
         self._join(rank, world_size, master_address, master_port, timeout)
         try:
             with self.mode():
-                self._build_groups(tensor_parallel, pipeline_parallel, expert_parallel, timeout, seed)
+                self._build_groups(tensor_parallel, pipeline_parallel, context_parallel, expert_parallel, timeout, seed)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -120,7 +122,13 @@ class Runtime:
             ) from error
 
     def _build_groups(
-        self, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, timeout: float, seed: int
+        self,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        context_parallel: int,
+        expert_parallel: int,
+        timeout: float,
+        seed: int,
     ) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -128,6 +136,7 @@ class Runtime:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel,
             pipeline_model_parallel_size=pipeline_parallel,
+            context_parallel_size=context_parallel,
             expert_model_parallel_size=expert_parallel,
             distributed_timeout_minutes=timeout / 60,
         )
@@ -142,6 +151,8 @@ class Runtime:
             pp_size=pipeline_parallel,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=context_parallel,
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
             ep_size=expert_parallel,
         )
