@@ -30,7 +30,7 @@ class OtherRankFailed(RltoolError):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands. Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages.
+    """Where a rank stands. Megatron's order: tensor parallel innermost, then context, then data parallel, then pipeline stages.
 
     The ranks over which experts are dealt (ep) are neighbours in data-parallel order.
     """
@@ -45,6 +45,8 @@ class Coordinates:
     dp_size: int
     ep_rank: int = 0
     ep_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -89,7 +91,6 @@ class Runtime:
         device: str,
         timeout: float,
         seed: int,
-        context_parallel: int = 1,
         context_parallel: int = 1,
         expert_parallel: int = 1,
     ) -> None:
