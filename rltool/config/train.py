@@ -189,8 +189,14 @@ class AlgorithmConfig(Config):
 
     @property
     def corrects_mismatch(self) -> bool:
-        """The old log-probabilities are needed before the first optimizer step, whatever the number of steps."""
+        """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
         return self.is_weights != "none" or self.is_mask != "none"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training forward."""
+        kl_in_reward = self.uses_reference and self.kl_in == "reward"
+        return self.loss == "policy" and (self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage)
 
 
 class RolloutConfig(Config):

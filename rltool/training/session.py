@@ -46,6 +46,7 @@ from rltool.training.validate import (
     check_model_directory,
     needs_engines,
 )
+from rltool.training.validate_algorithm import check_algorithm
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         check_config(config)
     else:
         check_model_directory(config.model.path)
+        check_algorithm(config)
         check_batch_arithmetic(config)
     resume_from = _resume_point(run, resume)
     check_model(config)
