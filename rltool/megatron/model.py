@@ -129,7 +129,7 @@ def build_model(
         )
     if family.embedding_scale is not None and coordinates.pp_rank == 0:
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
-        scale = torch.tensor(family.embedding_scale, dtype=dtype).item()
+        scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
         model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
     for layer in model.decoder.layers:
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
