@@ -6,6 +6,7 @@ cut over tensor-parallel ranks, and both ways back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rltool.errors import RltoolError
+from rltool.models.cost import ModelCost
 
 
 class ShapeMismatch(RltoolError):
@@ -47,6 +49,11 @@ class Parameter:
     @property
     def blocks(self) -> int:
         return len(self.hf) if self.merge_as == "stack" else 1
+
+    @property
+    def merged_shape(self) -> tuple[int, ...]:
+        """Of the unsharded, unpadded Megatron tensor."""
+        return (sum(shape[0] for _, shape in self.hf), *self.hf[0][1][1:])
 
     def merge(self, tensors: list[Tensor]) -> Tensor:
         """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
@@ -147,12 +154,17 @@ class Family:
         """Experts per layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts") or 0
 
-    def by_layer(self) -> list[tuple[Parameter, ...]]:
-        """The parameters in portions that are worked on one after the other: each layer, and each of the others alone."""
-        portions: dict[int | str, list[Parameter]] = {}
+    def cost(self) -> ModelCost:
+        """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
+        parameters = 0
         for parameter in self.parameters:
-            portions.setdefault(parameter.name if parameter.layer is None else parameter.layer, []).append(parameter)
-        return [tuple(portion) for portion in portions.values()]
+            size = sum(math.prod(shape) for _, shape in parameter.hf)
+            # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
+            if parameter.expert is not None:
+                size = size * self.transformer["moe_router_topk"] // self.num_experts
+            parameters += size
+        width = self.num_layers * self.transformer["num_attention_heads"] * self.transformer["kv_channels"]
+        return ModelCost(parameters, width)
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor, in export order. A tied model has no lm_head."""

@@ -108,6 +108,15 @@ class TrainerActor:
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
 
+    def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, fresh: bool) -> Any:
+        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, fresh=fresh)
+
+    def optimizer_step(self) -> dict[str, float]:
+        return self.trainer.optimizer_step()
+
+    def discard_gradients(self) -> None:
+        self.trainer.discard_gradients()
+
     def parameter_hash(self) -> str:
         return self.trainer.parameter_hash()
 

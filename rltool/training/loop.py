@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_gap
 from rltool.algorithms.schedule import split_for_optimizer_steps
@@ -120,19 +122,24 @@ class Loop:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
         config, longest = self.config, self.config.rollout.max_response_tokens
         metrics: dict[str, float] = {}
+        # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
+        fresh = config.algorithm.loss == "policy" and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
         if config.algorithm.loss == "policy":
             with timed(metrics, "time/logprobs_seconds"):
-                batch, gap = self._with_logprobs(batch)
+                if not fresh:
+                    batch = batch.replace(old_logprobs=self.trainer.logprobs(batch))
+                    metrics.update(self._judge_gap(batch.old_logprobs, batch))
+                batch = self._with_frozen_logprobs(batch)
             batch, shaped = with_advantages(batch, config.algorithm, max_response_tokens=longest)
             batch, corrected = with_corrections(batch, config.algorithm)
-            metrics.update({**gap, **shaped, **corrected})
+            metrics.update({**shaped, **corrected})
         collected: list[dict[str, float]] = []
         groups = batch.group_ids.tolist()
-        self.between_updates = True
+        self.between_updates = not fresh
         # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
         for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
             part = with_loss_weights(batch.select(samples), config.algorithm, max_response_tokens=longest)
-            collected.append(self.trainer.train_step(part))
+            collected.append(self._fresh_step(part) if fresh else self.trainer.train_step(part))
         self.between_updates = False
         metrics.update(_mean(collected))
         metrics["train/skipped_steps"] = sum(result["train/skipped"] for result in collected)
@@ -141,12 +148,21 @@ class Loop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if result["train/skipped"] else 0
         return metrics
 
-    def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Log-probabilities of the old policy, reference and teacher, and the gate: the old ones must agree with the engines'
-        before any optimizer step."""
-        old = self.trainer.logprobs(batch)
+    def _fresh_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Forward and backward, the gate, and only then the optimizer: after a gap every weight is as it was."""
+        logprobs, measured = self.trainer.forward_backward(batch, fresh=True)
+        try:
+            gap = self._judge_gap(logprobs, batch)
+        except TrainingStopped:
+            self.trainer.discard_gradients()
+            raise
+        self.between_updates = True
+        return {**measured, **gap, **self.trainer.optimizer_step()}
+
+    def _judge_gap(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
+        """The gate: before any optimizer step the trainer's log-probabilities [T] must agree with the engines'. Returns its metrics."""
         assert batch.rollout_logprobs is not None
-        gap = logprob_gap(old, batch.rollout_logprobs, batch.loss_mask)
+        gap = logprob_gap(logprobs, batch.rollout_logprobs, batch.loss_mask)
         metrics = {
             "train/logprob_abs_diff_mean": gap.abs_mean,
             "train/logprob_abs_diff_max": gap.abs_max,
@@ -159,9 +175,12 @@ class Loop:
                 f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
                 f"trainer's weights, or they compute in another precision or at another temperature."
             )
+        return metrics
+
+    def _with_frozen_logprobs(self, batch: TrainBatch) -> TrainBatch:
         reference = self.trainer.logprobs(batch, weights="reference") if self.config.algorithm.uses_reference else None
         teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
-        return batch.replace(old_logprobs=old, ref_logprobs=reference, teacher_logprobs=teacher), metrics
+        return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher)
 
     # -- bookkeeping
 
