@@ -45,7 +45,7 @@ def test_a_sound_configuration_passes(base):
         (["model.path=/nonexistent"], "is not a directory"),
         (["eval.stop_at=0.5"], "eval.every_steps above 0"),
         (['weights.transport="nccl"'], "not built yet"),
-        (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "kl_coef has no meaning"),
+        (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "algorithm.kl_coef = 0.1 has no meaning.*leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_setting_and_the_fix(base, sets, message):
