@@ -132,7 +132,7 @@ def is_weight(batch, a) -> list[dict[int, float]]:
 def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
     low, high = 1 - a.clip_low, 1 + a.clip_high
     if a.objective == "cispo":
-        return -min(max(float(ratio), low), high) * advantage * new
+        return -min(max(float(ratio.detach()), low), high) * advantage * new
     objective = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
     if a.dual_clip is not None and advantage < 0:
         objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage))
