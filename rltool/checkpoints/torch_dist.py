@@ -136,14 +136,15 @@ def write_state(
         runtime.on_rank_zero(lambda: beside(partial), f"writing {partial}")
         if check is not None:
             check(partial)
-        runtime.on_rank_zero(lambda: _finish(partial, final, manifest), f"completing {final}")
+        runtime.on_rank_zero(lambda: finish(partial, final, manifest), f"completing {final}")
     except BaseException:
         if runtime.coordinates.rank == 0:
             directories.abandon(partial)
         raise
 
 
-def _finish(partial: Path, final: Path, manifest: Manifest) -> None:
+def finish(partial: Path, final: Path, manifest: Manifest) -> None:
+    """Hashes every file, writes the manifest, makes all of it durable and gives it its name."""
     versions = {name: version(name) for name in ("rltool", "megatron-core", "torch")}
     complete = Manifest(**{**vars(manifest), "versions": versions, "files": manifests.describe_files(partial)})
     directories.write_text(partial / manifests.FILE, manifests.to_text(complete))

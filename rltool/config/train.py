@@ -133,6 +133,7 @@ class AlgorithmConfig(Config):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
     value_clip: float = Field(0.2, gt=0)
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     overlong_buffer: int = Field(0, ge=0)
@@ -162,6 +163,7 @@ class AlgorithmConfig(Config):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """rltool/algorithms/kl.py"""
     kl_unbiased: bool = False
@@ -171,10 +173,13 @@ class AlgorithmConfig(Config):
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
     ratio is the token's, the product over its sample's tokens, or their geometric mean."""
     is_cap: float = Field(2.0, gt=0)
+    """Where the importance weight is truncated."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
     is_mask_low: float = Field(0.5, ge=0)
+    """See is_mask."""
     is_mask_high: float = Field(2.0, gt=0)
+    """See is_mask; above is_mask_low."""
 
     @model_validator(mode="after")
     def _mask_range(self) -> AlgorithmConfig:

@@ -47,6 +47,14 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @on_cuda_compiled
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021), halves paired as Hugging Face has them. x: [..., d]; angles: [..., d], fp32, broadcast."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
+
+
+@on_cuda_compiled
 def swiglu(x: Tensor) -> Tensor:
     """silu(first half) * second half of the last dimension (Shazeer 2020)."""
     gate, up = x.chunk(2, dim=-1)

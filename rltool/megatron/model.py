@@ -19,7 +19,13 @@ from rltool.config.train import TrainerConfig
 from rltool.errors import UsageError
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import Coordinates, route_without_transformer_engine, with_known_fields
+from rltool.megatron.runtime import (
+    Coordinates,
+    recompute_without_transformer_engine,
+    rotate_in_one_kernel,
+    route_without_transformer_engine,
+    with_known_fields,
+)
 from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 
@@ -84,6 +90,7 @@ def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig)
     if trainer.recompute == "none":
         return {}
     if trainer.recompute == "selective":
+        recompute_without_transformer_engine()
         # The gated activation is `GatedMLP`'s own part.
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     held = family.num_layers // coordinates.pp_size
@@ -109,6 +116,7 @@ def build_model(
         expert_parallel=coordinates.ep_size,
     )
     config = transformer_config(family, coordinates, dtype, trainer or TrainerConfig())
+    rotate_in_one_kernel()
     model = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(family, config),

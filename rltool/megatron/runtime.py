@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import queue
@@ -32,7 +33,7 @@ class OtherRankFailed(RltoolError):
 class Coordinates:
     """Where a rank stands. Megatron's order: tensor parallel innermost, then context, then data parallel, then pipeline stages.
 
-    The ranks over which experts are dealt (ep) are neighbours in data-parallel order.
+    The ranks over which experts are dealt (ep) are neighbours by `replica_rank`.
     """
 
     rank: int
@@ -170,10 +171,10 @@ class Runtime:
 
         return parallel_state.get_context_parallel_group()
 
-    def global_rank(self, *, tp: int, pp: int, dp: int = 0) -> int:
-        """Rank in the whole world of these coordinates, with context-parallel rank 0."""
+    def global_rank(self, *, tp: int, pp: int, replica: int = 0) -> int:
+        """Rank in the whole world of these coordinates; replica: see `Coordinates.replica_rank`."""
         at = self.coordinates
-        return tp + at.tp_size * at.cp_size * (dp + at.dp_size * pp)
+        return tp + at.tp_size * (replica + at.replica_size * pp)
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
@@ -250,6 +251,32 @@ def route_without_transformer_engine() -> None:
         moe_utils.te_general_gemm = None
 
 
+def recompute_without_transformer_engine() -> None:
+    """Lets Megatron compute norms and activations again where Transformer Engine is not installed.
+
+    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def rotate_in_one_kernel() -> None:
+    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between."""
+    from megatron.core.transformer import attention
+
+    from rltool.megatron.kernels import rotate
+
+    attention.apply_rotary_pos_emb = lambda x, angles, *_, **__: rotate(x, angles)
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -269,7 +296,7 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _varlen_parameters()
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     if window is not None:
         if "window_size" not in known:

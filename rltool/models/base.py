@@ -21,6 +21,15 @@ class ShapeMismatch(RltoolError):
     """A tensor whose shape is not the one that config.json implies."""
 
 
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises ShapeMismatch."""
+    if found != expected:
+        raise ShapeMismatch(
+            f"{name} has shape {found}, but config.json implies {expected}; "
+            "the weights and the config.json beside them do not belong together"
+        )
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of the Megatron model and the HF tensors that it is made of.
@@ -58,11 +67,7 @@ class Parameter:
     def merge(self, tensors: list[Tensor]) -> Tensor:
         """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
         for (name, shape), tensor in zip(self.hf, tensors, strict=True):
-            if tuple(tensor.shape) != shape:
-                raise ShapeMismatch(
-                    f"{name} has shape {tuple(tensor.shape)}, but config.json implies {shape}; "
-                    "the weights and the config.json beside them do not belong together"
-                )
+            check_shape(name, tuple(tensor.shape), shape)
         if self.merge_as == "same":
             return tensors[0]
         if self.merge_as == "stack":

@@ -64,7 +64,7 @@ class Variant:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:  # noqa: B008 (frozen)
+def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     """A decoder of `model.layers.N.{self_attn,mlp}` with separate q, k, v, gate and up projections in HF's layout.
 
     UsageError for what config.json lacks or asks for and is not implemented.
