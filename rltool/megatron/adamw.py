@@ -26,10 +26,11 @@ class GroupStepAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         adam_w_mode: bool = True,
+        capturable: bool = False,
     ) -> None:
-        """adam_w_mode: must be True; Megatron passes it."""
-        if not adam_w_mode:
-            raise ValueError("only decoupled weight decay is implemented")
+        """adam_w_mode must be True and capturable (for CUDA graphs) False; Megatron passes both, by version."""
+        if not adam_w_mode or capturable:
+            raise ValueError("only decoupled weight decay outside of CUDA graphs is implemented")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()
