@@ -9,19 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from rltool.processes.signals import termination_interrupts
-from rltool.quickstart.compose import Result, run_quickstart
+from rltool.quickstart.compose import WARM_UP_STEPS, Result, run_quickstart
 
 
 def quickstart(
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     seed: Annotated[int, typer.Option(help="One seed for all of it.")] = 0,
     steps: Annotated[int, typer.Option(min=12, help="GRPO rollouts.")] = 75,
+    warm_up_steps: Annotated[int, typer.Option(min=1, help="Steps of the supervised warm start.")] = WARM_UP_STEPS,
 ) -> None:
     """Train a tiny model with GRPO against two vLLM engines behind a router, on the CPU, and see it learn."""
     console = Console()
     with termination_interrupts() as ending:
         try:
-            result = run_quickstart(console, name=run, seed=seed, steps=steps)
+            result = run_quickstart(console, name=run, seed=seed, steps=steps, warm_up_steps=warm_up_steps)
         except KeyboardInterrupt:
             console.print("interrupted; everything that was started has been stopped")
             raise typer.Exit(ending.exit_code or 130) from None

@@ -35,6 +35,7 @@ def serve_engines(
     dtype: Annotated[str | None, typer.Option(help="Engine dtype (default: the model's; float32 on the CPU).")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the first engine; the others count up (default: 0).")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")] = False,
+    weight_backend: Annotated[str | None, typer.Option(help="rltool (gloo or disk) or nccl (default: rltool on the CPU, nccl on GPUs).")] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all must serve (default: 600).")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")] = False,
@@ -55,6 +56,7 @@ def serve_engines(
         "dtype": ("--dtype", dtype),
         "seed": ("--seed", seed),
         "trust_remote_code": ("--trust-remote-code", trust_remote_code or None),
+        "weight_backend": ("--weight-backend", weight_backend),
         "ready_timeout": ("--ready-timeout", ready_timeout),
         "extra_args": ("--", engine_flags(engine_args or [])),
     }

@@ -24,15 +24,20 @@ class ModelConfig(Config):
     teacher_path: Path | None = None
     """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or for your own."""
     trust_remote_code: bool = False
+    """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 
 
 class TrainerConfig(Config):
     """The Megatron side. world_size is the number of ranks, one bundle each."""
 
     world_size: int = Field(1, ge=1)
+    """Ranks, one Ray bundle each: a multiple of tensor_parallel x pipeline_parallel; the quotient is data parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where torch finds a GPU, else cpu."""
     tensor_parallel: int = Field(1, ge=1)
+    """Must divide the attention heads, their query groups and the feed-forward size."""
     pipeline_parallel: int = Field(1, ge=1)
+    """Must divide the number of layers."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share the tokens of each sequence; keys and values are gathered, queries stay."""
     expert_parallel: int = Field(1, ge=1)
@@ -89,13 +94,16 @@ class OptimizerConfig(Config):
     """Adam with decoupled weight decay, Megatron's optimizer and schedule."""
 
     lr: float = Field(1e-6, gt=0)
+    """Learning rate after the warm-up."""
     min_lr: float = Field(0.0, ge=0)
+    """Where the decay ends; not above lr."""
     warmup_steps: int = Field(0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
     decay_steps: int | None = Field(None, ge=1)
     """Optimizer steps until min_lr; None: all that the run takes."""
     weight_decay: float = Field(0.0, ge=0)
+    """Not applied to biases and norms."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
@@ -125,6 +133,7 @@ class AlgorithmConfig(Config):
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
     value_clip: float = Field(0.2, gt=0)
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     overlong_buffer: int = Field(0, ge=0)
@@ -138,6 +147,7 @@ class AlgorithmConfig(Config):
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
+    """See clip_high."""
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
     dual_clip: float | None = Field(None, gt=1)
@@ -153,6 +163,7 @@ class AlgorithmConfig(Config):
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """rltool/algorithms/kl.py"""
     kl_unbiased: bool = False
@@ -162,10 +173,13 @@ class AlgorithmConfig(Config):
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
     ratio is the token's, the product over its sample's tokens, or their geometric mean."""
     is_cap: float = Field(2.0, gt=0)
+    """Where the importance weight is truncated."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
     is_mask_low: float = Field(0.5, ge=0)
+    """See is_mask."""
     is_mask_high: float = Field(2.0, gt=0)
+    """See is_mask; above is_mask_low."""
 
     @model_validator(mode="after")
     def _mask_range(self) -> AlgorithmConfig:
@@ -201,6 +215,7 @@ class AlgorithmConfig(Config):
 
 class RolloutConfig(Config):
     mode: Literal["external", "managed", "colocate"] = "external"
+    """external: engines that are running already. managed and colocate are planned for, and refused at the start."""
     external: tuple[str, ...] = ()
     """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
     router: str | None = None
@@ -212,22 +227,29 @@ class RolloutConfig(Config):
     gpus_per_engine: int = Field(1, ge=1)
     """Managed and colocate only."""
     prompts_per_step: int = Field(32, ge=1)
+    """Prompts of one rollout; with algorithm.loss sft the rows of one step."""
     samples_per_prompt: int = Field(8, ge=1)
+    """Samples of each prompt, which form a group; at least 2 for the policy loss; sft takes each row once."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling. The trainer divides its logits by it as well."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: expect a gap."""
     top_k: int = -1
+    """-1 keeps all tokens; else as for top_p."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""
     max_response_tokens: int = Field(1024, ge=1)
+    """Longer responses are cut, and counted as truncated."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside those of generation_config.json and the tokenizer's EOS."""
     requests_per_engine: int = Field(64, ge=1)
     """Prompt groups in flight per engine; total concurrency is this times the number of engines found."""
     request_timeout: float = Field(600.0, gt=0)
+    """Seconds for one generation, its retries included."""
     generate_function: ImportPath | None = None
     """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn generation."""
     dump: bool = False
-    """Write every rollout to <run>/rollouts, for debug train-only to replay."""
+    """Write every rollout to RUN/rollouts, for debug train-only to replay."""
     preflight_timeout: float = Field(30.0, gt=0)
     """Seconds to wait for each given address to answer."""
 
@@ -236,12 +258,17 @@ class DataConfig(Config):
     """JSONL or Parquet: `prompt` (text) or `messages` (chat), optional `label`, `response`, `metadata`."""
 
     train: tuple[Path, ...] = ()
+    """Files whose names end in .jsonl, .json or .parquet."""
     prompt_key: str = "prompt"
+    """Column of the prompt; `messages` is looked for where it is missing."""
     label_key: str = "label"
+    """Column that rewards compare with: text or a number."""
     response_key: str = "response"
+    """Column of the target of supervised training; without it the label is the target."""
     apply_chat_template: bool | None = None
     """None: for `messages` yes, for `prompt` no."""
     shuffle: bool = True
+    """In an order that depends on the seed and the epoch alone; false: as in the files."""
 
 
 class RewardConfig(Config):
@@ -252,33 +279,39 @@ class RewardConfig(Config):
     workers: int = Field(4, ge=1)
     """Threads for synchronous reward functions."""
     timeout: float = Field(60.0, gt=0)
+    """Seconds for one call; a later answer counts as a failure."""
 
 
 class EvalConfig(Config):
     sets: dict[str, Path] = Field(default_factory=dict)
-    """name -> data file; results appear as eval/<name>/accuracy."""
+    """name -> data file; results appear as eval/NAME/accuracy."""
     every_steps: int = Field(0, ge=0)
     """0: only before the first and after the last step."""
     samples_per_prompt: int = Field(1, ge=1)
+    """Samples of each prompt; the accuracy is the mean reward over all of them."""
     temperature: float = Field(1.0, ge=0)
+    """0 is greedy."""
     max_prompts: int | None = Field(None, ge=1)
+    """Take only the first so many of each set."""
     stop_at: float | None = None
     """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
 
 
 class WeightsConfig(Config):
     transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
-    """auto: nccl between GPUs, gloo on the CPU."""
+    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines share; nccl is not built yet."""
     bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
     timeout: float = Field(120.0, gt=0)
-    """Deadline of one whole sync, and of every step in it."""
+    """Seconds for each step of a sync; steps that engines and trainer share may take two or three times this."""
     advertise_host: str | None = None
     """Address of the trainer as engines see it; None: the local address of the route to each engine."""
     port_range: tuple[int, int] | None = None
     """Ports for rendezvous; None picks free ones."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    """Requests in flight: keep freezes them, wait lets them finish (not on SGLang), abort cuts them off to be taken up again."""
     disk_dir: Path | None = None
-    """Directory that trainer and engines share, for the disk transport; None: <run>/weights."""
+    """Directory that trainer and engines share, for the disk transport; None: RUN/weights."""
     verify_tolerance: float = Field(1e-3, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of the first sync."""
 
@@ -289,6 +322,7 @@ class CheckpointConfig(Config):
     save_hf_every: int = Field(0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False
+    """Export Hugging Face weights after the last step."""
 
 
 class RayConfig(Config):
@@ -297,10 +331,12 @@ class RayConfig(Config):
     num_cpus: float | None = Field(None, gt=0)
     """CPUs declared to a local cluster; None: exactly what the plan needs."""
     placement_timeout: float = Field(300.0, gt=0)
+    """Seconds to wait for the bundles; the error names what is missing."""
 
 
 class MonitorConfig(Config):
     tensorboard: bool = True
+    """Write event files to RUN/tensorboard."""
     logprob_gap_limit: float = Field(0.1, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
 
@@ -310,8 +346,11 @@ class TrainConfig(Config):
 
     model: ModelConfig
     seed: int = 0
+    """Of data order, sampling and everything random in the trainer."""
     steps: int = Field(100, ge=1)
+    """Rollouts of the whole run."""
     optimizer_steps_per_rollout: int = Field(1, ge=1)
+    """Must divide rollout.prompts_per_step: prompt groups stay together."""
     global_batch_size: int | None = Field(None, ge=1)
     """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x optimizer steps."""
     trainer: TrainerConfig = TrainerConfig()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +19,7 @@ from pydantic import ValidationError
 from rltool.config.base import Config
 from rltool.config.serve import EngineKind
 from rltool.errors import UsageError
+from rltool.processes.files import write_text_atomic
 
 EXPECTED_FORM = "expected HOST:PORT, http://HOST:PORT, [IPV6]:PORT or @FILE (an endpoints.json), separated by commas"
 
@@ -100,7 +99,7 @@ class Endpoints(Config):
             return key_file.relative_to(path.parent) if key_file.is_relative_to(path.parent) else key_file
 
         text = json.dumps(self._map_key_files(portable).model_dump(mode="json"), indent=2) + "\n"
-        write_atomically(path, text)
+        write_text_atomic(path, text)
 
     def _map_key_files(self, change) -> Endpoints:
         def engine(e: EngineEndpoint) -> EngineEndpoint:
@@ -111,25 +110,6 @@ class Endpoints(Config):
             for name, model in self.models.items()
         }
         return self.model_copy(update={"models": models})
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never a part: temporary file, fsync, rename, fsync of the directory."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 @dataclass(frozen=True)

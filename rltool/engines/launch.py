@@ -90,8 +90,8 @@ def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, s
 
 
 def weight_backend(config: ServeConfig) -> WeightBackend:
-    """NCCL between GPUs; on the CPU our plugin's backend, which does gloo and disk."""
-    return "nccl" if config.device == "cuda" else "rltool"
+    """As configured, else NCCL between GPUs and on the CPU our plugin's backend, which does gloo and disk."""
+    return config.weight_backend or ("nccl" if config.device == "cuda" else "rltool")
 
 
 def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int], python: Path) -> list[EngineLaunch]:

@@ -59,8 +59,9 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
-    """Cut the stream, in its order, into buckets of at most `limit` bytes; a larger tensor has a bucket of its own.
+    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its own.
 
+    One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
     A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on every
     bucket without talking about it.
     """
@@ -69,7 +70,7 @@ def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
     size = 0
     for meta in metadata:
         more = tensor_bytes(meta)
-        if current and size + more > limit:
+        if current and (size + more > limit or meta.dtype != current[0].dtype):
             buckets.append(tuple(current))
             current, size = [], 0
         current.append(meta)

@@ -9,19 +9,28 @@ from pathlib import Path
 from typing import Any
 
 
-def write_text_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Replace `path` by a complete new file with these permissions; its directory must exist."""
+def write_bytes_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace `path` by a complete new file with these permissions, on the disk when this returns; its directory must exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # or a power cut could take the rename back
+    finally:
+        os.close(directory)
+
+
+def write_text_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:
+    write_bytes_atomic(path, text.encode("utf-8"), mode=mode)
 
 
 def write_json_atomic(path: Path, value: Any, *, mode: int = 0o644) -> None:

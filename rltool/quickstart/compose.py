@@ -1,7 +1,7 @@
 """The main job on one machine, as a user would type it: every stage is one of rltool's own commands.
 
 Task and tiny model -> convert-ckpt and a supervised warm start, while engines start -> router -> GRPO -> back to Hugging Face ->
-report. Everything lies in one run directory; the warm start, a training run of its own, in a second one beside it.
+report. Everything lies in one run directory; the warm start, a training run of its own, in a second one inside it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Result:
     timings: dict[str, float]
 
 
-def warm_up_toml(model: Path, task: TaskFiles, seed: int) -> str:
+def warm_up_toml(model: Path, task: TaskFiles, seed: int, steps: int) -> str:
     return f"""# The quickstart's supervised warm start. The model imitates a careless speller: the right form, often the wrong letters.
 seed = {seed}
-steps = {WARM_UP_STEPS}
+steps = {steps}
 
 [model]
 path = "{model}"
@@ -120,14 +120,14 @@ every_steps = 25
 """
 
 
-def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int, num_engines: int = 2) -> Result:
+def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int, warm_up_steps: int = WARM_UP_STEPS, num_engines: int = 2) -> Result:
     """All of it. Whatever happens, nothing that it started is left running. Raises ProcessFailed with the failed verb's log."""
     run = open_run(name, create=True)
-    warm_up = open_run(f"{run.name}-warmup", create=True)
+    warm_up = open_run("warmup", create=True, root=run.path)
     console.print(f"run [bold]{run.name}[/bold]: everything goes to {run.path}", highlight=False, soft_wrap=True)
     with ProcessGroup(run) as group:
         try:
-            return _stages(Stages(run, group, console, STAGES), run, warm_up, seed, steps, num_engines)
+            return _stages(Stages(run, group, console, STAGES), run, warm_up, seed, steps, warm_up_steps, num_engines)
         finally:
             # Engines and router were detached from the verbs that started them: they end with the quickstart.
             with console.status("stopping engines and router"):
@@ -135,20 +135,20 @@ def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int,
                     stop_processes(read_states(directory))
 
 
-def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int, steps: int, num_engines: int) -> Result:
+def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int, steps: int, warm_up_steps: int, num_engines: int) -> Result:
     base, start, trained = run.path / "model", run.path / "model-torch_dist", run.path / "trained-hf"
     with stages.stage("a task and a tiny model"):
         task = make_task(run.path / "task", seed=seed)
         make_tiny_model(base, seed=seed)
-        (run.path / "warmup.toml").write_text(warm_up_toml(start, task, seed))
-        (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf" / f"step_{WARM_UP_STEPS}", task, seed, steps))
+        (run.path / "warmup.toml").write_text(warm_up_toml(start, task, seed, warm_up_steps))
+        (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf" / f"step_{warm_up_steps}", task, seed, steps))
     longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's 24 tokens
     engines = ("serve-engines", str(base), "--num-engines", str(num_engines), "--device", "cpu", "--max-model-len", longest, "--run", run.name, "--detach")
     with stages.stage("the checkpoint becomes a torch_dist one, verified; engines start meanwhile"):
         serving = stages.begin("serve-engines", *engines)
         stages.do("convert-ckpt", "convert-ckpt", str(base), str(start), note="converting")
-    with stages.stage(f"supervised warm start, {WARM_UP_STEPS} steps"):
-        stages.train("warm-up", WARM_UP_STEPS, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, shown_every=50)
+    with stages.stage(f"supervised warm start, {warm_up_steps} steps"):
+        stages.train("warm-up", warm_up_steps, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, shown_every=50, root=run.path)
     with stages.stage("a router in front of the engines"):
         stages.finish(serving, note="engines are starting")
         stages.do("start-router", "router", f"@{run.endpoints_file}", "--run", run.name, "--detach")

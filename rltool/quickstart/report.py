@@ -122,9 +122,11 @@ def _phase_chart(metrics: Metrics) -> str:
 
 
 def phases(metrics: Metrics, steps: Sequence[float]) -> dict[str, list[float]]:
-    """phase -> seconds at each of `steps`, from the time/<phase>_seconds metrics; "other" is what they leave of the step."""
+    """phase -> seconds at each of `steps`, from the time/<phase>_seconds metrics; "other" is what they leave of the step.
+
+    The log-probability pass is a part of train, and not a phase beside it."""
     total = dict(metrics.get("time/step_seconds", []))
-    named = {key.removeprefix("time/").removesuffix("_seconds"): dict(points) for key, points in metrics.items() if key.startswith("time/") and key.endswith("_seconds") and key != "time/step_seconds"}
+    named = {key.removeprefix("time/").removesuffix("_seconds"): dict(points) for key, points in metrics.items() if key.startswith("time/") and key.endswith("_seconds") and key not in ("time/step_seconds", "time/logprobs_seconds")}
     parts = {name: [max(values.get(step, 0.0), 0.0) for step in steps] for name, values in named.items()}
     parts = {name: values for name, values in parts.items() if any(values)}
     order = {name: i for i, name in enumerate(("generate", "reward", "train", "sync", "eval", "checkpoint"))}

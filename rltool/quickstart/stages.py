@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_directory import RUNS_VARIABLE, RunDirectory
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.supervise import ProcessGroup
 
@@ -41,10 +42,11 @@ class Stages:
         self.timings[title] = time.monotonic() - started
         self.console.print(f"    [dim]{self.timings[title]:.1f} s[/dim]", highlight=False)
 
-    def begin(self, role: str, *arguments: str) -> RunningProcess:
-        """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`."""
-        self.console.print(f"    [dim]$ rltool {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
-        environment = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", "RLTOOL_RUNS": str(self.run.path.parent)}
+    def begin(self, role: str, *arguments: str, root: Path | None = None) -> RunningProcess:
+        """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`. root: where its --run is, if elsewhere."""
+        elsewhere = f"{RUNS_VARIABLE}={root} " if root else ""
+        self.console.print(f"    [dim]$ {elsewhere}rltool {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
+        environment = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", RUNS_VARIABLE: str(root or self.run.path.parent)}
         return self.group.start(ProcessSpec(role=role, argv=(sys.executable, "-m", "rltool", *arguments), environment=environment))
 
     def finish(self, process: RunningProcess, *, watch: Watch | None = None, note: str = "") -> None:
@@ -57,9 +59,9 @@ class Stages:
         """begin and finish."""
         self.finish(self.begin(role, *arguments), watch=watch, note=note)
 
-    def train(self, role: str, steps: int, *arguments: str, shown_every: int = 10) -> None:
+    def train(self, role: str, steps: int, *arguments: str, shown_every: int = 10, root: Path | None = None) -> None:
         """A training verb: a bar over its steps with the newest figures, and every so many step lines kept on the screen."""
-        process = self.begin(role, *arguments)
+        process = self.begin(role, *arguments, root=root)
         columns = (SpinnerColumn(), TextColumn("   {task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task("starting", total=steps)

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +21,7 @@ from safetensors.numpy import save as save_tensors
 
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
+from rltool.processes.files import write_bytes_atomic
 from rltool.rollout.sample import Sample, SampleStatus
 
 FORMAT_VERSION = 1
@@ -80,8 +79,8 @@ def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sampl
         raise DumpError(f"rollout of step {step} cannot be written as JSON ({error}): keep `metadata` to text, numbers, lists and objects") from error
     directory.mkdir(parents=True, exist_ok=True)
     json_path.unlink(missing_ok=True)  # never an old description beside new tensors
-    _write_atomically(tensor_path, data)
-    _write_atomically(json_path, text.encode())
+    write_bytes_atomic(tensor_path, data)
+    write_bytes_atomic(json_path, text.encode())
     return json_path
 
 
@@ -144,16 +143,3 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
     except (SafetensorError, KeyError) as error:
         raise DumpError(f"{path} lacks what this format needs: {error}") from error
     return columns
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -32,7 +32,10 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
         try:
             ray.init(address=config.address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"--ray-address {config.address}: cannot connect: {error}") from error
+            raise UsageError(
+                f"--ray-address {config.address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that demands a token "
+                f"wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
+            ) from error
     else:
         cpus = config.num_cpus or max(1.0, plan.total("CPU"))
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.

@@ -69,11 +69,17 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
     return ProbedFleet(endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)})
 
 
-def choose_medium(config: TrainConfig, device: str) -> Medium:
-    """weights.transport, with auto resolved: nccl between GPUs, gloo on the CPU."""
-    if config.weights.transport != "auto":
-        return config.weights.transport
-    return "nccl" if device == "cuda" else "gloo"
+def choose_medium(config: TrainConfig, fleet: ProbedFleet) -> Medium:
+    """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl, which is not built yet."""
+    wanted = config.weights.transport
+    nccl_only = [url for url, info in fleet.infos.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
+    if wanted == "nccl" or (wanted == "auto" and nccl_only):
+        which = ", ".join(nccl_only) or "the engines"
+        raise UsageError(
+            f"weights over NCCL ({which}) are not built yet: start the engines with `rltool serve-engines --weight-backend rltool`, "
+            f"and leave weights.transport at \"auto\" (gloo) or set it to \"disk\""
+        )
+    return "gloo" if wanted == "auto" else wanted
 
 
 def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) -> None:

@@ -101,8 +101,8 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
     plan = plan_placement(config, gpu=device == "cuda", generates=generates)
     medium, fleet = None, None
     if generates:
-        medium = choose_medium(config, device)
         fleet = probe_fleet(resolve_endpoints(config), config.rollout.preflight_timeout)
+        medium = choose_medium(config, fleet)
         check_fleet(fleet, config, medium)
     if replay is not None:
         RecordedRollouts(config, replay)  # raises if there is nothing to replay

@@ -30,8 +30,6 @@ def check_config(config: TrainConfig) -> None:
     check_files(config)
     if needs_engines(config):
         check_mode(config)
-        if config.weights.transport == "nccl":
-            raise UsageError("weights.transport = \"nccl\" is not built yet; use gloo (the default on the CPU) or disk")
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
         raise UsageError("eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured")
 

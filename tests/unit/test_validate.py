@@ -5,9 +5,10 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.training.preflight import engine_problems
+from rltool.training.preflight import ProbedFleet, choose_medium, engine_problems
 from rltool.training.validate import check_config
 
 
@@ -44,7 +45,6 @@ def test_a_sound_configuration_passes(base):
         (['data.train=["none.jsonl"]'], "none.jsonl does not exist"),
         (["model.path=/nonexistent"], "is not a directory"),
         (["eval.stop_at=0.5"], "eval.every_steps above 0"),
-        (['weights.transport="nccl"'], "not built yet"),
         (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "algorithm.kl_coef = 0.1 has no meaning.*leave it out"),
     ],
 )
@@ -93,6 +93,20 @@ def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, ch
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problems[0])
+
+
+def probed(backend: str) -> ProbedFleet:
+    engine = info(weight_backend=backend)
+    return ProbedFleet(ModelEndpoints(), {"http://engine:1": engine})
+
+
+def test_weights_go_over_gloo_unless_an_engine_offers_nccl_alone_which_is_refused_with_the_fix(base):
+    config = load_config(TrainConfig, [], base).config
+    assert choose_medium(config, probed("rltool")) == "gloo"
+    with pytest.raises(UsageError, match="http://engine:1.*--weight-backend rltool"):
+        choose_medium(config, probed("nccl"))
+    with pytest.raises(UsageError, match="not built yet"):
+        choose_medium(load_config(TrainConfig, [], [*base, 'weights.transport="nccl"']).config, probed("rltool"))
 
 
 def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):

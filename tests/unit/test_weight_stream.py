@@ -21,9 +21,15 @@ def tensors():
 
 
 def test_buckets_keep_order_and_limit_and_a_giant_has_its_own():
-    buckets = plan_buckets(METADATA, 64)
+    same = [meta("a", 4), meta("b", 6), meta("c", 100), meta("d", 1), meta("e", 3)]
+    buckets = plan_buckets(same, 64)
     assert [[m.name for m in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
-    assert [bucket_bytes(b) for b in buckets] == [28, 400, 13]
+    assert [bucket_bytes(b) for b in buckets] == [40, 400, 16]
+
+
+def test_a_bucket_has_one_dtype_so_that_its_tensors_are_aligned():
+    buckets = plan_buckets(METADATA, 10**6)
+    assert [[m.name for m in bucket] for bucket in buckets] == [["a"], ["b"], ["c"], ["d"], ["e"]]
 
 
 def test_bytes_travel_back_to_back_and_come_out_as_they_went_in():
@@ -39,7 +45,7 @@ def test_bytes_travel_back_to_back_and_come_out_as_they_went_in():
 
 def test_ranks_that_do_not_send_drain_the_stream_and_get_nothing():
     stream = iter([(item, None) for item in METADATA])
-    assert [flat for _, flat in fill_buckets(stream, plan_buckets(METADATA, 64))] == [None, None, None]
+    assert [flat for _, flat in fill_buckets(stream, plan_buckets(METADATA, 64))] == [None] * 5
     assert next(stream, "drained") == "drained"
 
 

@@ -1,0 +1,80 @@
+"""What `train` finds at the addresses it was given, over real sockets: each misfit is named before anything starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.errors import UsageError
+from rltool.training.preflight import check_fleet, choose_medium, describe_fleet, probe_fleet, resolve_endpoints
+from tests.contract.fakes.sglang import FakeSglang
+from tests.contract.fakes.vllm import FakeVllm
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+@pytest.fixture
+def configure(tmp_path, key_file):
+    """config(*addresses, more settings) of a model that the fakes serve."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": FakeVllm().vocab_size}))
+
+    def config(*addresses: str, sets: tuple[str, ...] = (), key=key_file) -> TrainConfig:
+        values = [f'model.path="{tmp_path}"', f"rollout.external={json.dumps(addresses)}", "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=16"]
+        values += [f'rollout.api_key_file="{key}"'] if key else []
+        return load_config(TrainConfig, [], [*values, *sets]).config
+
+    return config
+
+
+def preflight(config: TrainConfig):
+    fleet = probe_fleet(resolve_endpoints(config), timeout=5)
+    check_fleet(fleet, config, choose_medium(config, fleet))
+    return fleet
+
+
+def test_engines_given_as_host_and_port_are_recognised_and_counted(configure, fake_vllm):
+    with FakeVllm(key="test-key") as other:
+        fleet = preflight(configure(fake_vllm.url.removeprefix("http://"), other.url))
+    assert {e.dialect for e in fleet.endpoints.engines} == {"vllm"} and fleet.total_world_size == 2
+    assert describe_fleet(fleet).startswith("2 x vllm")
+
+
+def test_every_address_that_does_not_answer_is_named(configure, fake_vllm):
+    dead = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    with pytest.raises(UsageError) as error:
+        preflight(configure(fake_vllm.url, *dead))
+    assert all(address in str(error.value) for address in dead) and fake_vllm.url not in str(error.value)
+    assert "rltool serve-engines" in str(error.value)
+
+
+def test_a_wrong_key_is_said_to_be_that(configure, fake_vllm, tmp_path):
+    (tmp_path / "other-key").write_text("wrong")
+    with pytest.raises(UsageError, match="401"):
+        preflight(configure(fake_vllm.url, key=tmp_path / "other-key"))
+
+
+def test_another_vocabulary_is_refused(configure, fake_vllm):
+    fake_vllm.vocab_size += 1
+    with pytest.raises(UsageError, match="vocabulary"):
+        preflight(configure(fake_vllm.url))
+
+
+def test_a_stock_vllm_is_refused_behind_a_router_and_for_disk(configure, fake_stock_vllm):
+    with pytest.raises(UsageError, match="stock vLLM|nccl|NCCL"):
+        preflight(configure(fake_stock_vllm.url, key=None, sets=('weights.transport="disk"',)))
+
+
+def test_an_sglang_engine_is_recognised(configure, tmp_path):
+    (tmp_path / "sglang-key").write_text("fake-key")
+    with FakeSglang() as engine:
+        config = configure(engine.url, key=tmp_path / "sglang-key")
+        fleet = probe_fleet(resolve_endpoints(config), timeout=5)
+    assert fleet.endpoints.engines[0].dialect == "sglang" and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"

@@ -1,0 +1,79 @@
+"""The bundle plan against a real Ray cluster that declares GPUs: external engines cost not one bundle."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from rltool.config.train import RolloutConfig, TrainConfig, TrainerConfig
+from rltool.errors import UsageError
+from rltool.training.cluster import PlacementTimeout, check_versions, placed
+from rltool.training.placement import plan_placement
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+
+GPUS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A local Ray that declares CPUs and GPUs which this host need not have: Ray only counts them."""
+    ray.init(num_cpus=4, num_gpus=GPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def config(mode: str) -> TrainConfig:
+    return TrainConfig(
+        model={"path": "m"},
+        trainer=TrainerConfig(world_size=2, cpus_per_rank=0.5),
+        rollout=RolloutConfig(mode=mode, num_engines=2, gpus_per_engine=1),
+    )
+
+
+def free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0.0)
+
+
+@ray.remote(num_cpus=0)
+class Manager:
+    def ping(self) -> str:
+        return "here"
+
+
+def test_with_external_engines_exactly_the_trainers_bundles_are_reserved_and_the_manager_reserves_none(cluster):
+    plan = plan_placement(config("external"), gpu=True)
+    with placed(plan, timeout=30) as group:
+        assert group.bundle_count == 2 and len(ray.util.placement_group_table(group)["bundles"]) == 2
+        assert free_gpus() == GPUS - 2
+        manager = Manager.remote()
+        assert ray.get(manager.ping.remote(), timeout=60) == "here"
+        assert free_gpus() == GPUS - 2, "the rollout manager holds no GPU"
+        ray.kill(manager)
+
+
+def test_the_managed_plan_of_the_same_configuration_asks_for_more(cluster):
+    with placed(plan_placement(config("managed"), gpu=True), timeout=30) as group:
+        assert group.bundle_count == 4 and free_gpus() == 0
+
+
+def test_bundles_are_given_back_at_the_end(cluster):
+    with placed(plan_placement(config("external"), gpu=True), timeout=30):
+        pass
+    with placed(plan_placement(config("managed"), gpu=True), timeout=30):
+        pass
+
+
+def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
+    too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
+    with pytest.raises(PlacementTimeout, match=r"placement_timeout = 1 s: GPU: 5 wanted, . free of 4"), placed(plan_placement(too_much, gpu=True), timeout=1):
+        pass
+
+
+def test_nodes_with_another_rltool_are_refused(cluster, monkeypatch):
+    check_versions()
+    monkeypatch.setattr("rltool.__version__", "9.9.9")
+    with pytest.raises(UsageError, match=r"every node of the cluster needs rltool 9\.9\.9: .* has rltool "):
+        check_versions()

@@ -1,0 +1,199 @@
+"""Imports point one way, and heavy packages stay in the rooms that own them. Read from the source: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LEVELS = (
+    {"errors"},
+    {"config", "processes", "templates"},
+    {"engines", "router", "algorithms", "models"},
+    {"megatron"},
+    {"rollout", "weights", "checkpoints"},
+    {"training"},
+    {"quickstart", "doctor"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} -> {config, processes};
+the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of its own level."""
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+SAME_LEVEL = {
+    ("router", "engines"): "a router is told of engines: it reads their addresses and is spoken to by the same HTTP client",
+}
+"""Imports between rooms of one level, each with its reason. The reverse of one of these would be a circle."""
+
+OWNERS = {
+    "ray": {"training": "actors and placement"},
+    "megatron": {"megatron": "the trainer", "checkpoints": "dist_checkpointing and the model that it fills"},
+    "vllm": {"engines/plugin": "what runs inside a vLLM server"},
+    "sglang": {},
+    "sglang_router": {"router/main.py": "the router's own process"},
+    "torch": {
+        "algorithms": "pure tensor functions",
+        "models": "tensors are merged and cut",
+        "megatron": "the trainer",
+        "weights": "tensors are sent",
+        "checkpoints": "tensors are saved and compared",
+        "training": "the driver deals batches",
+        "engines/plugin": "what runs inside a vLLM server",
+        "engines/wire.py": "the wire contract, which trainer and plugin share",
+        "rollout/batching.py": "samples become tensors",
+        "quickstart/tiny_model.py": "makes a model",
+    },
+    "transformers": {
+        "rollout/tokenizer.py": "the tokenizer",
+        "checkpoints/logits.py": "the logits to compare with",
+        "quickstart/tiny_model.py": "makes a model",
+    },
+    "typer": {"commands": "verbs", "cli.py": "verbs"},
+    "aiohttp": {"engines/client.py": "the one place that talks HTTP"},
+}
+"""Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
+
+LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
+"""Packages that take seconds to import, or belong to one feature: inside functions only."""
+
+IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "commands", "router", "engines")
+"""Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
+
+
+class Import(NamedTuple):
+    file: str  # relative to rltool/
+    module: str
+    lazy: bool
+
+    @property
+    def room(self) -> str:
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def package(self) -> str:
+        return self.module.split(".")[0]
+
+
+def imports_of(text: str, file: str) -> Iterator[Import]:
+    """Every import in the source, those inside functions and under TYPE_CHECKING too (lazy: not executed at import)."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(file, alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{file}: relative imports hide where they point"
+                names = [f"rltool.{alias.name}" for alias in child.names] if child.module == "rltool" else [child.module]
+                yield from (Import(file, name, lazy) for name in names)
+            else:
+                yield from visit(child, lazy or is_function(child) or is_type_checking(child))
+
+    yield from visit(ast.parse(text), False)
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def all_imports() -> list[Import]:
+    package = ROOT / "rltool"
+    files = sorted(package.rglob("*.py"))
+    return [found for file in files for found in imports_of(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix())]
+
+
+def wrong_directions(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        parts = found.module.split(".")
+        # `from rltool import __version__`, and `import rltool` for it, are for everybody
+        if parts[0] != "rltool" or len(parts) == 1 or parts[1].startswith("__") or found.room == parts[1] or found.file == "__init__.py":
+            continue
+        if LEVEL[found.room] <= LEVEL[parts[1]] and (found.room, parts[1]) not in SAME_LEVEL:
+            wrong.append(f"{found.file} imports {found.module}")
+    return wrong
+
+
+def misplaced(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        if found.package in OWNERS and not any(found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package]):
+            wrong.append(f"{found.file} imports {found.module}")
+    return wrong
+
+
+def test_every_room_has_a_level():
+    rooms = {path.name.removesuffix(".py") for path in (ROOT / "rltool").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert rooms - {"__init__"} == set(LEVEL)
+
+
+def test_imports_point_one_way():
+    assert wrong_directions(all_imports()) == []
+
+
+def test_every_exception_is_still_needed():
+    pairs = {(found.room, found.module.split(".")[1]) for found in all_imports() if found.package == "rltool" and "." in found.module}
+    assert set(SAME_LEVEL) <= pairs
+    assert not {(b, a) for a, b in SAME_LEVEL} & pairs
+    for package, places in OWNERS.items():
+        files = [found.file for found in all_imports() if found.package == package]
+        unused = [place for place in places if not any(file == place or file.startswith(f"{place}/") for file in files)]
+        assert unused == [], f"{package} is not imported in {unused} any more"
+
+
+def test_heavy_packages_are_imported_only_where_they_belong():
+    assert misplaced(all_imports()) == []
+
+
+def test_slow_and_optional_packages_are_imported_inside_functions():
+    assert [f"{found.file} imports {found.module}" for found in all_imports() if found.package in LAZY_ONLY and not found.lazy] == []
+
+
+def test_the_base_installation_imports_nothing_heavy_at_the_top():
+    heavy = {"torch", "ray", "megatron", "vllm", "transformers", "numpy", "safetensors", "sglang_router"}
+    heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
+    wrong = []
+    for found in all_imports():
+        if found.lazy or found.file.startswith("engines/plugin/") or found.file == "engines/wire.py":
+            continue
+        if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
+            continue
+        room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
+        if found.package in heavy or room in heavy_rooms or found.module == "rltool.engines.wire":
+            wrong.append(f"{found.file} imports {found.module}")
+    assert wrong == []
+
+
+def test_the_plugin_needs_nothing_of_the_trainer():
+    allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
+    found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
+    assert {module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire"))} <= allowed
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config/a.py", "from rltool.engines.types import Bucket"),
+        ("weights/a.py", "from rltool.rollout import sample"),
+        ("engines/a.py", "def f():\n    import rltool.router.launch"),
+        ("megatron/a.py", "from rltool import weights"),
+        ("training/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rltool.commands.train import train"),
+    ],
+)
+def test_an_import_that_points_back_is_found(file, text):
+    assert len(wrong_directions(list(imports_of(text, file)))) == 1
+
+
+@pytest.mark.parametrize(("file", "text"), [("rollout/data.py", "import torch"), ("weights/a.py", "def f():\n    from ray import get"), ("engines/vllm.py", "import vllm.version")])
+def test_a_heavy_import_in_a_wrong_place_is_found(file, text):
+    assert len(misplaced(list(imports_of(text, file)))) == 1

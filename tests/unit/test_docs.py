@@ -1,0 +1,226 @@
+"""What the documentation says is checked against the code: commands, links, keys, names, quoted messages, examples."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+import types
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from rltool.cli import VERBS, load_command
+from rltool.config.router import RouterConfig
+from rltool.config.serve import ServeConfig
+from rltool.config.train import TrainConfig
+from rltool.rollout.contracts import check_generate_function, check_reward_function
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+
+
+@cache
+def generator():
+    """docs/generate_configuration.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("generate_configuration", ROOT / "docs" / "generate_configuration.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_lines(text: str) -> list[str]:
+    """Lines of indented or fenced code blocks, without their indent."""
+    lines, fenced = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line.strip())
+    return lines
+
+
+def inline_code(text: str) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", "\n".join(line for line in text.splitlines() if not line.startswith("    ")))
+
+
+def typed_commands() -> list[tuple[str, str]]:
+    """(page, line) of every rltool command in a code block: what a reader will copy."""
+    found = [(page, line.removeprefix("$ ")) for page, text in PAGES.items() for line in code_lines(text)]
+    return [(page, line) for page, line in found if re.match(r"(\S*/)?rltool [a-z]", line)]
+
+
+def mentioned_commands() -> list[tuple[str, str]]:
+    return [(page, code) for page, text in PAGES.items() for code in inline_code(text) if re.match(r"rltool [a-z]", code)]
+
+
+def leaf(words: list[str]):
+    """(command, its arguments) behind `rltool WORDS`; groups are descended into, `router` means `router start`."""
+    assert words[0] in VERBS, f"there is no verb {words[0]!r}"
+    command, rest = load_command(words[0]), words[1:]
+    if hasattr(command, "commands"):
+        if rest and rest[0] in command.commands:
+            return command.commands[rest[0]], rest[1:]
+        if words[0] == "router":
+            return command.commands["start"], rest
+    return command, rest
+
+
+def options(command) -> set[str]:
+    return {"--help"} | {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")}
+
+
+@pytest.mark.parametrize(("page", "line"), typed_commands())
+def test_every_command_to_copy_parses(page, line):
+    words = shlex.split(line, comments=True)[1:]
+    command, arguments = leaf(words)
+    command.make_context(command.name, list(arguments))  # raises for an unknown option, a missing argument or a wrong value
+    for before, word in pairwise(words):
+        if before == "--set":
+            assert word.partition("=")[0] in set(generator().keys(TrainConfig)), word
+
+
+@pytest.mark.parametrize(("page", "code"), mentioned_commands())
+def test_every_mentioned_command_has_its_verb_and_options(page, code):
+    command, arguments = leaf(shlex.split(code)[1:])
+    named = {word.partition("=")[0] for word in arguments if word.startswith("-") and word != "--"}
+    assert named <= options(command)
+
+
+def test_there_are_commands_to_check():
+    assert len(typed_commands()) > 25
+    assert {line.split()[1] for _, line in typed_commands()} >= {"serve-engines", "router", "convert-ckpt", "train", "debug", "engines", "status", "logs", "stop"}
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    used = {match[1] for text in PAGES.values() for code in (*code_lines(text), *inline_code(text)) if (match := re.match(r"make ([a-z-]+)", code))}
+    assert used >= {"quickstart", "test"}
+    assert used <= targets
+
+
+def test_the_table_of_verbs_is_complete():
+    assert re.findall(r"^\| `rltool ([a-z-]+)` \|", PAGES["README.md"], re.MULTILINE) == list(VERBS)
+
+
+def anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^a-z0-9_ -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        assert file.is_file(), f"{page} links to {target}"
+        assert not anchor or anchor in anchors(file.read_text(encoding="utf-8")), f"{page} links to {target}"
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert {page for page in PAGES if page.startswith("docs/")} == set(re.findall(r"\]\((docs/[a-z]+\.md)\)", PAGES["README.md"]))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_setting_that_is_named_exists(page):
+    known = set(generator().keys(TrainConfig))
+    sections = {key.partition(".")[0] for key in known if "." in key}
+    for code in inline_code(PAGES[page]):
+        match = re.match(r"([a-z]+)\.[a-z_]+(?=$| = |=)", code)
+        if match and match[1] in sections:
+            assert match[0] in known, f"{page}: {code}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_of_the_repository_that_is_named_exists(page):
+    for code in inline_code(PAGES[page]):
+        if re.fullmatch(r"(rltool|tests|docs|requirements)/[\w./-]*", code):
+            assert (ROOT / code).exists(), f"{page}: {code}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_python_name_of_ours_that_is_named_exists(page):
+    for code in inline_code(PAGES[page]):
+        if not re.fullmatch(r"rltool(\.\w+)+(:\w+)?", code):
+            continue
+        parts = re.split(r"[.:]", code)
+        depth = max(d for d in range(1, len(parts) + 1) if (module := ROOT.joinpath(*parts[:d])).with_suffix(".py").is_file() or module.is_dir())
+        file = ROOT.joinpath(*parts[:depth]).with_suffix(".py")
+        if depth < len(parts):
+            names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}
+            assert parts[depth] in names, f"{page}: {code}"
+
+
+def test_the_configuration_reference_is_up_to_date():
+    assert PAGES["docs/configuration.md"] == generator().render(), "run: python docs/generate_configuration.py"
+
+
+def test_every_setting_has_a_meaning_in_the_reference():
+    without = re.findall(r"^\| (`[\w.]+`) \|.*\|  \|$", PAGES["docs/configuration.md"], re.MULTILINE)
+    # What these are is in their names, or in the line of the section.
+    allowed = {"engine", "device", "optimizer.decay_style", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"}
+    assert {name.strip("`") for name in without} <= allowed
+
+
+def test_settings_without_a_flag_are_those_that_the_reference_names():
+    without = set()
+    for verb, model in ((["serve-engines"], ServeConfig), (["router", "start"], RouterConfig)):
+        command, _ = leaf(verb)
+        without |= set(model.model_fields) - {parameter.name for parameter in command.params}
+    assert without == generator().FLAGLESS
+    assert all(f"`{name}`" in generator().HEAD for name in without)
+
+
+@cache
+def strings_of_the_code() -> str:
+    """All string constants of the package, those of f-strings too, each followed by a zero byte."""
+    constants = (
+        node.value
+        for file in sorted((ROOT / "rltool").rglob("*.py"))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return "\0".join(constants)
+
+
+def quoted_messages() -> list[str]:
+    return re.findall(r"^### `(.+)`$", PAGES["docs/troubleshooting.md"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("quoted", quoted_messages())
+def test_every_quoted_error_message_is_one_of_the_code(quoted):
+    pieces = [piece.strip() for piece in quoted.split("...") if len(piece.strip()) > 3]
+    assert pieces
+    assert all(piece in strings_of_the_code() for piece in pieces)
+
+
+def test_every_metric_that_is_listed_is_measured():
+    names = {code for code in inline_code(PAGES["docs/training.md"]) if re.fullmatch(r"(rollout|train|eval|weights|time)/[\w/]+", code)}
+    assert len(names) > 30
+    measured = strings_of_the_code()
+    for name in names - {"weights/NAME_seconds"}:
+        room, _, last = name.rpartition("/")
+        # rollout/dropped_REASON and eval/NAME/... are put together from pieces
+        last = last.removeprefix("dropped_")
+        assert name in measured or (last in measured and room.partition("/")[0] in ("rollout", "eval", "train")), name
+
+
+def python_example(containing: str) -> str:
+    """The indented block of extending.md with this text."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", PAGES["docs/extending.md"], re.MULTILINE)
+    [block] = [block for block in blocks if containing in block]
+    return "\n".join(line.removeprefix("    ") for line in block.splitlines())
+
+
+@pytest.mark.parametrize(("name", "check"), [("brevity", check_reward_function), ("two_turns", check_generate_function)])
+def test_the_examples_keep_their_contracts(name, check, monkeypatch):
+    module = types.ModuleType("example_of_the_docs")
+    exec(compile(python_example(f"def {name}("), "extending.md", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    check(f"{module.__name__}:{name}")

@@ -1,0 +1,262 @@
+"""The loop with everything around it replaced by records of calls: what happens, in which order, and what is saved when."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import TrainConfig
+from rltool.errors import EngineError, TrainingStopped
+from rltool.training.loop import Loop, Progress
+from rltool.training.metrics import MetricsWriter
+from rltool.training.sources import SourcedBatch
+from rltool.training.stopping import StopRequested, StopSignal
+
+
+def make_batch(groups=(0, 0, 1, 1)) -> TrainBatch:
+    n = len(groups)
+    mask = torch.tensor([0.0, 1.0] * n)
+    return TrainBatch(
+        tokens=torch.arange(2 * n), lengths=torch.full((n,), 2), loss_mask=mask, rewards=torch.arange(n).float(),
+        group_ids=torch.tensor(groups), loss_weights=mask, rollout_logprobs=torch.full((2 * n,), -1.0) * mask,
+    )  # fmt: skip
+
+
+class World:
+    """Trainer, engines and source in one, writing down what was asked of them."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.batches: list[TrainBatch] = []
+        self.trainer_logprob = -1.0
+        self.skipped = 0.0
+        self.accuracy = 0.0
+        self.fail_at: dict[str, BaseException] = {}
+        self.version = 0
+        self.position = 0
+
+    def _do(self, what: str) -> None:
+        self.calls.append(what)
+        if self.calls.count(what) - 1 == getattr(self, "fail_on_call", 0) and what in self.fail_at:
+            raise self.fail_at.pop(what)
+
+    # source
+    def next(self, step, max_staleness):
+        self._do("rollout")
+        self.position += 1
+        return SourcedBatch(make_batch(), {"rollout/reward_mean": 0.5}, (f"v{self.version}",))
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    # engines
+    @property
+    def weight_version(self):
+        return f"v{self.version}"
+
+    def push_weights(self):
+        self._do("push")
+        self.version += 1
+        return {"time/sync_seconds": 0.1}
+
+    def evaluate(self):
+        self._do("evaluate")
+        return {"eval/heldout/accuracy": self.accuracy}
+
+    # trainer
+    def logprobs(self, batch, weights="policy"):
+        self._do("logprobs" if weights == "policy" else weights)
+        return torch.full((len(batch.tokens),), self.trainer_logprob)
+
+    def train_step(self, batch):
+        self.batches.append(batch)
+        return {"train/loss": 0.1, **self.optimizer_step()}
+
+    def forward_backward(self, batch, fresh=False):
+        self._do("gradients")
+        self.batches.append(batch)
+        return torch.full((len(batch.tokens),), self.trainer_logprob), {"train/loss": 0.1}
+
+    def optimizer_step(self):
+        self._do("update")
+        return {"train/grad_norm": 1.0, "train/skipped": self.skipped}
+
+    def discard_gradients(self):
+        self._do("discard")
+
+
+class Run:
+    def __init__(self, tmp_path, world, *, engines=True, progress=None, **settings):
+        values = {"model": {"path": "m"}, "steps": 2, "eval": {"sets": {"heldout": "h.jsonl"}}, **settings}
+        self.config = TrainConfig.model_validate(values)
+        self.world, self.saves, self.exports = world, [], []
+        self.file = tmp_path / "metrics.jsonl"
+        self.writer = MetricsWriter(self.file, tensorboard=None, console=Console(file=io.StringIO()))
+        self.stop = StopSignal()
+        self.loop = Loop(
+            self.config, world, world, world if engines else None, self.writer, self.stop,
+            lambda p: self.saves.append((p.step, p.source)), self.exports.append, progress or Progress(0, {"position": 0}),
+        )  # fmt: skip
+
+    def records(self):
+        return [json.loads(line) for line in self.file.read_text().splitlines()]
+
+
+def test_weights_are_pushed_before_the_first_rollout_and_after_every_update(tmp_path):
+    world = World()
+    run = Run(tmp_path, world)
+    run.loop.run()
+    assert world.calls == ["push", "evaluate", "rollout", "gradients", "update", "push", "rollout", "gradients", "update", "push", "evaluate"]
+    assert run.saves == [(2, {"position": 2})]
+    assert [r["step"] for r in run.records()] == [-1, 0, 1]
+    assert run.records()[1]["weight_versions"] == ["v1"] and run.records()[1]["weight_version"] == "v2"
+
+
+def test_each_optimizer_step_gets_whole_groups_with_weights_of_its_own_and_group_advantages(tmp_path):
+    world = World()
+    Run(tmp_path, world, steps=1, optimizer_steps_per_rollout=2, rollout={"prompts_per_step": 2}).loop.run()
+    first, second = world.batches
+    assert first.group_ids.tolist() == [0, 0] and second.group_ids.tolist() == [1, 1]
+    assert first.advantages[1] == -first.advantages[3] != 0 and first.advantages[0] == 0
+    assert first.loss_weights.sum() == first.num_loss_tokens
+    assert first.old_logprobs is not None and first.ref_logprobs is None
+
+
+def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
+    world = World()
+    Run(tmp_path, world, steps=1, algorithm={"kl_coef": 0.1}).loop.run()
+    assert world.calls.count("reference") == 1 and world.batches[0].ref_logprobs is not None
+
+
+def test_supervised_training_pushes_weights_only_to_evaluate(tmp_path):
+    world = World()
+    Run(tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}).loop.run()
+    assert world.calls == ["push", "evaluate", "rollout", "update", "rollout", "update", "push", "evaluate", "rollout", "update", "rollout", "update", "push", "evaluate"]
+
+
+def test_it_ends_once_the_goal_is_reached(tmp_path):
+    world = World()
+    world.accuracy = 0.4
+    run = Run(tmp_path, world, steps=9, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2, "stop_at": 0.3})
+    assert run.loop.run().step == 2 and run.saves == [(2, {"position": 2})]
+
+
+@pytest.mark.parametrize("gap", [0.2, math.nan])
+def test_a_gap_above_the_limit_stops_before_the_optimizer_step_and_saves_the_state_before_the_rollout(tmp_path, gap):
+    world = World()
+    world.trainer_logprob = -1.0 + gap
+    run = Run(tmp_path, world)
+    with pytest.raises(TrainingStopped, match="no optimizer step was made"):
+        run.loop.run()
+    assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [(0, {"position": 0})]
+
+
+def test_a_replay_measures_the_gap_and_goes_on(tmp_path):
+    world = World()
+    world.trainer_logprob = -3.0
+    run = Run(tmp_path, world, engines=False)
+    run.loop.stop_on_gap = False
+    run.loop.run()
+    assert run.records()[0]["train/logprob_abs_diff_mean"] == 2.0
+
+
+def test_skipped_steps_are_counted_and_too_many_in_a_row_stop_the_run(tmp_path):
+    world = World()
+    world.skipped = 1.0
+    run = Run(tmp_path, world, steps=9, optimizer={"max_skipped_steps": 3})
+    with pytest.raises(TrainingStopped, match="3 optimizer steps in a row"):
+        run.loop.run()
+    assert run.records()[-1]["train/skipped_steps"] == 1 and run.saves == [(3, {"position": 3})]
+
+
+@pytest.mark.parametrize("where", ["rollout", "push"])
+def test_an_engine_failure_between_steps_saves_before_it_is_raised(tmp_path, where):
+    world = World()
+    world.fail_on_call = 1
+    world.fail_at = {where: EngineError("gone")}
+    run = Run(tmp_path, world)
+    with pytest.raises(EngineError, match="gone"):
+        run.loop.run()
+    assert run.saves == [(1, {"position": 1})]
+
+
+def test_a_failure_between_the_optimizer_steps_of_one_rollout_saves_nothing(tmp_path):
+    world = World()
+    world.fail_on_call = 1
+    world.fail_at = {"update": EngineError("gone")}
+    run = Run(tmp_path, world, optimizer_steps_per_rollout=2, rollout={"prompts_per_step": 2})
+    with pytest.raises(EngineError):
+        run.loop.run()
+    assert run.saves == []
+
+
+def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_position_before_it(tmp_path):
+    world = World()
+    world.fail_on_call = 1
+    run = Run(tmp_path, world, steps=9)
+
+    class Interrupt(StopRequested):
+        pass
+
+    def rollout(step, max_staleness):
+        if world.position == 1:
+            world.position += 1
+            signal.raise_signal(signal.SIGTERM)
+        return World.next(world, step, max_staleness)
+
+    world.next = rollout
+    with run.stop.installed():
+        assert run.loop.run().step == 1
+    assert run.saves == [(1, {"position": 1})] and run.stop.exit_code == 0
+
+
+def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=9)
+    plain = world.optimizer_step
+
+    def update():
+        signal.raise_signal(signal.SIGINT)
+        return plain()
+
+    world.optimizer_step = update
+    with run.stop.installed():
+        assert run.loop.run().step == 1
+    assert run.saves == [(1, {"position": 1})] and run.stop.exit_code == 130
+
+
+def test_a_second_interrupt_ends_at_once():
+    stop = StopSignal()
+    with pytest.raises(KeyboardInterrupt), stop.installed():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_checkpoints_and_exports_come_when_they_are_due_and_none_twice(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=4, checkpoint={"every_steps": 2, "save_hf_every": 3})
+    run.loop.run()
+    assert [step for step, _ in run.saves] == [2, 4] and run.exports == [3]
+
+
+def test_a_resumed_run_that_is_stopped_at_once_does_not_save_again(tmp_path):
+    run = Run(tmp_path, World(), steps=4, progress=Progress(4, {"position": 4}, saved=True))
+    run.loop.run()
+    assert run.saves == []
+
+
+def test_a_resumed_writer_drops_the_records_of_steps_that_will_be_done_again(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3, "torn')
+    writer = MetricsWriter(file, tensorboard=None, console=Console(file=io.StringIO()), first_step=2)
+    writer.write(2, "v", {"a": math.nan, "b": 1.0})
+    writer.close()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2] and records[2]["a"] is None and records[2]["b"] == 1.0
