@@ -44,8 +44,8 @@ class TrainerConfig(Config):
     """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel ranks."""
     sequence_parallel: bool = False
     """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
-    virtual_pipeline_parallel: Literal[1] = 1
-    """Interleaved pipeline stages are refused: with Megatron-core's defaults their gradients are silently wrong."""
+    virtual_pipeline_parallel: int = Field(1, ge=1)
+    """Interleaved pipeline stages; only 1 is accepted."""
     distributed_optimizer: bool = False
     """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -82,6 +82,11 @@ class TrainerConfig(Config):
             raise ValueError(
                 f"expert_parallel {self.expert_parallel} does not divide the context- and data-parallel ranks "
                 f"({self.context_parallel} x {self.data_parallel}), over which experts are dealt"
+            )
+        if self.virtual_pipeline_parallel > 1:
+            raise ValueError(
+                f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's schedule as it is configured "
+                "here the gradients are silently wrong (a gradient norm of 106 in place of 2.3); use pipeline_parallel alone"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")

@@ -124,6 +124,8 @@ def make_trainer(place, path, **options):
             device=DEVICE,
             tensor_parallel=options.get("tp", 1),
             pipeline_parallel=options.get("pp", 1),
+            context_parallel=options.get("cp", 1),
+            **options.get("trainer", {}),
             expert_parallel=options.get("ep", 1),
             torch_threads=1,
             rendezvous_timeout=60,
