@@ -133,8 +133,16 @@ class MegatronTrainer:
 
     @property
     def layout(self) -> dict[str, int]:
+        """How ranks share the work; stands in the manifest of a checkpoint."""
         at = self.coordinates
-        return {"tensor_parallel": at.tp_size, "pipeline_parallel": at.pp_size, "data_parallel": at.dp_size}
+        return {
+            "tensor_parallel": at.tp_size,
+            "pipeline_parallel": at.pp_size,
+            "context_parallel": at.cp_size,
+            "expert_parallel": at.ep_size,
+            "data_parallel": at.dp_size,
+            "distributed_optimizer": int(self.config.distributed_optimizer),
+        }
 
     @_in_megatron
     def load_hf_weights(self, path: Path) -> None:
