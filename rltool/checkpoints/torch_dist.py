@@ -21,6 +21,7 @@ from rltool.megatron.state import model_state
 from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
+
 __all__ = ["STATE", "finish", "load_checkpoint", "load_model", "load_teacher", "load_weights", "open_verified", "save_checkpoint"]
 
 
@@ -46,7 +47,7 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path) -> dict[str, Any]
         if manifest.kind != "training":
             raise UsageError(f"{directory} holds weights only; resuming needs a checkpoint that a training run saved")
         check_optimizer(manifest, trainer, directory)
-    state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.layout)
+        state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.layout)
         with trainer.runtime.mode():
             loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
         trainer.restore(loaded)
