@@ -5,6 +5,7 @@ Parameter by parameter: at no time is more than a layer in memory, so that a mod
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from rltool.megatron.runtime import Runtime
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
+_M_MMAP_THRESHOLD = -3
+"""From glibc's malloc.h."""
 DTYPES = ("float32", "bfloat16")
 Report = Callable[[str], None]
 """Called with what is being done now."""
@@ -151,6 +154,7 @@ def _dtype(name: str) -> torch.dtype:
 @contextmanager
 def _single_process() -> Iterator[Runtime]:
     """A world of one rank on loopback; Megatron's checkpointing wants process groups even so."""
+    _return_freed_memory()
     runtime = Runtime(
         rank=0,
         world_size=1,
@@ -166,6 +170,17 @@ def _single_process() -> Iterator[Runtime]:
         yield runtime
     finally:
         runtime.close()
+
+
+def _return_freed_memory() -> None:
+    """Makes glibc give every freed tensor back to the system. Elsewhere nothing is done.
+
+    Left alone, it raises the size from which it does so to 32 MiB and keeps smaller blocks in a heap, which freed tensors of
+    many sizes fragment until most of the model is resident: 1.2 GB in place of 0.2 GB for a model of 1.5 GB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def _summary(

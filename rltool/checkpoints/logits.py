@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rltool.megatron.hf_weights import HFTensors
-from rltool.megatron.model import build_model, forward, global_names
+from rltool.megatron.model import build_model, forward, global_names, rotary_positions
 from rltool.megatron.packing import pack
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import Family, Parameter
+from rltool.models.base import EMBEDDING, Family, Parameter
 
 Read = Callable[[Parameter], Tensor]
 """The merged tensor of a parameter."""
@@ -23,24 +23,33 @@ Read = Callable[[Parameter], Tensor]
 @torch.no_grad()
 def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor, lengths: Tensor) -> Tensor:
     """[T, vocabulary] fp32 by Megatron, for packed sequences."""
+    with runtime.mode(), _parameters_without_memory():
+        model = build_model(family, runtime.coordinates, torch.float32, torch.device("meta"))
+        model.rotary_pos_emb = rotary_positions(family, runtime.device)
+    names = {id(parameter): name for name, parameter in global_names(model).items()}
+    wanted = {
+        (module, leaf): family.parameter(names[id(parameter)])
+        for module in model.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+    def fill(module: nn.Module) -> None:
+        for part in module.modules():
+            for leaf in part._parameters:
+                if (part, leaf) in wanted:
+                    _replace(part, leaf, read(wanted[part, leaf]).float())
+
+    _in_turn([model.embedding, *model.decoder.layers, model.decoder.final_layernorm], fill, _drop)
+    if family.tied_embeddings:
+        # Megatron hands over the embedding's parameter, which has no memory by then.
+        embedding = family.parameter(EMBEDDING)
+        model.output_layer.register_forward_pre_hook(
+            lambda module, inputs, options: (inputs, {**options, "weight": read(embedding).float()}), with_kwargs=True
+        )
+    else:
+        _in_turn([model.output_layer], fill, _drop)
     with runtime.mode():
-        model = build_model(family, runtime.coordinates, torch.float32, runtime.device)
-        names = {parameter: name for name, parameter in global_names(model).items()}
-
-        def fill(module: nn.Module) -> None:
-            for parameter in module.parameters():
-                _set_memory(parameter, True)
-                parameter.copy_(read(family.parameter(names[parameter])))
-
-        def drop(module: nn.Module) -> None:
-            for parameter in module.parameters():
-                _set_memory(parameter, False)
-
-        drop(model)
-        _in_turn([model.embedding, *model.decoder.layers, model.decoder.final_layernorm], fill, drop)
-        # Megatron hands a tied embedding's parameter over before the output layer's hooks run: the same one is filled again.
-        head = model.embedding if family.tied_embeddings else model.output_layer
-        _in_turn([model.output_layer], lambda _: fill(head), lambda _: drop(head))
         return forward(model, tokens, pack(lengths, runtime.device))[:, : family.vocab_size]
 
 
@@ -65,12 +74,8 @@ def transformers_logits(
                     raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
                 _replace(module, name, value.to(dtype).float())
 
-        def drop(module: nn.Module) -> None:
-            for name, parameter in list(module.named_parameters()):
-                _replace(module, name, parameter.to("meta"))
-
         inner = model.model
-        _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, drop)
+        _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)
         rows = [model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())]
     return torch.cat(rows)
 
@@ -97,8 +102,9 @@ def _in_turn(modules: list[nn.Module], fill: Callable[[nn.Module], None], drop: 
         module.register_forward_hook(lambda module, *_: drop(module))
 
 
-def _set_memory(parameter: Tensor, wanted: bool) -> None:
-    parameter.untyped_storage().resize_(parameter.numel() * parameter.element_size() if wanted else 0)
+def _drop(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters()):
+        _replace(module, name, parameter.to("meta"))
 
 
 def _replace(module: nn.Module, name: str, value: Tensor) -> None:

@@ -106,7 +106,9 @@ class _StreamedSave(SaveShardedStrategy):
         objects = [entry for entry in sharded_state_dict.values() if isinstance(entry, ShardedObject)]
         self._planner.objects = {entry.unique_key: entry for entry in objects}
         # Not by dcp.save: it wraps every error in a CheckpointException with the traceback as its text.
-        writer, planner = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=False), self._planner
+        # Without copying ahead, also where there is a GPU: each tensor is written before the next is asked for.
+        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+        planner = self._planner
         writer.set_up_storage_writer(is_coordinator=True)
         (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
         (plan,) = writer.prepare_global_plan([plan])
@@ -121,7 +123,8 @@ class _LazyPlanner(SavePlanner):
     def __init__(self, layout: ShardedLayout, read: Callable[[Parameter], Tensor]) -> None:
         self._layout, self._read = layout, read
         self._owner: dict[Place, Parameter] = {}
-        self._last: tuple[str, Tensor] | None = None
+        self._merged: tuple[str, Tensor] | None = None
+        self._written: Tensor | None = None
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         raise NotImplementedError("set up by its constructor")
@@ -161,15 +164,20 @@ class _LazyPlanner(SavePlanner):
             return stream
         place = (write_item.index.fqn, tuple(write_item.index.offset))
         parameter = self._owner[place]
-        if self._last is None or self._last[0] != parameter.name:
-            self._last = None
-            self._last = (parameter.name, self._read(parameter))
-        (piece,) = [
-            piece
-            for piece in self._layout.pieces(parameter, self._last[1])
-            if (piece.key, tuple(piece.global_offset)) == place
-        ]
-        return piece.data.detach().reshape(_extent(piece))
+        if self._written is not None:
+            # Torch's writer keeps the last tensor of each key until the file is finished: a layer, and embedding and head.
+            self._written.untyped_storage().resize_(0)
+        if self._merged is None or self._merged[0] != parameter.name:
+            self._merged = None
+            self._merged = (parameter.name, self._read(parameter))
+        pieces = self._layout.pieces(parameter, self._merged[1])
+        (piece,) = [piece for piece in pieces if (piece.key, tuple(piece.global_offset)) == place]
+        if len(pieces) == 1:
+            self._merged = None
+            self._written = piece.data.detach()
+        else:
+            self._written = piece.data.detach().clone()
+        return self._written.reshape(_extent(piece))
 
 
 def _extent(piece: ShardedTensor) -> tuple[int, ...]:

@@ -60,7 +60,16 @@ class HFTensors:
 
     def merged(self, parameter: Parameter) -> Tensor:
         """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
-        return parameter.merge([self.read(name) for name, _ in parameter.hf])
+        if parameter.merge_as != "stack":
+            return parameter.merge([self.read(name) for name, _ in parameter.hf])
+        # Block by block, so that the two largest matrices of a layer are not in memory twice.
+        merged = None
+        for block, (name, shape) in enumerate(parameter.hf):
+            tensor = self.read(name)
+            check_shape(name, tuple(tensor.shape), shape)
+            merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
+            parameter.split(merged)[block].copy_(tensor)
+        return merged
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -129,12 +129,7 @@ def build_model(
         rotary_base=family.rope_theta,
         parallel_output=True,
     )
-    if family.sliding_inverse_frequencies is None:
-        model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
-    else:
-        model.rotary_pos_emb = TwoRotaryPositions(
-            family.inverse_frequencies, family.sliding_inverse_frequencies, device
-        )
+    model.rotary_pos_emb = rotary_positions(family, device)
     if family.embedding_scale is not None and coordinates.pp_rank == 0:
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
         scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
@@ -145,6 +140,12 @@ def build_model(
             layer.mlp.__class__ = GatedMLP
     _mark_sharded(model, family)
     return model.to(device)
+
+
+def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | TwoRotaryPositions:
+    if family.sliding_inverse_frequencies is None:
+        return RotaryPositions(family.inverse_frequencies, device)
+    return TwoRotaryPositions(family.inverse_frequencies, family.sliding_inverse_frequencies, device)
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:

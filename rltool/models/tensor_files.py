@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Iterable
@@ -106,8 +107,13 @@ def write_tensor_file(
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
                 raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced")
             if tensor.nbytes:
-                stream.write(_bytes_of(tensor.detach().cpu().contiguous()))
+                contiguous = tensor.detach().cpu().contiguous()
+                stream.write(_bytes_of(contiguous))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    """The memory of a contiguous tensor on the CPU, valid while the tensor lives.
+
+    Not by way of numpy: a storage that numpy has seen can no longer be freed by `resize_`.
+    """
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
