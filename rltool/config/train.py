@@ -324,10 +324,30 @@ class WeightsConfig(Config):
 class CheckpointConfig(Config):
     every_steps: int = Field(0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
+    async_save: bool = False
+    """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory, which must hold that copy."""
+    keep_last: int = Field(0, ge=0)
+    """How many of the newest checkpoints stay; older ones are deleted once a newer one is complete. 0 keeps all."""
+    keep_best: int = Field(0, ge=0)
+    """How many of the best by best_metric stay beside those; needs keep_last above 0."""
+    best_metric: str | None = None
+    """Name of a metric, such as eval/heldout/accuracy. A checkpoint of a step that did not measure it is never among the best."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of best_metric is the best."""
+    on_save_failure: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must succeed."""
     save_hf_every: int = Field(0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False
     """Export Hugging Face weights after the last step."""
+
+    @model_validator(mode="after")
+    def _best(self) -> CheckpointConfig:
+        if self.keep_best and not self.keep_last:
+            raise ValueError("keep_best has no effect while keep_last = 0 keeps every checkpoint; set keep_last above 0")
+        if bool(self.keep_best) != (self.best_metric is not None):
+            raise ValueError("keep_best and best_metric go together: how many, and by what (such as best_metric = \"eval/heldout/accuracy\")")
+        return self
 
 
 class RayConfig(Config):
@@ -344,6 +364,24 @@ class MonitorConfig(Config):
     """Write event files to RUN/tensorboard."""
     logprob_gap_limit: float = Field(0.1, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
+    profile_steps: str | None = Field(None, pattern=r"^\d+:\d+$")
+    """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""
+    memory_snapshot: int | None = Field(None, ge=0)
+    """The step whose allocations on the GPU every rank records to RUN/profile; CUDA only."""
+
+    @property
+    def profiled(self) -> range:
+        """The steps of profile_steps."""
+        if self.profile_steps is None:
+            return range(0)
+        first, end = self.profile_steps.split(":")
+        return range(int(first), int(end))
+
+    @model_validator(mode="after")
+    def _some_step(self) -> MonitorConfig:
+        if self.profile_steps is not None and not self.profiled:
+            raise ValueError(f"profile_steps = {self.profile_steps!r} names no step: A:B is steps A to B - 1, counted from 0")
+        return self
 
 
 class TrainConfig(Config):
