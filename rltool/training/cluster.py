@@ -40,7 +40,8 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
         cpus = config.num_cpus or max(1.0, plan.total("CPU"))
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **common)
+        # "local": without an address Ray would join whatever cluster another run of this user has on the machine, or fail at it.
+        ray.init(address="local", num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **common)
     try:
         if config.address is not None:
             check_versions()
