@@ -30,8 +30,19 @@ from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttenti
 from rltool.models.base import Family, padded_vocabulary
 
 
-def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int = 1) -> None:
+def check_parallelism(
+    family: Family,
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: int = 1,
+    sequence_parallel: bool = False,
+) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
+    if family.num_experts and tensor_parallel > 1 and not sequence_parallel:
+        raise UsageError(
+            f"trainer.tensor_parallel = {tensor_parallel} of a mixture of experts needs trainer.sequence_parallel = true"
+        )
     if expert_parallel > 1 and (family.num_experts == 0 or family.num_experts % expert_parallel):
         raise UsageError(
             f"trainer.expert_parallel = {expert_parallel} does not divide the model's {family.num_experts} experts per layer"
@@ -114,6 +125,7 @@ def build_model(
         tensor_parallel=coordinates.tp_size,
         pipeline_parallel=coordinates.pp_size,
         expert_parallel=coordinates.ep_size,
+        sequence_parallel=trainer is not None and trainer.sequence_parallel,
     )
     config = transformer_config(family, coordinates, dtype, trainer or TrainerConfig())
     rotate_in_one_kernel()

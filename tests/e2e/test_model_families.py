@@ -7,8 +7,21 @@ from contextlib import closing
 import pytest
 import torch
 
+from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
-from tests.e2e.megatron_models import EXPERTS, KINDS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from rltool.errors import UsageError
+from rltool.megatron.model import check_parallelism
+from rltool.models.registry import family_for, read_hf_config
+from tests.e2e.megatron_models import (
+    EXPERTS,
+    KINDS,
+    hf_config,
+    hf_logprobs,
+    hf_model,
+    make_trainer,
+    policy_batch,
+    save_hf,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -41,9 +54,10 @@ def case_reload(place, path, checkpoint, layout, save):
 
 
 def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
-    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism: that is not tried here."""
-    second = {"ep": 2} if kind in EXPERTS else {"tp": 2}
-    return [(1, {}), (2, second), (2, {"pp": 2})]
+    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
+    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
+    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
+    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -85,12 +99,34 @@ def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout
 
 def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
     kind, path, *_ = family
-    original, (_, *cut) = on_disk(path), layouts(kind)
-    for number, (world, saved) in enumerate(cut):
+    original = on_disk(path)
+    # Context parallelism cuts no weights.
+    every = [(world, layout) for world, layout in layouts(kind) if "cp" not in layout]
+    for number, (world, saved) in enumerate(every[1:]):
         checkpoint = tmp_path / f"step_{number}"
         ranks.run(case_reload, world, path, checkpoint, saved, True)
-        for other, layout in layouts(kind):
+        converted = tmp_path / f"hf_{number}"
+        torch_dist_to_hf(checkpoint, converted, verify=False)
+        assert all(torch.equal(on_disk(converted)[name], tensor) for name, tensor in original.items()), f"{saved} -> hf"
+        for other, layout in every:
             if layout == saved:
                 continue
             found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "named"),
+    [
+        ("mixtral", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
+        ("qwen2", {"expert_parallel": 2}, "0 experts"),
+        ("mixtral", {"tensor_parallel": 2}, "sequence_parallel = true"),
+        ("gemma3", {"pipeline_parallel": 3}, "pipeline_parallel = 3"),
+        ("qwen3", {"tensor_parallel": 4}, "num_query_groups = 2"),
+    ],
+)
+def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_path, kind, layout, named):
+    hf_config(kind, tied=False).save_pretrained(tmp_path)
+    config = {**read_hf_config(tmp_path), "architectures": [type(hf_model(kind, tied=False)).__name__]}
+    with pytest.raises(UsageError, match=named):
+        check_parallelism(family_for(config), **{"tensor_parallel": 1, "pipeline_parallel": 1, **layout})
