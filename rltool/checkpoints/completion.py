@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ STATE = "torch_dist"
 """Subdirectory with the files of dist_checkpointing; beside it the manifest, extra.json, config and tokenizer."""
 EXTRA = "extra.json"
 """What a run needs to resume beside tensors."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint. bytes: of all its files; seconds: from the copy of the state to the name."""
+
+    directory: Path
+    bytes: int
+    seconds: float
 
 
 def finish(partial: Path, final: Path, manifest: Manifest, described: dict[str, Any] | None = None) -> None:

@@ -7,6 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,27 +19,14 @@ import torch.distributed as dist
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carry
-from rltool.checkpoints.completion import EXTRA, STATE, finish
+from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
 from rltool.checkpoints.manifest import Manifest
-from rltool.errors import RltoolError
+from rltool.errors import SaveFailed
 from rltool.megatron.save_plan import SavePlan, plan_save
 from rltool.megatron.trainer import MegatronTrainer
 
 DEADLINE = timedelta(hours=1)
 """How long a rank that has written its files waits for the others."""
-
-
-class SaveFailed(RltoolError):
-    """A checkpoint could not be written. Nothing of its name is there, and those before it are untouched."""
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint. bytes: of all its files; seconds: from the copy of the state to the name."""
-
-    directory: Path
-    bytes: int
-    seconds: float
 
 
 class CheckpointSaver:
@@ -61,9 +49,9 @@ class CheckpointSaver:
         extra: what else the run needs to resume; JSON. Its "step", "weight_version" and "config" also go into the manifest, as
         do `metrics`. The directory must be one that all ranks see.
 
-        Asynchronous: returns once the state is copied; `poll` or `wait` tell how it ended. An earlier save is waited for first, and
-        raises here if it failed and nobody has asked. Synchronous: returns when it is complete. Raises SaveFailed; then nothing of
-        that name appears and the last good one stays.
+        Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` tells how it ended. An
+        earlier save is waited for first, and raises here if it failed and nobody has asked. SaveFailed: nothing of that name
+        appears, and the last good one stays.
         """
         if self._writing is not None:
             self.wait()
@@ -73,22 +61,23 @@ class CheckpointSaver:
         trainer.runtime.on_rank_zero(lambda: _begin(final), f"creating {partial}")
         try:
             plan = plan_save(trainer.runtime, trainer.sharded_state(loading=False), partial / STATE)
-            plan.stage(copy=self._asynchronous)
+            staged = _attempt(lambda: plan.stage(copy=self._asynchronous), plan.bytes)
         except BaseException:
             if trainer.coordinates.rank == 0:
                 directories.abandon(partial)
             raise
         complete = self._completion(final, partial, extra, metrics or {})
-        self._writing = self._worker.submit(self._write, plan, final, partial, complete, started)
+        self._writing = self._worker.submit(self._write, plan, staged, final, partial, complete, started)
         if not self._asynchronous:
-            self.wait()
+            futures.wait([self._writing])
 
-    def poll(self) -> Saved | None:
-        """The save in flight if it is complete, once; None while it goes on, or when there is none. Raises SaveFailed, once."""
-        return self.wait() if self._writing is not None and self._writing.done() else None
+    @property
+    def has_ended(self) -> bool:
+        """No save is being written by this rank: `wait` would not wait. Ranks may differ for a moment."""
+        return self._writing is None or self._writing.done()
 
     def wait(self) -> Saved | None:
-        """As `poll`, but waits for the end of a save in flight."""
+        """Waits for the save in flight. The checkpoint that it made, once; None when there is none. Raises SaveFailed, once."""
         if self._writing is None:
             return None
         writing, self._writing = self._writing, None
@@ -122,8 +111,8 @@ class CheckpointSaver:
 
     # -- in the thread that writes
 
-    def _write(self, plan: SavePlan, final: Path, partial: Path, complete: Callable[[dict[str, Any]], None], started: float) -> Saved:
-        share = _attempt(lambda: _write_share(plan, partial), plan.bytes)
+    def _write(self, plan: SavePlan, staged: _Failure | None, final: Path, partial: Path, complete: Callable[[dict[str, Any]], None], started: float) -> Saved:
+        share = staged or _attempt(lambda: _write_share(plan, partial), plan.bytes)
         rank, world = self._trainer.coordinates.rank, self._trainer.coordinates.world_size
         shares: list[Any] = [None] * world
         dist.gather_object(share, shares if rank == 0 else None, dst=0, group=self._group)

@@ -30,6 +30,7 @@ def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, 
     saver = CheckpointSaver(trainer, asynchronous=False)
     try:
         saver.save(directory, extra)
+        saver.wait()
     finally:
         saver.close()
 

@@ -57,6 +57,8 @@ class TrainerActor:
         self.rank = rank
         self.sender = WeightSender(config.weights)
         self.trainer: Any = None
+        self.saver: Any = None
+        self.recorder: Any = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
@@ -68,6 +70,8 @@ class TrainerActor:
 
     def start(self, master: tuple[str, int], total_optimizer_steps: int) -> Any:
         """Join the ranks' process group and build the model. Returns this rank's megatron.runtime.Coordinates."""
+        from rltool.checkpoints.saving import CheckpointSaver
+        from rltool.megatron.profiling import Recorder
         from rltool.megatron.trainer import MegatronTrainer
 
         config = self.config
@@ -76,6 +80,8 @@ class TrainerActor:
             rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
             total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.rollout.temperature,
         )  # fmt: skip
+        self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save)
+        self.recorder = Recorder(self.rank)
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
@@ -150,10 +156,16 @@ class TrainerActor:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
-        from rltool.checkpoints.torch_dist import save_checkpoint
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Returns when the state is copied (checkpoint.async_save) or written. A collective."""
+        self.saver.save(directory, extra, metrics)
 
-        save_checkpoint(self.trainer, directory, extra)
+    def save_has_ended(self) -> bool:
+        return self.saver.has_ended
+
+    def saved(self) -> Any:
+        """The checkpoint that was started last, once it has been completed; None when it was asked for already."""
+        return self.saver.wait()
 
     def save_hf(self, directory: Path) -> None:
         """Write the weights as a Hugging Face directory. A collective."""
@@ -161,7 +173,24 @@ class TrainerActor:
 
         export_hf(self.trainer, directory)
 
+    # -- looking inside
+
+    def start_profile(self) -> None:
+        self.recorder.start_profile()
+
+    def stop_profile(self, directory: Path, name: str) -> Path:
+        return self.recorder.stop_profile(directory, name)
+
+    def start_memory(self) -> None:
+        self.recorder.start_memory()
+
+    def stop_memory(self, directory: Path, name: str) -> Path:
+        return self.recorder.stop_memory(directory, name)
+
     def close(self) -> None:
+        """A save in flight is waited for."""
+        if self.saver is not None:
+            self.saver.close()
         self.sender.close()
         if self.trainer is not None:
             self.trainer.close()

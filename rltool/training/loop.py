@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_gap
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.config.train import TrainConfig
-from rltool.errors import RltoolError, TrainingStopped
+from rltool.errors import RltoolError, SaveFailed, TrainingStopped
 from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
@@ -37,23 +37,41 @@ class Engines(Protocol):
 class Progress:
     """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them.
 
-    saved: a checkpoint of exactly this state exists.
+    saved: a checkpoint of exactly this state exists, or is on its way. metrics: of the last finished step.
     """
 
     step: int
     source: dict[str, Any]
     saved: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpoints(Protocol):
+    """What the loop asks of training.checkpointer."""
+
+    def save(self, progress: Progress) -> None:
+        """A checkpoint of this state, complete on return or written while training goes on."""
+
+    def check(self) -> dict[str, float]:
+        """At a step boundary: what has come of it, as checkpoint/* metrics, or SaveFailed."""
+
+    def finish(self, progress: Progress) -> None:
+        """On return there is a complete checkpoint of this state; else SaveFailed."""
+
+    def wait(self) -> None:
+        """On return nothing is being written any more."""
 
 
 class Loop:
     """One run, from `progress` to its end.
 
-    save(progress, reason): writes a checkpoint. stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays).
+    stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays). around_step(step): a context around each.
     """
 
     def __init__(
         self, config: TrainConfig, trainer: TrainerGroup, source: BatchSource, engines: Engines | None, writer: MetricsWriter, stop: StopSignal,
-        save: Callable[[Progress], None], save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+        checkpoints: Checkpoints, save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+        around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
         self.config = config
         self.trainer = trainer
@@ -61,10 +79,11 @@ class Loop:
         self.engines = engines
         self.writer = writer
         self.stop = stop
-        self.save = save
+        self.checkpoints = checkpoints
         self.save_hf = save_hf
         self.progress = progress
         self.stop_on_gap = stop_on_gap
+        self.around_step = around_step
         self.skipped_in_a_row = 0
         self.between_updates = False
 
@@ -76,13 +95,15 @@ class Loop:
         """
         try:
             self._run()
+        except SaveFailed:
+            raise
         except (RltoolError, StopRequested):
-            if not self.between_updates:
-                self._save()
             if self.stop.requested is None:
+                self._save_before_raising()
                 raise
+            self._end()
         else:
-            self._save()
+            self._end()
         return self.progress
 
     def _run(self) -> None:
@@ -92,15 +113,15 @@ class Loop:
             self._evaluate_alone(pushed)
         while self.progress.step < config.steps and not self.stop.requested:
             step = self.progress.step
-            metrics: dict[str, float] = {}
-            with timed(metrics, "time/step_seconds"):
+            metrics = self.checkpoints.check()
+            with timed(metrics, "time/step_seconds"), self.around_step(step):
                 with self.stop.interruptible():
                     sourced = self.source.next(step, max_staleness=0)
                 metrics.update(sourced.metrics)
                 with timed(metrics, "time/train_seconds"):
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
-                self.progress = Progress(done, self.source.state_dict())
+                self.progress = Progress(done, self.source.state_dict(), metrics=metrics)
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
@@ -217,8 +238,21 @@ class Loop:
 
     def _save(self) -> None:
         if not self.progress.saved:
-            self.save(self.progress)
+            self.checkpoints.save(self.progress)
             self.progress.saved = True
+
+    def _end(self) -> None:
+        if self.between_updates:
+            self.checkpoints.wait()
+        else:
+            self.checkpoints.finish(self.progress)
+
+    def _save_before_raising(self) -> None:
+        """An error is on its way to the user; that the checkpoint failed as well is said beside it, not in its place."""
+        try:
+            self._end()
+        except SaveFailed as failure:
+            self.writer.say(str(failure))
 
 
 def _due(every: int, done: int) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.algorithms.schedule import plan_micro_batches
+from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import RltoolError
@@ -163,11 +164,32 @@ class TrainerGroup:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
-        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra))
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. SaveFailed."""
+        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics))
+
+    def saved(self, *, wait: bool) -> Saved | None:
+        """The checkpoint that has been completed since the last call; None while it is written. SaveFailed."""
+        if not wait and not all(self._all(lambda rank: rank.save_has_ended.remote())):
+            return None
+        return self._all(lambda rank: rank.saved.remote())[0]
 
     def save_hf(self, directory: Path) -> None:
         self._all(lambda rank: rank.save_hf.remote(directory))
+
+    # -- looking inside (training.profiling)
+
+    def start_profile(self) -> None:
+        self._all(lambda rank: rank.start_profile.remote())
+
+    def stop_profile(self, directory: Path, name: str) -> list[Path]:
+        return self._all(lambda rank: rank.stop_profile.remote(directory, name))
+
+    def start_memory(self) -> None:
+        self._all(lambda rank: rank.start_memory.remote())
+
+    def stop_memory(self, directory: Path, name: str) -> list[Path]:
+        return self._all(lambda rank: rank.stop_memory.remote(directory, name))
 
     def close(self) -> None:
         self._all(lambda rank: rank.close.remote())

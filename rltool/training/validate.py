@@ -27,11 +27,25 @@ def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
     check_algorithm(config)
     check_batch_arithmetic(config)
+    check_best_metric(config)
     check_files(config)
     if needs_engines(config):
         check_mode(config)
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
         raise UsageError("eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured")
+
+
+def check_best_metric(config: TrainConfig) -> None:
+    """What tells the best checkpoint is measured, as far as that is known beforehand."""
+    metric = config.checkpoint.best_metric
+    if metric is None or not metric.startswith("eval/"):
+        return
+    known = [f"eval/{name}/accuracy" for name in config.eval.sets]
+    if not any(metric.startswith(f"eval/{name}/") for name in config.eval.sets) or not config.eval.every_steps:
+        raise UsageError(
+            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] (there is {', '.join(known) or 'none'}) "
+            f"and eval.every_steps above 0 (it is {config.eval.every_steps})"
+        )
 
 
 def check_mode(config: TrainConfig) -> None:

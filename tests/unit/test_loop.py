@@ -92,17 +92,34 @@ class World:
         self._do("discard")
 
 
+class Saves(list):
+    """Checkpoints that are complete at once: (step, data position) of each."""
+
+    def save(self, progress):
+        self.append((progress.step, progress.source))
+
+    def check(self):
+        return {}
+
+    def finish(self, progress):
+        if not progress.saved:
+            self.save(progress)
+
+    def wait(self):
+        pass
+
+
 class Run:
     def __init__(self, tmp_path, world, *, engines=True, progress=None, **settings):
         values = {"model": {"path": "m"}, "steps": 2, "eval": {"sets": {"heldout": "h.jsonl"}}, **settings}
         self.config = TrainConfig.model_validate(values)
-        self.world, self.saves, self.exports = world, [], []
+        self.world, self.saves, self.exports = world, Saves(), []
         self.file = tmp_path / "metrics.jsonl"
         self.writer = MetricsWriter(self.file, tensorboard=None, console=Console(file=io.StringIO()))
         self.stop = StopSignal()
         self.loop = Loop(
             self.config, world, world, world if engines else None, self.writer, self.stop,
-            lambda p: self.saves.append((p.step, p.source)), self.exports.append, progress or Progress(0, {"position": 0}),
+            self.saves, self.exports.append, progress or Progress(0, {"position": 0}),
         )  # fmt: skip
 
     def records(self):
