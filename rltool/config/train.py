@@ -128,7 +128,7 @@ class AlgorithmConfig(Config):
     """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
 
     advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
-    """rltool/algorithms/advantages.py. distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
+    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
     algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
@@ -147,7 +147,7 @@ class AlgorithmConfig(Config):
     """What a response of full length loses, in units of reward."""
 
     objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
-    """rltool/algorithms/losses.py. `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
+    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
     AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
@@ -170,7 +170,7 @@ class AlgorithmConfig(Config):
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """rltool/algorithms/kl.py"""
+    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r (rltool/algorithms/kl.py)."""
     kl_unbiased: bool = False
     """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
 
