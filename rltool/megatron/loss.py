@@ -12,6 +12,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens, sft_loss
 from rltool.algorithms.ragged import sample_of_token
 from rltool.config.train import AlgorithmConfig
+from rltool.megatron.runtime import to_device
 
 
 def predicted_rows(batch: TrainBatch) -> Tensor:
@@ -47,7 +48,7 @@ def micro_batch_loss(
 
     def optional(name: str) -> Tensor | None:
         value = getattr(batch, name)
-        return None if value is None else value[rows].to(logprobs.device)
+        return None if value is None else to_device(value[rows], logprobs.device)
 
     def field(name: str) -> Tensor:
         value = optional(name)
@@ -63,7 +64,7 @@ def micro_batch_loss(
         tokens = LossTokens(
             old_logprobs=logprobs.detach() if fresh else field("old_logprobs"),
             advantages=field("advantages"),
-            sample=sample_of_token(batch.lengths)[rows].to(logprobs.device),
+            sample=to_device(sample_of_token(batch.lengths)[rows], logprobs.device),
             num_samples=batch.num_samples,
             entropy=entropy,
             rollout_logprobs=optional("rollout_logprobs"),

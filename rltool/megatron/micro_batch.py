@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.megatron.packing import PackedSequences, pack
-from rltool.megatron.runtime import Coordinates
+from rltool.megatron.runtime import Coordinates, to_device
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ def prepare(batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.devi
     packed = pack(
         batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.cp_size, multiple_of=at.tp_size if sequence_parallel else 1
     )
-    tokens = batch.tokens.to(device)
+    tokens = to_device(batch.tokens, device)
     sources, wanted, held = rows - 1, rows, None
     if packed.place is not None:
-        places = packed.place.cpu()[rows - 1]
+        places = packed.place[rows - 1]
         held = (places >= 0).nonzero().squeeze(-1)
         sources, wanted = places[held], rows[held]
-        held = held.to(device) if len(held) < len(rows) else None
+        held = to_device(held, device) if len(held) < len(rows) else None
     return MicroBatch(
         batch=batch,
         tokens=packed.take(tokens),
         packed=packed,
         rows=rows,
-        sources=sources.to(device),
-        targets=batch.tokens[wanted].to(device),
+        sources=to_device(sources, device),
+        targets=to_device(batch.tokens[wanted], device),
         held=held,
     )

@@ -8,6 +8,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rltool.megatron.runtime import to_device
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -19,7 +21,7 @@ class PackedSequences(PackedSeqParams):
     slots: [T] slot of each token; None likewise
     num_sequences: blocks of queries: one per sequence, or two with context parallelism
     tokens: [T] index in the given row of the token that each place holds (any where it is padding); None: the row as it is
-    place: [tokens of the row] the inverse, -1 for tokens of other ranks; None likewise
+    place: [tokens of the row] the inverse, on the CPU, -1 for tokens of other ranks; None likewise
     keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of queries
         sees, block after block; `cu_seqlens_kv` are its boundaries. None without
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
@@ -62,7 +64,7 @@ def pack(lengths: Tensor, device: torch.device, *, cp_rank: int = 0, cp_size: in
         packed = _whole(chunk, device)
         tokens, place = _index(real, _ragged(chunk), torch.arange(len(chunk)).repeat_interleave(chunk))
     if padded:
-        packed.tokens, packed.place = tokens.to(device), place.to(device)
+        packed.tokens, packed.place = to_device(tokens, device), place
     return packed
 
 
@@ -82,7 +84,7 @@ def _index(lengths: Tensor, positions: Tensor, sequence: Tensor) -> tuple[Tensor
 
 
 def _boundaries(lengths: Tensor, device: torch.device) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(device, torch.int32)
+    return to_device(torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32), device)
 
 
 def _padded_layout(lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -97,7 +99,7 @@ def _padded_layout(lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]
 
 
 def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device)
+    return None if tensor is None else to_device(tensor, device)
 
 
 def _whole(lengths: Tensor, device: torch.device) -> PackedSequences:
@@ -110,7 +112,7 @@ def _whole(lengths: Tensor, device: torch.device) -> PackedSequences:
         cu_seqlens_kv=boundaries,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        positions=_ragged(lengths).to(device),
+        positions=to_device(_ragged(lengths), device),
         num_sequences=len(lengths),
         gather=_on(device, gather),
         slots=_on(device, slots),
@@ -143,11 +145,11 @@ def _zigzag(lengths: Tensor, chunk: Tensor, device: torch.device, rank: int, siz
         cu_seqlens_kv=_boundaries(keys, device),
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
-        positions=positions.to(device),
+        positions=to_device(positions, device),
         num_sequences=len(queries),
         gather=_on(device, gather),
         slots=_on(device, slots),
-        keys=lies.to(device),
+        keys=to_device(lies, device),
         key_gather=_on(device, key_gather),
     )
     return packed, tokens, place

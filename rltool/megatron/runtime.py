@@ -277,6 +277,11 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that does not hold up the host: from ordinary memory it would wait until the device has done all that is queued."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def varlen_attention(
     query: torch.Tensor,
     key: torch.Tensor,

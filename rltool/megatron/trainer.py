@@ -34,7 +34,7 @@ from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import build_model, forward, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
-from rltool.megatron.runtime import Coordinates, Runtime
+from rltool.megatron.runtime import Coordinates, Runtime, to_device
 from rltool.models.registry import family_for, read_hf_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ def _in_megatron(method: F) -> F:
 def _in_row(micro: MicroBatch, values: Tensor) -> Tensor:
     """[R] values of micro.rows -> [tokens of the batch], 0 elsewhere, without waiting for the device."""
     row = torch.zeros(len(micro.batch.tokens), device=values.device)
-    return row.index_copy(0, micro.rows.to(values.device, non_blocking=True), values)
+    return row.index_copy(0, to_device(micro.rows, values.device), values)
 
 
 class MegatronTrainer:
