@@ -3,8 +3,8 @@
     python -m benchmarks.trainer_speed --shape 1.5B --layout packed --recompute full --recompute-layers 12
 
 Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded gives the
-same samples to the same trainer the way that a batch without packing holds them: every sample of a micro-batch padded to its
-longest. MFU counts 6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
+same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every sample of a micro-batch
+padded to its longest, and as many of them as then fit. MFU counts 6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
 --peak-tflops. Every token but the first of a sample has a loss, so no shortcut over prompts helps.
 """
 
@@ -30,11 +30,12 @@ from rltool.megatron.trainer import MegatronTrainer
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
+    "small": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True),
     "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
     "7B": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
 }  # fmt: skip
-"""Those of Qwen2.5's published configurations."""
+"""Those of Qwen2.5's published configurations, and two for the CPU."""
 
 
 def options() -> argparse.Namespace:
@@ -86,15 +87,24 @@ def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch
 
 
 def micro_batches_of(args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int) -> list[list[TrainBatch]]:
-    """By data-parallel rank. Padded: in order of arrival, as many as fit at the longest length of the whole batch."""
+    """By data-parallel rank."""
     if args.layout == "packed":
         whole = batch_of(lengths, lengths, vocabulary)
         plan = plan_micro_batches(lengths, max_tokens=args.tokens, data_parallel=shards)
         return [[whole.micro_batch(samples) for samples in rank] for rank in plan]
-    size = max(1, args.tokens // max(lengths))
-    cut = [lengths[i : i + size] for i in range(0, len(lengths), size)]
+    cut = padded_micro_batches(lengths, args.tokens)
     cut = cut[: len(cut) - len(cut) % shards] or cut
     return [[batch_of([max(part)] * len(part), part, vocabulary) for part in cut[rank::shards]] for rank in range(shards)]
+
+
+def padded_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """In order of arrival, each as many samples as fit when all are padded to its longest."""
+    cut: list[list[int]] = [[]]
+    for length in lengths:
+        if cut[-1] and (len(cut[-1]) + 1) * max(*cut[-1], length) > max_tokens:
+            cut.append([])
+        cut[-1].append(length)
+    return cut
 
 
 def randomise(trainer: MegatronTrainer) -> None:
@@ -142,15 +152,16 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         samples = sum(int(micro.loss_mask.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
         real_tokens = loss_tokens + samples
 
-        def step(batches: list[TrainBatch]) -> float:
+        def step(batches: list[TrainBatch]) -> tuple[float, float]:
+            """Wall-clock and processor seconds."""
             if cuda:
                 torch.cuda.synchronize()
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
             trainer.optimizer_step()
             if cuda:
                 torch.cuda.synchronize()
-            return time.perf_counter() - started
+            return time.perf_counter() - started, time.process_time() - worked
 
         first = time.perf_counter()
         for _ in range(args.warmup):
@@ -159,7 +170,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         warm = time.perf_counter() - first
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds = [step(mine) for _ in range(args.steps)]
+        seconds, processor = zip(*[step(mine) for _ in range(args.steps)], strict=True)
         took = statistics.median(seconds)
         flops = trainer.family.cost().batch_flops(lengths[:samples])
         result = {
@@ -181,6 +192,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "longest": max(lengths),
             "mean_length": round(statistics.mean(lengths)),
             "seconds": [round(value, 4) for value in seconds],
+            "processor_seconds": [round(value, 3) for value in processor],
             "warmup_seconds": round(warm, 1),
             "tokens_per_second_per_device": round(real_tokens / took / args.ranks),
             "mfu": round(flops / took / args.ranks / args.peak_tflops / 1e12, 4),
