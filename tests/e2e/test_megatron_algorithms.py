@@ -62,8 +62,8 @@ def hf_logprobs_and_entropy(model, batch: TrainBatch) -> tuple[torch.Tensor, tor
 # Cases: run in the ranks.
 
 
-def case_step(place, path, batch, settings, tp, pp, micro_batches):
-    with closing(make_trainer(place, path, tp=tp, pp=pp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
+def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1):
+    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
         at = trainer.coordinates
         own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
         dealt = [batch.micro_batch(own[i::micro_batches]) for i in range(micro_batches)]
@@ -141,12 +141,12 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, 
     path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
     reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
     assert reference["train/grad_norm"] > 0.01
-    for tp, pp, micro_batches in ((1, 1, 4), (2, 1, 2), (1, 2, 3)):
-        results = ranks.run(case_step, 2, path, batch, settings, tp, pp, micro_batches)
+    for tp, pp, micro_batches, cp in ((1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 3, 1), (1, 1, 2, 2)):
+        results = ranks.run(case_step, 2, path, batch, settings, tp, pp, micro_batches, cp)
         for metrics, _ in results:
-            assert metrics == pytest.approx(reference, rel=1e-5, abs=1e-6), (tp, pp)
+            assert metrics == pytest.approx(reference, rel=1e-5, abs=1e-6), (tp, pp, cp)
         for name, tensor in results[0][1].items():
-            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6, msg=f"{tp} {pp} {name}")
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6, msg=f"{tp} {pp} {cp} {name}")
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
