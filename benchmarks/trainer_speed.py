@@ -52,6 +52,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--recompute-layers", type=int)
+    parser.add_argument("--eager", action="store_true", help="compile no kernels")
     parser.add_argument("--head-chunk", type=int, default=2048)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -131,6 +132,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             recompute=args.recompute,
             recompute_layers=args.recompute_layers,
             head_chunk_tokens=args.head_chunk,
+            compile=not args.eager,
         ),
         OptimizerConfig(lr=1e-6),
         AlgorithmConfig(),
@@ -183,6 +185,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "distributed_optimizer": args.distributed_optimizer,
             "recompute": args.recompute,
             "recompute_layers": args.recompute_layers,
+            "compiled": not args.eager,
             "parameters": trainer.family.cost().parameters,
             "samples": samples,
             "real_tokens": real_tokens,

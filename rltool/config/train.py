@@ -53,6 +53,8 @@ class TrainerConfig(Config):
     full: whole layers, only their inputs are kept."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
+    compile: bool = True
+    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one compiled kernel each (needs Triton and a C compiler)."""
     head_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

@@ -19,13 +19,22 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _compiled = functools.partial(torch.compile, dynamic=True)
 
 
+_eager = False
+
+
+def compile_on_cuda(wanted: bool) -> None:
+    """For this process, from the next call of each function on."""
+    global _eager
+    _eager = not wanted
+
+
 def on_cuda_compiled(function: Function) -> Function:
     """`function` as it is for CPU tensors, compiled at its first use for CUDA tensors; the first argument decides."""
     fast: list[Any] = []
 
     @functools.wraps(function)
     def chosen(first: Tensor, *rest: Any) -> Any:
-        if not first.is_cuda:
+        if _eager or not first.is_cuda:
             return function(first, *rest)
         if not fast:
             fast.append(_compiled(function))

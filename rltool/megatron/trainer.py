@@ -31,6 +31,7 @@ from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
+from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import build_model, forward, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
@@ -109,6 +110,7 @@ class MegatronTrainer:
             raise
 
     def _build(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
+        compile_on_cuda(self.config.compile)
         self.gpt = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(self.gpt)
         gradients = DistributedDataParallelConfig(
