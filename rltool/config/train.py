@@ -60,14 +60,19 @@ class TrainerConfig(Config):
     balance: Literal["tokens", "flops"] = "tokens"
     """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the length."""
     max_tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Packed tokens of one micro-batch on one rank, or, with context parallelism, on the ranks that share it;
-    a longer single sample is an error at the start of the step."""
+    """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so many
+    times as many tokens. A longer single sample is an error at the start of the step."""
     cpus_per_rank: float = Field(1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(None, ge=1)
     """Threads of torch in each rank on the CPU; None leaves torch's own choice."""
     rendezvous_timeout: float = Field(300.0, gt=0)
     """Seconds for the ranks to find each other, and for any one collective."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Packed tokens that the ranks of one data-parallel replica take at a time."""
+        return self.max_tokens_per_micro_batch * self.context_parallel
 
     @property
     def data_parallel(self) -> int:

@@ -92,10 +92,12 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
     if samples // steps < ranks:
         raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if longest > config.trainer.max_tokens_per_micro_batch:
+    cut = config.trainer.context_parallel
+    if longest > config.trainer.micro_batch_tokens:
+        shared = f" on each of {cut} context-parallel ranks" if cut > 1 else ""
         raise UsageError(
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {longest} tokens do not fit "
-            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}; raise it to at least {longest}"
+            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
         )
 
 

@@ -133,6 +133,18 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(ranks, alone, layout, tied
     assert_same_gradients(results[0], expected[tied], layout)
 
 
+@pytest.mark.parametrize("layout", ["DP2", "TP2 with sequence parallelism", "PP2", "CP2"])
+def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, alone, layout):
+    paths, batch, exact = alone
+    one = ranks.run(case_gradients, 1, paths[True], {"dtype": "bfloat16"}, batch)[0][1]
+    two = ranks.run(case_gradients, 2, paths[True], {"dtype": "bfloat16", **TWO_RANKS[layout]}, batch)[0][1]
+    for name, gradient in exact[True][1].items():
+        error = {key: (found[name].float() - gradient).norm() / gradient.norm() for key, found in (("one", one), ("two", two))}
+        # Against fp32; rounded in another order, not more often.
+        assert 1e-4 < error["one"] < 0.1, name
+        assert error["two"] < 1.5 * error["one"] + 0.005, f"{layout}: {name}: {error}"
+
+
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_four_ranks_find_the_loss_and_gradients_of_one(four_ranks, alone, layout):
     paths, batch, expected = alone
