@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from rltool.config.base import Config
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
-from rltool.config.train import TrainConfig
+from rltool.config.train import OwnFunction, TrainConfig
 
 OUTPUT = Path(__file__).with_name("configuration.md")
 
@@ -93,6 +93,8 @@ def type_name(annotation: Any) -> str:
         return f"list of {len(arguments)} {type_name(arguments[0])}"
     if origin is dict:
         return f"table of {type_name(arguments[0])} to {type_name(arguments[1])}"
+    if origin is Annotated:
+        return "`package.module:function`" if annotation == OwnFunction else type_name(arguments[0])
     return {"str": "text", "Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 

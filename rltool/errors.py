@@ -39,3 +39,11 @@ class MissingLogprobs(EngineError):
 
 class TrainingStopped(RltoolError):
     """The run cannot go on (log-probability gap, non-finite steps, failing rewards); a checkpoint was saved."""
+
+
+class SaveFailed(RltoolError):
+    """A checkpoint could not be written. Nothing of its name is there, and those before it are untouched."""
+
+
+class ContractViolation(RltoolError):
+    """A user's function does not keep the contract of its extension point; the text lists every violation."""

@@ -1,19 +1,22 @@
-"""Advantages from rewards. Pure tensor functions."""
+"""Advantages from rewards. Pure tensor functions over a whole rollout, so that no split into ranks or micro-batches matters.
+
+Shapes: N samples, T tokens back to back (see TrainBatch). rewards, group_ids, lengths: [N]; loss_mask, token_rewards: [T].
+Per-sample estimators return [N], per-token ones [T] with 0 where loss_mask is 0.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from rltool.algorithms.ragged import at_last_loss_token, discounted_to_go
+
 STD_EPSILON = 1e-6
+WHITEN_EPSILON = 1e-8
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool) -> Tensor:
-    """GRPO advantage of each sample within its prompt group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
-
-    rewards: [num_samples] float; group_ids: [num_samples] int, any values, groups of any size, in any order.
-    Returns [num_samples]: reward minus its group's mean, divided by the group's unbiased std + 1e-6 when normalize_std
-    (False: Dr. GRPO, Liu et al. 2025). A group of one sample has advantage 0.
+def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(group of each sample [N], members of each group [G], reward minus its group's mean [N]), the floats in float64.
 
     Groups are found by id, never by reshape: one dropped sample would shift every group behind it.
     """
@@ -21,17 +24,77 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool)
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must be equal vectors")
     _, group = group_ids.unique(return_inverse=True)
     values = rewards.double()  # sums over large groups of near-equal rewards cancel badly in float32
-    num_groups = int(group.max()) + 1 if len(group) else 0
-    zeros = torch.zeros(num_groups, dtype=torch.float64)
+    zeros = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
     count = zeros.index_add(0, group, torch.ones_like(values))
     mean = zeros.index_add(0, group, values) / count
-    centred = values - mean[group]
+    return group, count, values - mean[group]
+
+
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool) -> Tensor:
+    """GRPO advantage of each sample within its prompt group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
+
+    rewards: [N] float; group_ids: [N] int, any values, groups of any size, in any order. ValueError for unequal shapes.
+    Returns [N]: reward minus its group's mean, divided by the group's unbiased std + 1e-6 when normalize_std
+    (False: Dr. GRPO, Liu et al. 2025). A group of one sample has advantage 0.
+    """
+    group, count, centred = _by_group(rewards, group_ids)
     if normalize_std:
-        variance = zeros.index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
+        variance = torch.zeros_like(count).index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[group] + STD_EPSILON)
     return torch.where(count[group] > 1, centred, torch.zeros_like(centred)).to(rewards.dtype)
 
 
-def broadcast_to_tokens(per_sample: Tensor, lengths: Tensor, loss_mask: Tensor) -> Tensor:
-    """per_sample [N] -> [T]: each sample's value at its loss tokens, 0 elsewhere. lengths: [N]; loss_mask: [T]."""
-    return per_sample.float().repeat_interleave(lengths) * loss_mask
+def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to Basics"): r_i - mean of the group's other rewards.
+
+    Same shapes and errors as `group_advantages`. Equals n / (n - 1) times the centred reward in a group of n; 0 for n = 1.
+    """
+    group, count, centred = _by_group(rewards, group_ids)
+    return (centred * (count / (count - 1).clamp(min=1))[group]).to(rewards.dtype)
+
+
+def reinforce_pp_advantages(rewards: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
+    """REINFORCE++ (Hu 2025) before its whitening: the discounted return behind each token, [T] float32.
+
+    A_t = sum over loss tokens i >= t of gamma^(i - t) r_i, where r_i is token_rewards_i (-beta KL_i, None: 0) and the last
+    loss token has the sample's reward besides. The paper then whitens A over the global batch: `whiten`.
+    """
+    per_token = at_last_loss_token(rewards, lengths, loss_mask)
+    if token_rewards is not None:
+        per_token = per_token + token_rewards.double()
+    return discounted_to_go(per_token, lengths, loss_mask, gamma).float()
+
+
+def reinforce_pp_baseline_advantages(
+    rewards: Tensor, group_ids: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float
+) -> Tensor:
+    """REINFORCE++-baseline (Hu 2025) before its whitening: REINFORCE++ on rewards minus their group's mean.
+
+    The group gives the baseline, the whole batch the scale: no division by a group's own standard deviation.
+    """
+    _, _, centred = _by_group(rewards, group_ids)
+    return reinforce_pp_advantages(centred, token_rewards, lengths, loss_mask, gamma=gamma)
+
+
+def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+    """On-policy distillation: minus the k1 estimate of KL(student || teacher) of each token, [T] in nats (Lu et al. 2025,
+    "On-Policy Distillation"; Agarwal et al. 2024, "On-Policy Distillation of Language Models", reverse KL).
+
+    A_t = log p_teacher - log p_student at the sampled token. logprobs: the student's before the optimizer step, at the
+    temperature that the teacher's have. Discount 0: a token answers for its own divergence alone.
+    """
+    return torch.where(loss_mask > 0, teacher_logprobs - logprobs, torch.zeros_like(logprobs))
+
+
+def whiten(advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """Mean 0 and (unbiased) standard deviation 1 over all loss tokens: (A - mean) / (std + 1e-8). [T] -> [T] float32.
+
+    Call it with the whole rollout. Whitened per rank, each rank would have a mean of its own, and the result would depend
+    on how samples were dealt. Fewer than two loss tokens: 0.
+    """
+    chosen = loss_mask > 0
+    values = advantages[chosen].double()
+    out = torch.zeros_like(advantages, dtype=torch.float64)
+    if len(values) > 1:
+        out[chosen] = (values - values.mean()) / (values.std() + WHITEN_EPSILON)
+    return out.float()

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from rltool.algorithms.ragged import sum_per_sample
+
+Weights = Literal["policy", "reference", "teacher"]
+"""Whose log-probabilities: the model in training, or one of its frozen companions."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +26,15 @@ class TrainBatch:
     loss_mask: [T] float32, 1 where the token was sampled by the policy (or is a target of supervised training), else 0
     rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where loss_mask is 0; None for supervised data
     advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
-    loss_weights: [T] float32, weight of each token's loss; sums over the loss tokens of a *global* batch to their count,
-        so that "weighted sum / token count" is the configured reduction whatever the split into ranks and micro-batches
+    loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the
+        configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
     rewards: [N] float32
     group_ids: [N] int64, equal for samples of one prompt
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
+    teacher_logprobs: [T] float32, teacher's; None without a teacher
+    token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where loss_mask is 0, None without
+    is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py); None: 1
     """
 
     tokens: Tensor
@@ -38,6 +47,9 @@ class TrainBatch:
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    token_rewards: Tensor | None = None
+    is_weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_samples = int(self.lengths.sum()), len(self.lengths)
@@ -62,6 +74,12 @@ class TrainBatch:
 
     def replace(self, **changes: Tensor | None) -> TrainBatch:
         return replace(self, **changes)
+
+    def sample_rewards(self) -> Tensor:
+        """[N] float32: rewards, each with its sample's token_rewards added."""
+        if self.token_rewards is None:
+            return self.rewards
+        return self.rewards + sum_per_sample(self.token_rewards, self.lengths, self.loss_mask).float()
 
     def select(self, samples: list[int]) -> TrainBatch:
         """The batch of these samples, in this order. Token weights are kept as they are, not normalised again."""

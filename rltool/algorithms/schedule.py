@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from rltool.errors import UsageError
 
 
-def balanced_shares(lengths: Sequence[int], shares: int) -> list[list[int]]:
-    """Split samples into `shares` lists whose token sums are near equal (greedy, longest first to the lightest share).
+def balanced_shares(costs: Sequence[int], shares: int) -> list[list[int]]:
+    """Split samples into `shares` lists whose sums of cost are near equal (greedy, dearest first to the lightest share).
 
-    lengths: tokens per sample. Returns indices, ascending within a share. Every sample is in exactly one share; a
+    costs: per sample, its tokens or its FLOPs. Returns indices, ascending within a share. Every sample is in exactly one share; a
     share may be empty if there are fewer samples than shares.
     """
     loads = [0] * shares
     result: list[list[int]] = [[] for _ in range(shares)]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         lightest = min(range(shares), key=lambda s: (loads[s], len(result[s]), s))
         result[lightest].append(i)
-        loads[lightest] += lengths[i]
+        loads[lightest] += costs[i]
     return [sorted(share) for share in result]
 
 
@@ -37,10 +37,12 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], max_tokens: int) -
     return bins
 
 
-def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, data_parallel: int) -> list[list[list[int]]]:
+def plan_micro_batches(
+    lengths: Sequence[int], *, max_tokens: int, data_parallel: int, costs: Sequence[int] | None = None
+) -> list[list[list[int]]]:
     """plan[rank][micro_batch] = sample indices: packed to max_tokens, balanced over ranks, equal counts on all ranks.
 
-    lengths: tokens per sample of one global batch. Every sample appears exactly once. Megatron's schedules need the same
+    lengths: tokens per sample of one global batch; costs: what to balance in their place, for example FLOPs. Every sample appears exactly once. Megatron's schedules need the same
     number of micro-batches on every rank, or the collectives of one would wait for ever for the others: ranks with fewer
     bins have their largest ones split, and where there is nothing left to split (three full samples on two ranks) the
     micro-batch is empty, for `micro_batch` to fill without a loss.
@@ -49,10 +51,11 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, data_parallel
     longest = max(range(len(lengths)), key=lambda i: lengths[i])
     if lengths[longest] > max_tokens:
         raise UsageError(
-            f"sample {longest} has {lengths[longest]} tokens, more than trainer.max_tokens_per_micro_batch = {max_tokens}; "
-            f"raise it to at least rollout.max_prompt_tokens + rollout.max_response_tokens"
+            f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; "
+            f"raise trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least rollout.max_prompt_tokens + rollout.max_response_tokens"
         )
-    plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(lengths, data_parallel)]
+    costs = lengths if costs is None else costs
+    plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(costs, data_parallel)]
     target = max(len(plan) for plan in plans)
     for plan in plans:
         while len(plan) < target:
@@ -61,7 +64,7 @@ def plan_micro_batches(lengths: Sequence[int], *, max_tokens: int, data_parallel
                 plan.append([])
                 continue
             whole = plan[largest]
-            halves = balanced_shares([lengths[i] for i in whole], 2)
+            halves = balanced_shares([costs[i] for i in whole], 2)
             plan[largest : largest + 1] = [[whole[i] for i in half] for half in halves]
     return plans
 

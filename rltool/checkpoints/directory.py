@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rltool.checkpoints import manifest
@@ -12,11 +16,19 @@ from rltool.errors import RltoolError, UsageError
 
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"\.step_\d+\.(partial|deleting)")
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""What flock answers on file systems that have none."""
 
 
 def refuse_existing(directory: Path) -> None:
     if directory.exists() or directory.is_symlink():
         raise UsageError(f"{directory} exists already; choose another name or remove it (nothing is overwritten)")
+
+
+def partial_of(final: Path) -> Path:
+    """Where `final` is written before it gets its name."""
+    return final.parent / f".{final.name}.partial"
 
 
 def begin(final: Path) -> Path:
@@ -25,7 +37,7 @@ def begin(final: Path) -> Path:
     Its name starts with a dot and ends with ".partial": it is never taken for a checkpoint.
     """
     refuse_existing(final)
-    partial = final.parent / f".{final.name}.partial"
+    partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
@@ -83,17 +95,88 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
-    """What `latest` points at if that is complete, else the complete checkpoint of the highest step, else None.
+    """The complete checkpoint of the highest step, or None.
 
-    A crash between rename and pointer leaves the pointer one checkpoint behind: still a complete one.
+    Not where `latest` points: a crash between rename and pointer leaves that one checkpoint behind. The pointer is for people and
+    scripts. To go back to an older checkpoint, move the newer ones away.
     """
     complete = list_checkpoints(directory)
-    pointer = Path(directory) / LATEST
-    if pointer.is_file():
-        pointed = Path(directory) / pointer.read_text(encoding="utf-8").strip()
-        if pointed in complete:
-            return pointed
     return complete[-1] if complete else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """N of step_N."""
+    match = _STEP.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{checkpoint} is not named step_N")
+    return int(match[1])
+
+
+def pointed_at(directory: Path) -> Path | None:
+    """Where `latest` points, be it there or not; None without a pointer."""
+    pointer = Path(directory) / LATEST
+    return Path(directory) / pointer.read_text(encoding="utf-8").strip() if pointer.is_file() else None
+
+
+@contextmanager
+def reading(directory: Path) -> Iterator[None]:
+    """Keeps a checkpoint from being deleted by `remove_unread`, in whatever process, while the block runs.
+
+    By a lock on its manifest; on a file system without locks it does nothing.
+    """
+    descriptor = os.open(Path(directory) / manifest.FILE, os.O_RDONLY)
+    try:
+        _lock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def remove_unread(directory: Path) -> bool:
+    """Deletes a checkpoint unless somebody is `reading` it; then False. Also one that is damaged, or has lost its manifest."""
+    try:
+        descriptor = os.open(Path(directory) / manifest.FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        remove(directory)
+        return True
+    try:
+        _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove(directory)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _lock(descriptor: int, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+
+
+def remove(directory: Path) -> None:
+    """Deletes it, if it is there. Under another name first: a crash meanwhile leaves nothing that could be taken for it."""
+    doomed = directory.parent / f".{directory.name}.deleting"
+    shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        os.rename(directory, doomed)
+    except FileNotFoundError:
+        return
+    _sync(directory.parent)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(directory: Path) -> list[Path]:
+    """Removes what a crash in a save or a deletion left among the checkpoints of a run that nobody else is writing to. Returns it."""
+    if not Path(directory).is_dir():
+        return []
+    found = sorted(path for path in Path(directory).iterdir() if _LEFTOVER.fullmatch(path.name))
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
 
 
 def _is_complete(directory: Path) -> bool:

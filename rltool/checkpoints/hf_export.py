@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from rltool.checkpoints import directory as directories
@@ -14,7 +15,10 @@ from rltool.checkpoints.carried import carry
 from rltool.engines.types import TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.megatron.hf_weights import INDEX, SINGLE
-from rltool.megatron.trainer import MegatronTrainer
+from rltool.models.tensor_files import write_tensor_file
+
+if TYPE_CHECKING:
+    from rltool.megatron.trainer import MegatronTrainer
 
 MAX_SHARD_BYTES = 5 * 1000**3
 """What transformers used by default for years; small enough for any file system."""
@@ -26,19 +30,22 @@ def write_tensors(
     metadata: list[TensorMeta],
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Safetensors files from tensors that come in the order of `metadata`; holds one shard at a time."""
+    """Safetensors files from tensors that come in the order of `metadata`; each is written as it comes."""
     shards, stream = plan_buckets(metadata, max_shard_bytes), iter(tensors)
-    weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = {}
+
+    def announced(shard: list[TensorMeta]) -> Iterator[Tensor]:
         for expected in shard:
             meta, tensor = next(stream)
             if meta != expected:
                 raise RuntimeError(f"tensor {meta} came where {expected} was announced")
-            content[meta.name] = tensor.detach().cpu().contiguous()
-            weight_map[meta.name] = name
-        save_file(content, directory / name, metadata={"format": "pt"})
+            yield tensor
+
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        layout = [(meta.name, getattr(torch, meta.dtype), tuple(meta.shape)) for meta in shard]
+        write_tensor_file(directory / name, layout, announced(shard))
+        weight_map |= {meta.name: name for meta in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(map(tensor_bytes, metadata))}, "weight_map": weight_map}
         directories.write_text(directory / INDEX, json.dumps(index, indent=1) + "\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ class Manifest:
 
     files: path relative to the directory -> {"bytes": size, "sha256": hex}, all files but the manifest
     layout: ranks that saved it; it loads under any other, but the random generators only under the same
+    metrics: of the step after which it was saved
     """
 
     kind: Literal["weights", "training"]
@@ -36,6 +38,7 @@ class Manifest:
     layout: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -47,13 +50,17 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def describe_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file below the directory, the manifest left out."""
-    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / FILE)
-    return {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        for path in paths
-    }
+def describe_file(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+
+
+def describe_files(directory: Path, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """Size and hash of every file below the directory, the manifest left out. known: descriptions made already, by name."""
+    described = {}
+    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / FILE):
+        name = path.relative_to(directory).as_posix()
+        described[name] = known[name] if known and name in known else describe_file(path)
+    return described
 
 
 def to_text(manifest: Manifest) -> str:

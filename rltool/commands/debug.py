@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rltool.commands.options import Config, External, FreshRun, Router, Sets, rollout_flags
+from rltool.commands.options import (
+    Config,
+    External,
+    FreshRun,
+    MemorySnapshot,
+    ProfileSteps,
+    Router,
+    Sets,
+    recording_flags,
+    rollout_flags,
+)
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine).")
 
@@ -69,24 +79,37 @@ def rollout_only(
 
 @app.command("train-only")
 def train_only(
-    rollouts: Annotated[Path, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")],
+    rollouts: Annotated[Path | None, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")] = None,
+    fake_data: Annotated[bool, typer.Option("--fake-data", help="In place of --rollouts: synthetic samples with long-tailed lengths.")] = False,
+    record: Annotated[Path | None, typer.Option(help="With --fake-data: write the samples to this directory, for --rollouts.")] = None,
     config: Config = None,
     set_: Sets = None,
     run: FreshRun = None,
-    steps: Annotated[int | None, typer.Option(help="Number of recorded steps to train on; without it all that are there.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps; without it all recorded ones, or `steps` of the configuration.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+    profile_steps: ProfileSteps = None,
+    memory_snapshot: MemorySnapshot = None,
 ) -> None:
-    """Train on recorded rollouts. No engine takes part; the train/rollout gap is measured, but stops nothing."""
+    """Train on recorded or synthetic rollouts. No engine takes part; the train/rollout gap is measured, but stops nothing."""
     from rltool.commands.train import finish
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.processes.run_directory import plan_run
     from rltool.rollout.dump import dumped_steps
-    from rltool.training.session import prepare
+    from rltool.rollout.record import check_directory
+    from rltool.training.session import Replay, prepare
 
-    recorded = len(dumped_steps(rollouts)) if rollouts.is_dir() else 0
-    loaded = load_config(TrainConfig, config or [], set_ or [], {"steps": ("--steps", steps if steps is not None else recorded or None)})
-    if steps is not None and steps > recorded:
+    if (rollouts is not None) == fake_data:
+        raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
+    if record is not None:
+        if rollouts is not None:
+            raise UsageError("--record writes what --fake-data makes; --rollouts is recorded already")
+        if not resume:
+            check_directory(record, "--record")
+    recorded = len(dumped_steps(rollouts)) if rollouts is not None and rollouts.is_dir() else 0
+    flags = {**recording_flags(profile_steps, memory_snapshot), "steps": ("--steps", steps if steps is not None else recorded or None)}
+    loaded = load_config(TrainConfig, config or [], set_ or [], flags)
+    if rollouts is not None and steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
-    finish(prepare(loaded, plan_run(run), resume=resume, replay=rollouts))
+    finish(prepare(loaded, plan_run(run), resume=resume, replay=Replay(rollouts, record)))

@@ -17,6 +17,13 @@ Sets = Annotated[list[str] | None, typer.Option("--set", help="section.key=value
 Run = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it the newest is taken.")]
 FreshRun = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")]
 
+ProfileSteps = Annotated[str | None, typer.Option("--profile-steps", metavar="A:B", help="Write a profiler trace of steps A to B - 1 (the first is 0), of every rank, to the run's profile/.")]
+MemorySnapshot = Annotated[int | None, typer.Option("--memory-snapshot", metavar="STEP", help="Record that step's allocations on the GPU, on every rank, to the run's profile/.")]
+
+
+def recording_flags(profile_steps: str | None, memory_snapshot: int | None) -> dict[str, tuple[str, Any]]:
+    return {"monitor.profile_steps": ("--profile-steps", profile_steps), "monitor.memory_snapshot": ("--memory-snapshot", memory_snapshot)}
+
 
 def rollout_flags(external: list[str] | None, router: str | None) -> dict[str, tuple[str, Any]]:
     """The flags above as load_config wants them."""

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from rltool.commands.options import Config, External, Router, Run, Sets, rollout_flags
+from rltool.commands.options import (
+    Config,
+    External,
+    MemorySnapshot,
+    ProfileSteps,
+    Router,
+    Run,
+    Sets,
+    recording_flags,
+    rollout_flags,
+)
 
 if TYPE_CHECKING:
     from rltool.training.session import Prepared
@@ -23,6 +33,8 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of rollouts, each followed by its optimizer steps.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+    profile_steps: ProfileSteps = None,
+    memory_snapshot: MemorySnapshot = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print configuration and placement, start nothing.")] = False,
 ) -> None:
     """Train against running engines: GRPO and its family, or supervised (algorithm.loss = "sft")."""
@@ -32,7 +44,7 @@ def train(
     from rltool.training.report import print_plan
     from rltool.training.session import prepare
 
-    flags = {**rollout_flags(rollout_external, router), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
+    flags = {**rollout_flags(rollout_external, router), **recording_flags(profile_steps, memory_snapshot), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     directory = plan_run(run) if run is not None else open_run(None, create=False)
     prepared = prepare(loaded, directory, resume=resume)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,12 +12,17 @@ from rltool.config.base import Config
 ImportPath = str
 """`package.module:attribute`"""
 
+OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+"""An import path beside known names: without the colon it is a misspelt name."""
+
 
 class ModelConfig(Config):
     path: Path
     """Hugging Face directory, or a torch_dist directory written by convert-ckpt."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
+    teacher_path: Path | None = None
+    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or for your own."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 
@@ -33,8 +38,30 @@ class TrainerConfig(Config):
     """Must divide the attention heads, their query groups and the feed-forward size."""
     pipeline_parallel: int = Field(1, ge=1)
     """Must divide the number of layers."""
+    context_parallel: int = Field(1, ge=1)
+    """Ranks that share the tokens of each sequence; keys and values are gathered, queries stay."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel ranks."""
+    sequence_parallel: bool = False
+    """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
+    virtual_pipeline_parallel: int = Field(1, ge=1)
+    """Interleaved pipeline stages; only 1 is accepted."""
+    distributed_optimizer: bool = False
+    """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
+    full: whole layers, only their inputs are kept."""
+    recompute_layers: int | None = Field(None, ge=1)
+    """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
+    compile: bool = True
+    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one compiled kernel each (needs Triton and a C compiler)."""
+    head_chunk_tokens: int = Field(2048, ge=1)
+    """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
+    balance: Literal["tokens", "flops"] = "tokens"
+    """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the length."""
     max_tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Packed tokens of one micro-batch on one rank; a longer single sample is an error at the start of the step."""
+    """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so many
+    times as many tokens. A longer single sample is an error at the start of the step."""
     cpus_per_rank: float = Field(1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(None, ge=1)
@@ -43,16 +70,35 @@ class TrainerConfig(Config):
     """Seconds for the ranks to find each other, and for any one collective."""
 
     @property
+    def micro_batch_tokens(self) -> int:
+        """Packed tokens that the ranks of one data-parallel replica take at a time."""
+        return self.max_tokens_per_micro_batch * self.context_parallel
+
+    @property
     def data_parallel(self) -> int:
-        return self.world_size // (self.tensor_parallel * self.pipeline_parallel)
+        return self.world_size // (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
 
     @model_validator(mode="after")
     def _divides(self) -> TrainerConfig:
-        if self.world_size % (self.tensor_parallel * self.pipeline_parallel):
+        if self.world_size % (self.tensor_parallel * self.context_parallel * self.pipeline_parallel):
             raise ValueError(
                 f"world_size {self.world_size} is not a multiple of tensor_parallel {self.tensor_parallel} "
-                f"x pipeline_parallel {self.pipeline_parallel}"
+                f"x context_parallel {self.context_parallel} x pipeline_parallel {self.pipeline_parallel}"
             )
+        if (self.context_parallel * self.data_parallel) % self.expert_parallel:
+            raise ValueError(
+                f"expert_parallel {self.expert_parallel} does not divide the context- and data-parallel ranks "
+                f"({self.context_parallel} x {self.data_parallel}), over which experts are dealt"
+            )
+        if self.virtual_pipeline_parallel > 1:
+            raise ValueError(
+                f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's schedule as it is configured "
+                "here the gradients are silently wrong (a gradient norm of 106 in place of 2.3); use pipeline_parallel alone"
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
+        if self.recompute_layers is not None and self.recompute != "full":
+            raise ValueError(f'recompute_layers says how many layers recompute = "full" covers, but recompute is "{self.recompute}"')
         return self
 
 
@@ -80,18 +126,103 @@ class OptimizerConfig(Config):
 
 
 class AlgorithmConfig(Config):
+    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool init --algorithm`).
+
+    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
+    """
+
     loss: Literal["policy", "sft"] = "policy"
-    """policy: clipped policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+
+    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
+    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
+    algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
-    """Divide group advantages by the group's standard deviation (GRPO); False is Dr. GRPO's."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
+    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
+    whiten_advantages: bool | None = None
+    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's paper
+    has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
+    value_clip: float = Field(0.2, gt=0)
+    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
+    overlong_buffer: int = Field(0, ge=0)
+    """DAPO's soft length penalty: the reward falls linearly over the last so many of rollout.max_response_tokens; 0: none."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What a response of full length loses, in units of reward."""
+
+    objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
+    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
+    AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
+    clip_low: float = Field(0.2, gt=0, le=1)
     """See clip_high."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no limit."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus, in nats."""
+    loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
+    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean; group: mean
+    over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr. GRPO)."""
+    loss_length: int | None = Field(None, ge=1)
+    """constant: tokens that each sample's sum is divided by; None: rollout.max_response_tokens."""
+
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference) in the loss; 0 needs no reference model."""
-    loss_reduction: Literal["token", "sample"] = "token"
-    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean."""
+    """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r (rltool/algorithms/kl.py)."""
+    kl_unbiased: bool = False
+    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
+
+    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
+    ratio is the token's, the product over its sample's tokens, or their geometric mean."""
+    is_cap: float = Field(2.0, gt=0)
+    """Where the importance weight is truncated."""
+    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
+    is_mask_low: float = Field(0.5, ge=0)
+    """See is_mask."""
+    is_mask_high: float = Field(2.0, gt=0)
+    """See is_mask; above is_mask_low."""
+
+    @model_validator(mode="after")
+    def _mask_range(self) -> AlgorithmConfig:
+        if self.is_mask_low >= self.is_mask_high:
+            raise ValueError(f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would be masked")
+        return self
+
+    @property
+    def own_advantage(self) -> bool:
+        """`advantage` is an import path."""
+        return ":" in self.advantage
+
+    @property
+    def own_objective(self) -> bool:
+        """`objective` is an import path."""
+        return ":" in self.objective
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.loss == "policy" and self.kl_coef > 0
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
+        return self.is_weights != "none" or self.is_mask != "none"
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training forward."""
+        kl_in_reward = self.uses_reference and self.kl_in == "reward"
+        return self.loss == "policy" and (self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage)
 
 
 class RolloutConfig(Config):
@@ -200,10 +331,30 @@ class WeightsConfig(Config):
 class CheckpointConfig(Config):
     every_steps: int = Field(0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
+    async_save: bool = False
+    """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory, which must hold that copy."""
+    keep_last: int = Field(0, ge=0)
+    """How many of the newest checkpoints stay; older ones are deleted once a newer one is complete. 0 keeps all."""
+    keep_best: int = Field(0, ge=0)
+    """How many of the best by best_metric stay beside those; needs keep_last above 0."""
+    best_metric: str | None = None
+    """Name of a metric, such as eval/heldout/accuracy. A checkpoint of a step that did not measure it is never among the best."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which value of best_metric is the best."""
+    on_save_failure: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must succeed."""
     save_hf_every: int = Field(0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False
     """Export Hugging Face weights after the last step."""
+
+    @model_validator(mode="after")
+    def _best(self) -> CheckpointConfig:
+        if self.keep_best and not self.keep_last:
+            raise ValueError("keep_best has no effect while keep_last = 0 keeps every checkpoint; set keep_last above 0")
+        if bool(self.keep_best) != (self.best_metric is not None):
+            raise ValueError("keep_best and best_metric go together: how many, and by what (such as best_metric = \"eval/heldout/accuracy\")")
+        return self
 
 
 class RayConfig(Config):
@@ -220,6 +371,24 @@ class MonitorConfig(Config):
     """Write event files to RUN/tensorboard."""
     logprob_gap_limit: float = Field(0.1, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
+    profile_steps: str | None = Field(None, pattern=r"^\d+:\d+$")
+    """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""
+    memory_snapshot: int | None = Field(None, ge=0)
+    """The step whose allocations on the GPU every rank records to RUN/profile; CUDA only."""
+
+    @property
+    def profiled(self) -> range:
+        """The steps of profile_steps."""
+        if self.profile_steps is None:
+            return range(0)
+        first, end = self.profile_steps.split(":")
+        return range(int(first), int(end))
+
+    @model_validator(mode="after")
+    def _some_step(self) -> MonitorConfig:
+        if self.profile_steps is not None and not self.profiled:
+            raise ValueError(f"profile_steps = {self.profile_steps!r} names no step: A:B is steps A to B - 1, counted from 0")
+        return self
 
 
 class TrainConfig(Config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,10 +23,17 @@ class _NullStream:
 
     device = CPU
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
     def wait_stream(self, *_: Any) -> None:
         pass
 
-    wait_event = record_event = synchronize = wait_stream
+    wait_event = synchronize = wait_stream
+
+    def record_event(self, *_: Any) -> _NullStream:
+        """An event of nothing to wait for."""
+        return self
 
 
 def _is_cuda(device: Any) -> bool:
@@ -53,13 +60,22 @@ class _CudaToCpu(TorchFunctionMode):
 
 def _replacements() -> list[tuple[Any, str, Any]]:
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     stream = _NullStream()
+
+    def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron's own converts only what lies on a GPU, and gloo takes no tensors for the sizes of an all-to-all.
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
     return [
         (torch.cuda, "current_device", lambda: CPU),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.cuda, "current_stream", lambda *_: stream),
+        (torch.cuda, "Stream", _NullStream),
+        (torch.cuda, "stream", lambda *_: nullcontext()),
         (torch.cuda, "default_stream", lambda *_: stream),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", as_numbers),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),

@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
-from safetensors import safe_open
 from torch import Tensor
 
 from rltool.engines.types import TensorMeta
 from rltool.errors import UsageError
 from rltool.megatron.model import global_names
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter, check_shape
+from rltool.models.tensor_files import TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -27,16 +27,19 @@ class HFTensors:
     """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UsageError when there are no safetensors, or the index names a file that is missing."""
+        """UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
         self._stack = ExitStack()
-        files = _weight_files(Path(directory))
-        self._owner = {}
-        for path in files:
-            handle = self._stack.enter_context(safe_open(path, framework="pt"))
-            for name in handle.keys():  # noqa: SIM118 (no mapping: iteration is not defined)
-                if name in self._owner:
-                    raise UsageError(f"{directory}: tensor {name} stands in more than one file")
-                self._owner[name] = handle
+        self._owner: dict[str, TensorFile] = {}
+        with self._stack:
+            for path in _weight_files(Path(directory)):
+                file = TensorFile(path)
+                self._stack.callback(file.close)
+                for name in file.names:
+                    if name in self._owner:
+                        raise UsageError(f"{directory}: tensor {name} stands in more than one file")
+                    self._owner[name] = file
+            # Open until `close`: everything is in order.
+            self._stack = self._stack.pop_all()
 
     def __enter__(self) -> HFTensors:
         return self
@@ -49,7 +52,24 @@ class HFTensors:
         return set(self._owner)
 
     def read(self, name: str) -> Tensor:
-        return self._owner[name].get_tensor(name)
+        """The tensor, in memory of its own. Raises TensorFileDamaged."""
+        return self._owner[name].read(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._owner[name].shape(name)
+
+    def merged(self, parameter: Parameter) -> Tensor:
+        """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
+        if parameter.merge_as != "stack":
+            return parameter.merge([self.read(name) for name, _ in parameter.hf])
+        # Block by block, so that the two largest matrices of a layer are not in memory twice.
+        merged = None
+        for block, (name, shape) in enumerate(parameter.hf):
+            tensor = self.read(name)
+            check_shape(name, tuple(tensor.shape), shape)
+            merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
+            parameter.split(merged)[block].copy_(tensor)
+        return merged
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -68,8 +88,8 @@ def _weight_files(directory: Path) -> list[Path]:
     )
 
 
-def check_names(family: Family, tensors: HFTensors, directory: Path) -> None:
-    """UsageError naming the tensors that config.json does not imply, and those that it implies and are missing."""
+def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
+    """UsageError naming the tensors that config.json does not imply, and those that it implies and are missing; ShapeMismatch."""
     expected = {name for name, _ in family.hf_tensors()}
     extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
     if family.tied_embeddings and "lm_head.weight" in extra:
@@ -85,6 +105,8 @@ def check_names(family: Family, tensors: HFTensors, directory: Path) -> None:
         if names:
             shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             raise UsageError(f"{directory}: {what} tensors for {family.architecture}: {shown}")
+    for name, shape in family.hf_tensors():
+        check_shape(name, tensors.shape(name), shape)
 
 
 @torch.no_grad()
@@ -95,11 +117,10 @@ def load_hf(model: GPTModel, family: Family, directory: Path, runtime: Runtime) 
     """
     at = runtime.coordinates
     with HFTensors(directory) as tensors:
-        check_names(family, tensors, directory)
+        check_tensors(family, tensors, directory)
         for name, target in global_names(model).items():
             parameter = family.parameter(name)
-            merged = parameter.merge([tensors.read(hf_name) for hf_name, _ in parameter.hf])
-            shard = parameter.shard(merged, at.tp_rank, at.tp_size)
+            shard = parameter.shard(tensors.merged(parameter), at.tp_rank, at.tp_size)
             if shard.shape != target.shape:
                 raise RuntimeError(f"{name}: shard {tuple(shard.shape)} for parameter {tuple(target.shape)}")
             target.copy_(shard)
@@ -116,14 +137,14 @@ def export_weights(
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere.
 
-    A generator that is collective over the ranks of data-parallel rank 0: each of them must run it to its end. Besides
-    the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
+    A generator that is collective over the ranks of replica 0, and over all that experts are dealt to: each of them must
+    run it to its end. Besides the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
     use them before the next optimizer step.
     """
     metadata = iter(weight_metadata(family, dtype))
     local = global_names(model)
     for parameter in family.parameters:
-        full = _gather(parameter, local, family, runtime) if runtime.coordinates.dp_rank == 0 else None
+        full = _gather(parameter, local, family, runtime)
         parts = [None] * len(parameter.hf) if full is None else parameter.split(full)
         for part in parts:
             yield next(metadata), None if part is None else part.contiguous()
@@ -132,32 +153,29 @@ def export_weights(
 def _gather(
     parameter: Parameter, local: dict[str, torch.nn.Parameter], family: Family, runtime: Runtime
 ) -> Tensor | None:
-    """The unsharded parameter on global rank 0, None on the others: over TP within its stage, then from stage to stage 0."""
+    """The unsharded parameter on global rank 0, None on the others: over TP where it is held, then from there to rank 0."""
     at = runtime.coordinates
     stage = owner_stage(parameter, family, at.pp_size)
+    # Experts are dealt in order over the first replicas, and from there on again.
+    replica = 0 if parameter.expert is None else parameter.expert * at.ep_size // family.num_experts
     full = None
-    if at.pp_rank == stage:
+    if (at.pp_rank, at.replica_rank) == (stage, replica):
         shard = local[parameter.name].detach()
         shards = [shard]
         if parameter.shard_dim is not None and at.tp_size > 1:
             shards = [torch.empty_like(shard) for _ in range(at.tp_size)]
             dist.all_gather(shards, shard.contiguous(), group=runtime.tp_group)
         full = parameter.unshard(shards)
-    if stage == 0:
+    sender = runtime.global_rank(tp=0, pp=stage, replica=replica)
+    if sender == 0:
         return full if at.rank == 0 else None
-    sender = runtime.global_rank(tp=0, pp=stage)
     if at.rank == sender:
         dist.send(full.contiguous(), dst=0)
     elif at.rank == 0:
-        full = torch.empty(_merged_shape(parameter), dtype=next(iter(local.values())).dtype, device=runtime.device)
+        full = torch.empty(parameter.merged_shape, dtype=next(iter(local.values())).dtype, device=runtime.device)
         dist.recv(full, src=sender)
         return full
     return None
-
-
-def _merged_shape(parameter: Parameter) -> tuple[int, ...]:
-    rows = sum(shape[0] for _, shape in parameter.hf)
-    return (rows, *parameter.hf[0][1][1:])
 
 
 def owner_stage(parameter: Parameter, family: Family, stages: int) -> int:

@@ -6,25 +6,54 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.parallel_state import get_context_parallel_group
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rltool.megatron.collectives import gather_from_context_ranks
+from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import has_varlen_attention, varlen_attention
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019), statistics in fp32, with Megatron's constructor."""
+    """Root mean square norm (Zhang and Sennrich 2019), statistics in fp32, with Megatron's constructor.
+
+    With `layernorm_zero_centered_gamma` the factor is 1 + weight, applied in fp32 (Gemma); the weight stays as stored.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Tells Megatron to sum this gradient over tensor-parallel ranks when the sequence is cut over them.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.size(-1),), None, self.eps).to(x.dtype) * self.weight
+        return (rms_norm_zero_centered if self.zero_centered else rms_norm)(x, self.weight, self.eps)
+
+
+class GatedMLP(MLP):
+    """Megatron's MLP with SwiGLU as one kernel; `recompute = "selective"` does not keep its output for the backward pass.
+
+    That output is half as wide again as all else that a dense layer keeps, and costs one kernel to compute again.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        gated, bias = self.linear_fc1(hidden_states)
+        if per_token_scale is not None or bias is not None:
+            raise NotImplementedError("a gated MLP with a bias or a scale per token")
+        if self.config.recompute_granularity != "selective" or not torch.is_grad_enabled():
+            return self.linear_fc2(swiglu(gated))
+        checkpoint = CheckpointWithoutOutput()
+        output, output_bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gated))
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, output_bias
 
 
 class RotaryPositions(torch.nn.Module):
@@ -51,6 +80,7 @@ class RotaryPositions(torch.nn.Module):
 class PackedCausalAttention(MegatronModule):
     """Causal core attention over packed sequences with grouped queries; no token sees another sequence.
 
+    With context parallelism each rank holds two chunks of every sequence (see `pack`) and gathers all keys and values.
     On CUDA in 16 bit by torch's variable-length kernel. Elsewhere the row is spread to [sequences, longest] and one
     scaled_dot_product_attention call serves all: with right padding and a causal mask no real token sees the padding.
     """
@@ -63,12 +93,13 @@ class PackedCausalAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        sliding_windows: tuple[int | None, ...] = (),
         **_: Any,
     ) -> None:
+        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
         super().__init__(config=config)
-        if config.context_parallel_size != 1:
-            raise NotImplementedError("context parallelism is not implemented in this attention")
         self.scale = softmax_scale
+        self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
     def forward(
         self,
@@ -83,25 +114,59 @@ class PackedCausalAttention(MegatronModule):
     ) -> Tensor:
         """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        packed = packed_seq_params
+        if packed.keys is not None:
+            # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads the
+            # parts that its blocks of queries see.
+            both = gather_from_context_ranks(torch.stack([key, value], dim=1), get_context_parallel_group())
+            key, value = both.index_select(0, packed.keys).unbind(1)
         if has_varlen_attention(query):
-            packed = packed_seq_params
-            out = varlen_attention(query, key, value, packed.cu_seqlens_q, packed.max_seqlen_q, self.scale)
+            out = varlen_attention(
+                query,
+                key,
+                value,
+                packed.cu_seqlens_q,
+                packed.max_seqlen_q,
+                self.scale,
+                self._window(packed),
+                packed.cu_seqlens_kv,
+                packed.max_seqlen_kv,
+            )
         else:
-            out = self._padded(query, key, value, packed_seq_params)
+            out = self._padded(query, key, value, packed)
         return out.flatten(1).unsqueeze(1)
 
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        def spread(x: Tensor) -> Tensor:
-            x = x if packed.gather is None else x.index_select(0, packed.gather)
-            return x.view(packed.num_sequences, packed.max_seqlen_q, *x.shape[1:]).transpose(1, 2)
+    def _window(self, packed: PackedSequences) -> int | None:
+        """The sliding window, None where it would not cut anything off."""
+        return self.window if self.window is not None and self.window < packed.max_seqlen_kv else None
 
+    def _padded(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        def spread(x: Tensor, gather: Tensor | None, longest: int) -> Tensor:
+            x = x if gather is None else x.index_select(0, gather)
+            return x.view(packed.num_sequences, longest, *x.shape[1:]).transpose(1, 2)
+
+        seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
         out = F.scaled_dot_product_attention(
-            spread(query),
-            spread(key),
-            spread(value),
-            is_causal=True,
+            spread(query, packed.gather, packed.max_seqlen_q),
+            spread(key, key_gather, packed.max_seqlen_kv),
+            spread(value, key_gather, packed.max_seqlen_kv),
+            attn_mask=seen,
+            is_causal=seen is None,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),
         )
         out = out.transpose(1, 2).flatten(0, 1)
         return out if packed.slots is None else out.index_select(0, packed.slots)
+
+    def _mask(self, packed: PackedSequences) -> Tensor | None:
+        """What each query sees in the padded layout, True; None where plain causality says it."""
+        window = self._window(packed)
+        if window is None and packed.keys is None:
+            return None
+        device = packed.positions.device
+        # The last query of a block belongs to its last key, so blocks differ in how many keys come before the first query.
+        before = (packed.cu_seqlens_kv.diff() - packed.cu_seqlens_q.diff())[:, None, None, None]
+        at = before + torch.arange(packed.max_seqlen_q, device=device)[:, None]
+        key = torch.arange(packed.max_seqlen_kv, device=device)
+        seen = key <= at
+        return seen if window is None else seen & (key > at - window)

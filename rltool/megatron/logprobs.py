@@ -44,17 +44,27 @@ class _VocabParallelLogProb(torch.autograd.Function):
         probabilities /= total[:, None]
         log_total = total.log()
         entropy = log_total - weighted / total
-        ctx.save_for_backward(probabilities, local, mine)
+        ctx.save_for_backward(probabilities, local, mine, entropy)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
-        ctx.mark_non_differentiable(entropy)
+        # Without an entropy bonus no gradient of the entropy comes back, and its term costs nothing.
+        ctx.set_materialize_grads(False)
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        probabilities, local, mine = ctx.saved_tensors
-        scale = grad / ctx.temperature
-        out = probabilities * -scale[:, None]
-        out.scatter_add_(-1, local[:, None], (scale * mine)[:, None])
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        probabilities, local, mine, entropy = ctx.saved_tensors
+        if grad is None and entropy_grad is None:
+            return None, None, None, None, None
+        if entropy_grad is None:
+            out = probabilities * (grad / -ctx.temperature)[:, None]
+        else:
+            # dH / dlogit = -p (log p + H) / temperature; xlogy takes 0 log 0 as 0.
+            out = torch.xlogy(probabilities, probabilities).addcmul_(probabilities, entropy[:, None])
+            out *= (entropy_grad / -ctx.temperature)[:, None]
+            if grad is not None:
+                out -= probabilities * (grad / ctx.temperature)[:, None]
+        if grad is not None:
+            out.scatter_add_(-1, local[:, None], (grad / ctx.temperature * mine)[:, None])
         return out.to(ctx.dtype), None, None, None, None
 
 
@@ -71,6 +81,6 @@ def token_logprobs(
 
     logits: [T, V / tp], this rank's slice of the vocabulary, any float dtype; position t - 1 holds the logits for token t
     tokens: [T] int64; rows: [R] int64, none of them the first token of a sequence; group: the tensor-parallel ranks
-    Computed in fp32 from logits / temperature. Differentiable through the log-probability, not through the entropy.
+    Computed in fp32 from logits / temperature. Differentiable through both.
     """
     return _VocabParallelLogProb.apply(logits[rows - 1], tokens[rows], temperature, vocab_size, group)

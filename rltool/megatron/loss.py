@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rltool.algorithms import objective
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.kl import k3
-from rltool.algorithms.losses import policy_loss, sft_loss
+from rltool.algorithms.losses import LossTokens, sft_loss
+from rltool.algorithms.ragged import sample_of_token
 from rltool.config.train import AlgorithmConfig
+from rltool.megatron.runtime import to_device
 
 
 def predicted_rows(batch: TrainBatch) -> Tensor:
@@ -29,44 +33,46 @@ def loss_rows(batch: TrainBatch) -> Tensor:
 def metric_names(algorithm: AlgorithmConfig) -> list[str]:
     """The sums of `micro_batch_loss`, in one order on all ranks."""
     names = ["loss", "loss_tokens", "entropy"]
-    if algorithm.loss == "policy":
-        names += ["clip_fraction", "ratio_mean"]
-        if algorithm.kl_coef > 0:
-            names.append("kl")
-    return names
+    return names + objective.metric_names(algorithm) if algorithm.loss == "policy" else names
 
 
 def micro_batch_loss(
-    batch: TrainBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, algorithm: AlgorithmConfig
-) -> tuple[Tensor, dict[str, float]]:
+    batch: TrainBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, *, fresh: bool = False
+) -> tuple[Tensor, dict[str, Any]]:
     """The weighted sum of the token losses (a scalar in the graph), and sums over the loss tokens by metric name.
 
     rows: [R] from `loss_rows`; logprobs, entropy: [R]. Only these rows are ever touched, so that what stands in a field
-    where there is no loss cannot reach the gradient. ValueError when a field that the configured loss needs is None.
+    where there is no loss cannot reach the gradient. Sums stay on the device: reading one here would hold up the schedule.
+    fresh: the old log-probabilities are these, detached. ValueError when a field that the configured loss needs is None.
     """
 
-    def field(name: str) -> Tensor:
+    def optional(name: str) -> Tensor | None:
         value = getattr(batch, name)
+        return None if value is None else to_device(value[rows], logprobs.device)
+
+    def field(name: str) -> Tensor:
+        value = optional(name)
         if value is None:
             raise ValueError(f"TrainBatch.{name} is None, but algorithm.loss = {algorithm.loss} needs it")
-        return value[rows].to(logprobs.device)
+        return value
 
-    sums = {"loss_tokens": float(len(rows)), "entropy": float(entropy.sum())}
+    sums = {"loss_tokens": float(len(rows)), "entropy": entropy.detach().sum()}
     if algorithm.loss == "sft":
         token_loss = sft_loss(logprobs)
     else:
-        clipped = policy_loss(
-            logprobs,
-            field("old_logprobs"),
-            field("advantages"),
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
+        in_loss = algorithm.uses_reference and algorithm.kl_in == "loss"
+        tokens = LossTokens(
+            old_logprobs=logprobs.detach() if fresh else field("old_logprobs"),
+            advantages=field("advantages"),
+            sample=to_device(sample_of_token(batch.lengths)[rows], logprobs.device),
+            num_samples=batch.num_samples,
+            entropy=entropy,
+            rollout_logprobs=optional("rollout_logprobs"),
+            ref_logprobs=field("ref_logprobs") if in_loss else optional("ref_logprobs"),
+            teacher_logprobs=optional("teacher_logprobs"),
         )
-        token_loss = clipped.loss
-        sums |= {"clip_fraction": float(clipped.clipped.sum()), "ratio_mean": float(clipped.ratio.sum())}
-        if algorithm.kl_coef > 0:
-            kl = k3(logprobs, field("ref_logprobs"))
-            token_loss = token_loss + algorithm.kl_coef * kl
-            sums["kl"] = float(kl.detach().sum())
+        weights = field("is_weights") if algorithm.corrects_mismatch else None
+        token_loss, values = objective.policy_token_losses(logprobs, tokens, weights, algorithm)
+        sums |= {name: value.sum() for name, value in values.items()}
     total = (field("loss_weights") * token_loss).sum()
-    return total, sums | {"loss": float(total.detach())}
+    return total, sums | {"loss": total.detach()}

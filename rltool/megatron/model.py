@@ -3,24 +3,50 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltool.config.train import TrainerConfig
 from rltool.errors import UsageError
-from rltool.megatron.layers import PackedCausalAttention, RMSNorm, RotaryPositions
+from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import Coordinates, with_known_fields
+from rltool.megatron.runtime import (
+    Coordinates,
+    recompute_without_transformer_engine,
+    rotate_in_one_kernel,
+    route_without_transformer_engine,
+    with_known_fields,
+)
+from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 
 
-def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel: int) -> None:
+def check_parallelism(
+    family: Family,
+    *,
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    expert_parallel: int = 1,
+    sequence_parallel: bool = False,
+) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
+    if family.num_experts and tensor_parallel > 1 and not sequence_parallel:
+        raise UsageError(
+            f"trainer.tensor_parallel = {tensor_parallel} of a mixture of experts needs trainer.sequence_parallel = true"
+        )
+    if expert_parallel > 1 and (family.num_experts == 0 or family.num_experts % expert_parallel):
+        raise UsageError(
+            f"trainer.expert_parallel = {expert_parallel} does not divide the model's {family.num_experts} experts per layer"
+        )
     for what, flag, size in (
         ("num_attention_heads", "tensor_parallel", tensor_parallel),
         ("num_query_groups", "tensor_parallel", tensor_parallel),
@@ -34,13 +60,19 @@ def check_parallelism(family: Family, *, tensor_parallel: int, pipeline_parallel
             )
 
 
-def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    family: Family, coordinates: Coordinates, dtype: torch.dtype, trainer: TrainerConfig
+) -> TransformerConfig:
     """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off."""
     return with_known_fields(
         TransformerConfig,
         **family.transformer,
         tensor_model_parallel_size=coordinates.tp_size,
         pipeline_model_parallel_size=coordinates.pp_size,
+        expert_model_parallel_size=coordinates.ep_size,
+        context_parallel_size=coordinates.cp_size,
+        sequence_parallel=trainer.sequence_parallel,
+        **_recompute(family, coordinates, trainer),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -65,13 +97,41 @@ def transformer_config(family: Family, coordinates: Coordinates, dtype: torch.dt
     )
 
 
-def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device) -> GPTModel:
-    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel."""
-    check_parallelism(family, tensor_parallel=coordinates.tp_size, pipeline_parallel=coordinates.pp_size)
-    config = transformer_config(family, coordinates, dtype)
+def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig) -> dict[str, Any]:
+    if trainer.recompute == "none":
+        return {}
+    if trainer.recompute == "selective":
+        recompute_without_transformer_engine()
+        # The gated activation is `GatedMLP`'s own part.
+        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    held = family.num_layers // coordinates.pp_size
+    layers = min(trainer.recompute_layers or held, held)
+    return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
+
+
+def build_model(
+    family: Family,
+    coordinates: Coordinates,
+    dtype: torch.dtype,
+    device: torch.device,
+    trainer: TrainerConfig | None = None,
+) -> GPTModel:
+    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel.
+
+    trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
+    """
+    check_parallelism(
+        family,
+        tensor_parallel=coordinates.tp_size,
+        pipeline_parallel=coordinates.pp_size,
+        expert_parallel=coordinates.ep_size,
+        sequence_parallel=trainer is not None and trainer.sequence_parallel,
+    )
+    config = transformer_config(family, coordinates, dtype, trainer or TrainerConfig())
+    rotate_in_one_kernel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(config),
+        transformer_layer_spec=_block_spec(family, config),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.tp_size),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
@@ -81,9 +141,23 @@ def build_model(family: Family, coordinates: Coordinates, dtype: torch.dtype, de
         rotary_base=family.rope_theta,
         parallel_output=True,
     )
-    model.rotary_pos_emb = RotaryPositions(family.inverse_frequencies, device)
+    model.rotary_pos_emb = rotary_positions(family, device)
+    if family.embedding_scale is not None and coordinates.pp_rank == 0:
+        # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
+        scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
+        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
+    for layer in model.decoder.layers:
+        # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
+        if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
+            layer.mlp.__class__ = GatedMLP
     _mark_sharded(model, family)
     return model.to(device)
+
+
+def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | TwoRotaryPositions:
+    if family.sliding_inverse_frequencies is None:
+        return RotaryPositions(family.inverse_frequencies, device)
+    return TwoRotaryPositions(family.inverse_frequencies, family.sliding_inverse_frequencies, device)
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:
@@ -99,12 +173,31 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
             parameter.partition_stride = 1
 
 
-def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(family: Family, config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        num_experts=family.num_experts or None,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if family.num_experts:
+        route_without_transformer_engine()
     # The spec objects are shared inside Megatron: change a copy.
-    layer: ModuleSpec = copy.deepcopy(get_gpt_layer_local_spec(normalization="RMSNorm"))
+    layer: ModuleSpec = copy.deepcopy(spec)
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = PackedCausalAttention
+    attention = layer.submodules.self_attention
+    attention.submodules.core_attention = PackedCausalAttention
+    if config.qk_layernorm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    if family.sandwich_norms:
+        attention.submodules.linear_proj = NormedRowParallelLinear
+        layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+    if family.sliding_windows:
+        windows = {"sliding_windows": family.sliding_windows}
+        attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=windows)
+        if family.sliding_inverse_frequencies is not None:
+            attention.module, attention.params = TwoRopeSelfAttention, {**attention.params, **windows}
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     num_layers = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
@@ -118,6 +211,23 @@ def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> 
     return output.squeeze(0) if unwrap(model).post_process else output
 
 
+def output_hidden_states(model: GPTModel) -> None:
+    """From now on the last stage gives hidden states, [1, T, hidden], in place of logits: for `output_head`."""
+    if model.post_process:
+        model.output_layer.forward = _pass_through
+
+
+def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+    return hidden, None
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """The parameter of the output layer on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
+    if model.share_embeddings_and_output_weights:
+        return model.shared_embedding_or_output_weight()
+    return model.output_layer.weight
+
+
 def unwrap(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside its data-parallel wrapper."""
     while hasattr(model, "module"):
@@ -126,11 +236,15 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name with the global layer index (inside, each pipeline stage counts from 0)."""
+    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from 0, and
+    each expert-parallel rank its experts."""
     named = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+            layer = model.decoder.layers[int(parts[2])]
+            parts[2] = str(layer.layer_number - 1)
+            if parts[3:6] == ["mlp", "experts", "local_experts"]:
+                parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
         named[".".join(parts)] = parameter
     return named

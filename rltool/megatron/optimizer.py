@@ -11,13 +11,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rltool.config.train import OptimizerConfig
 from rltool.errors import UsageError
+from rltool.megatron.adamw import use_group_step_adamw
 
 # What a resumed run takes from its own configuration rather than from the checkpoint's parameter groups.
 CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizer:
-    """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default)."""
+def build_optimizer(
+    model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool = False
+) -> MegatronOptimizer:
+    """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default).
+
+    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say the same.
+    """
+    use_group_step_adamw()
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -30,8 +37,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig, dtype: torc
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            # Megatron's distributed optimizer cannot resume with torch's AdamW (assertion, or a silently wrong step).
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=distributed,
         ),
         [model],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import queue
@@ -31,7 +32,10 @@ class OtherRankFailed(RltoolError):
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands. Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages."""
+    """Where a rank stands. Megatron's order: tensor parallel innermost, then context, then data parallel, then pipeline stages.
+
+    The ranks over which experts are dealt (ep) are neighbours by `replica_rank`.
+    """
 
     rank: int
     world_size: int
@@ -41,6 +45,10 @@ class Coordinates:
     pp_size: int
     dp_rank: int
     dp_size: int
+    ep_rank: int = 0
+    ep_size: int = 1
+    cp_rank: int = 0
+    cp_size: int = 1
 
     @property
     def is_last_stage(self) -> bool:
@@ -49,7 +57,16 @@ class Coordinates:
     @property
     def returns_logprobs(self) -> bool:
         """True on the one rank of each data-parallel replica that hands results back."""
-        return self.is_last_stage and self.tp_rank == 0
+        return self.is_last_stage and self.tp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica_rank(self) -> int:
+        """Among the ranks that hold the same parameters (those of data and context parallelism): this one's index."""
+        return self.cp_rank + self.cp_size * self.dp_rank
+
+    @property
+    def replica_size(self) -> int:
+        return self.cp_size * self.dp_size
 
 
 def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **required: Any) -> T:
@@ -76,6 +93,8 @@ class Runtime:
         device: str,
         timeout: float,
         seed: int,
+        context_parallel: int = 1,
+        expert_parallel: int = 1,
     ) -> None:
         """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
         if dist.is_initialized():
@@ -84,7 +103,7 @@ class Runtime:
         self._join(rank, world_size, master_address, master_port, timeout)
         try:
             with self.mode():
-                self._build_groups(tensor_parallel, pipeline_parallel, timeout, seed)
+                self._build_groups(tensor_parallel, pipeline_parallel, context_parallel, expert_parallel, timeout, seed)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -106,13 +125,23 @@ class Runtime:
                 f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
             ) from error
 
-    def _build_groups(self, tensor_parallel: int, pipeline_parallel: int, timeout: float, seed: int) -> None:
+    def _build_groups(
+        self,
+        tensor_parallel: int,
+        pipeline_parallel: int,
+        context_parallel: int,
+        expert_parallel: int,
+        timeout: float,
+        seed: int,
+    ) -> None:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor_parallel,
             pipeline_model_parallel_size=pipeline_parallel,
+            context_parallel_size=context_parallel,
+            expert_model_parallel_size=expert_parallel,
             distributed_timeout_minutes=timeout / 60,
         )
         torch.manual_seed(seed)
@@ -126,6 +155,10 @@ class Runtime:
             pp_size=pipeline_parallel,
             dp_rank=parallel_state.get_data_parallel_rank(),
             dp_size=parallel_state.get_data_parallel_world_size(),
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=context_parallel,
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_size=expert_parallel,
         )
 
     @property
@@ -134,10 +167,16 @@ class Runtime:
 
         return parallel_state.get_tensor_model_parallel_group()
 
-    def global_rank(self, *, tp: int, pp: int, dp: int = 0) -> int:
-        """Rank in the whole world of these coordinates."""
+    @property
+    def cp_group(self) -> dist.ProcessGroup:
+        from megatron.core import parallel_state
+
+        return parallel_state.get_context_parallel_group()
+
+    def global_rank(self, *, tp: int, pp: int, replica: int = 0) -> int:
+        """Rank in the whole world of these coordinates; replica: see `Coordinates.replica_rank`."""
         at = self.coordinates
-        return tp + at.tp_size * (dp + at.dp_size * pp)
+        return tp + at.tp_size * (replica + at.replica_size * pp)
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
@@ -203,17 +242,73 @@ def save_without_manager_process() -> None:
         filesystem_async._results_queue = queue.SimpleQueue()
 
 
+def route_without_transformer_engine() -> None:
+    """Lets the router of Megatron-core 0.16 run where Transformer Engine is not installed.
+
+    It asks whether `te_general_gemm` is None, but defines that name only when Transformer Engine could be imported.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def recompute_without_transformer_engine() -> None:
+    """Lets Megatron compute norms and activations again where Transformer Engine is not installed.
+
+    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine.
+    """
+    from megatron.core.tensor_parallel import random
+
+    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def rotate_in_one_kernel() -> None:
+    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between."""
+    from megatron.core.transformer import attention
+
+    from rltool.megatron.kernels import rotate
+
+    attention.apply_rotary_pos_emb = lambda x, angles, *_, **__: rotate(x, angles)
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy that does not hold up the host: from ordinary memory it would wait until the device has done all that is queued."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def varlen_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float | None,
+    window: int | None = None,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    max_seqlen_kv: int | None = None,
 ) -> torch.Tensor:
     """Causal attention over packed sequences by torch's own kernel (CUDA, 16 bit): [T, heads, d] -> [T, heads, d].
 
+    cu_seqlens_kv, max_seqlen_kv: where a sequence has more keys than queries; the last query then belongs to the last key.
+    window: how many tokens a token sees, itself included; None: all before it. Needs torch 2.13.
     Torch spells "causal" `is_causal` up to 2.11 and `window_size=(-1, 0)` later; older ones have no grouped queries.
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    known = inspect.signature(varlen_attn).parameters
+    known = _varlen_parameters()
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    if window is not None:
+        if "window_size" not in known:
+            raise NotImplementedError("this torch's varlen_attn has no sliding window; torch 2.13 or newer has")
+        options = {"window_size": (window - 1, 0)}
     if "scale" in known:
         options["scale"] = scale
     elif scale is not None and not math.isclose(scale, query.size(-1) ** -0.5):
@@ -224,7 +319,9 @@ def varlen_attention(
         else:
             repeats = query.size(1) // key.size(1)
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
+    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
+    longest = max_seqlen if max_seqlen_kv is None else max_seqlen_kv
+    return varlen_attn(query, key, value, cu_seqlens, boundaries, max_seqlen, longest, **options)
 
 
 def has_varlen_attention(tensor: torch.Tensor) -> bool:

@@ -19,17 +19,23 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
-from rltool.megatron.logprobs import token_logprobs
-from rltool.megatron.model import build_model, forward, global_names
-from rltool.megatron.packing import pack
-from rltool.megatron.runtime import Coordinates, Runtime
+from rltool.megatron.collectives import sum_over_context_ranks
+from rltool.megatron.kernels import compile_on_cuda
+from rltool.megatron.micro_batch import MicroBatch, prepare
+from rltool.megatron.model import build_model, forward, global_names, output_hidden_states, output_weight
+from rltool.megatron.output_head import head_logprobs
+from rltool.megatron.runtime import Coordinates, Runtime, to_device
 from rltool.models.registry import family_for, read_hf_config
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +50,12 @@ def _in_megatron(method: F) -> F:
             return method(self, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
+
+
+def _in_row(micro: MicroBatch, values: Tensor) -> Tensor:
+    """[R] values of micro.rows -> [tokens of the batch], 0 elsewhere, without waiting for the device."""
+    row = torch.zeros(len(micro.batch.tokens), device=values.device)
+    return row.index_copy(0, to_device(micro.rows, values.device), values)
 
 
 class MegatronTrainer:
@@ -74,7 +86,7 @@ class MegatronTrainer:
         self.model_path = model.path
         self.hf_config = read_hf_config(model.path)
         self.family = family_for(self.hf_config)
-        self.algorithm, self.temperature = algorithm, temperature
+        self.config, self.algorithm, self.temperature = trainer, algorithm, temperature
         self.dtype: torch.dtype = getattr(torch, model.dtype)
         self.runtime = Runtime(
             rank=rank,
@@ -83,11 +95,13 @@ class MegatronTrainer:
             master_port=master_port,
             tensor_parallel=trainer.tensor_parallel,
             pipeline_parallel=trainer.pipeline_parallel,
+            context_parallel=trainer.context_parallel,
+            expert_parallel=trainer.expert_parallel,
             device=trainer.device,
             timeout=trainer.rendezvous_timeout,
             seed=seed,
         )
-        self._reference: dict[str, Tensor] | None = None
+        self._frozen: dict[str, dict[str, Tensor]] = {}
         try:
             with self.runtime.mode():
                 self._build(optimizer, total_optimizer_steps)
@@ -96,15 +110,23 @@ class MegatronTrainer:
             raise
 
     def _build(self, optimizer: OptimizerConfig, total_optimizer_steps: int) -> None:
-        self.gpt = build_model(self.family, self.coordinates, self.dtype, self.runtime.device)
-        # A non-finite gradient is for train_step to see and skip, not for Megatron to stop at.
-        gradients = DistributedDataParallelConfig(grad_reduce_in_fp32=True, check_for_nan_in_grad=False)
+        compile_on_cuda(self.config.compile)
+        self.gpt = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
+        output_hidden_states(self.gpt)
+        gradients = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            # A non-finite gradient is for optimizer_step to see and skip, not for Megatron to stop at.
+            check_for_nan_in_grad=False,
+            use_distributed_optimizer=self.config.distributed_optimizer,
+        )
         self.ddp = DistributedDataParallel(self.gpt.config, gradients, self.gpt)
         # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
         self.gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(
             model, None, **kwargs
         )
-        self.optimizer = optim.build_optimizer(self.ddp, optimizer, self.dtype)
+        self.optimizer = optim.build_optimizer(
+            self.ddp, optimizer, self.dtype, distributed=self.config.distributed_optimizer
+        )
         self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
     @property
@@ -113,8 +135,16 @@ class MegatronTrainer:
 
     @property
     def layout(self) -> dict[str, int]:
+        """How ranks share the work; stands in the manifest of a checkpoint."""
         at = self.coordinates
-        return {"tensor_parallel": at.tp_size, "pipeline_parallel": at.pp_size, "data_parallel": at.dp_size}
+        return {
+            "tensor_parallel": at.tp_size,
+            "pipeline_parallel": at.pp_size,
+            "context_parallel": at.cp_size,
+            "expert_parallel": at.ep_size,
+            "data_parallel": at.dp_size,
+            "distributed_optimizer": int(self.config.distributed_optimizer),
+        }
 
     @_in_megatron
     def load_hf_weights(self, path: Path) -> None:
@@ -125,112 +155,160 @@ class MegatronTrainer:
     def weights_changed(self, *, initial: bool) -> None:
         """After the parameters were overwritten: refreshes fp32 master weights; `initial` also makes them the reference."""
         self.optimizer.reload_model_params()
-        if initial and self.algorithm.kl_coef > 0:
-            self._reference = {
-                name: parameter.detach().to("cpu", copy=True) for name, parameter in global_names(self.gpt).items()
-            }
+        if initial and self.algorithm.uses_reference:
+            self._frozen["reference"] = self._copy_of_weights()
+
+    @_in_megatron
+    def load_teacher(self, load: Callable[[], None]) -> None:
+        """Keeps on the CPU, as the teacher, what `load` writes into the model; the policy's weights are put back after it."""
+        with self._policy_put_back():
+            load()
+            self._frozen["teacher"] = self._copy_of_weights()
+
+    def _copy_of_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in global_names(self.gpt).items()}
+
+    def _put_weights(self, weights: dict[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, parameter in global_names(self.gpt).items():
+                parameter.copy_(weights[name])
 
     @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        """Swaps the reference weights in; the policy's wait on the CPU meanwhile."""
-        if self._reference is None:
-            raise RuntimeError("no reference weights: algorithm.kl_coef is 0, or no weights were loaded yet")
-        parameters = global_names(self.gpt)
-        policy = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+    def _policy_put_back(self) -> Iterator[None]:
+        """The policy's weights wait on the CPU, whatever is done to the model's meanwhile; the optimizer's copies stay."""
+        policy = self._copy_of_weights()
         try:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(self._reference[name])
             yield
         finally:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(policy[name])
+            self._put_weights(policy)
+
+    @contextmanager
+    def _with_weights(self, weights: Weights) -> Iterator[None]:
+        """Swaps frozen weights in, and the policy's back."""
+        if weights == "policy":
+            yield
+            return
+        if weights not in self._frozen:
+            raise RuntimeError(f"no {weights} weights: the configuration uses none, or they were not loaded yet")
+        with self._policy_put_back():
+            self._put_weights(self._frozen[weights])
+            yield
 
     @_in_megatron
     @torch.no_grad()
-    def compute_logprobs(self, micro_batches: list[TrainBatch], *, reference: bool = False) -> list[Tensor] | None:
+    def compute_logprobs(self, micro_batches: list[TrainBatch], *, weights: Weights = "policy") -> list[Tensor] | None:
         """Per micro-batch [T] float32 on the CPU: log p(tokens[t] | before) at the run's temperature, 0 for first tokens.
 
         micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on the
-        rank of each replica where `coordinates.returns_logprobs`. reference: with the weights that were loaded first.
+        rank of each replica where `coordinates.returns_logprobs`. weights: the policy's; the reference's, which are those that
+        were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
         """
 
-        def result(batch: TrainBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            rows = loss.predicted_rows(batch)
-            values = torch.zeros(len(batch.tokens))
-            if len(rows):
-                logprobs, _ = self._token_logprobs(batch, logits, rows)
-                values[rows] = logprobs.cpu()
-            return values
+        def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+            logprobs, _ = self._token_logprobs(micro, hidden)
+            return _in_row(micro, logprobs)
 
-        if reference:
-            with self._reference_weights():
-                results = self._run(micro_batches, result, forward_only=True)
+        prepared = self._prepare(micro_batches, loss.predicted_rows)
+        with self._with_weights(weights):
+            results = self._run(prepared, result, forward_only=True)
+        return [values.cpu() for values in results] if self.coordinates.returns_logprobs else None
+
+    def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
+        at, device, cut = self.coordinates, self.runtime.device, self.config.sequence_parallel
+        return [prepare(batch, rows_of(batch), at, device, sequence_parallel=cut) for batch in micro_batches]
+
+    def _token_logprobs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of micro.rows, [R] float32 each, the same on all ranks of a replica's last stage.
+
+        hidden: [T, hidden], or [T / tp, hidden] under sequence parallelism.
+        """
+        if self.config.sequence_parallel:
+            states = gather_from_sequence_parallel_region(hidden)[micro.sources]
         else:
-            results = self._run(micro_batches, result, forward_only=True)
-        return results if self.coordinates.returns_logprobs else None
-
-    def _token_logprobs(self, batch: TrainBatch, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        device = self.runtime.device
-        return token_logprobs(
-            logits,
-            batch.tokens.to(device),
-            rows.to(device),
+            states = copy_to_tensor_model_parallel_region(hidden[micro.sources])
+        both = head_logprobs(
+            states,
+            output_weight(self.gpt),
+            micro.targets,
             temperature=self.temperature,
             vocab_size=self.family.vocab_size,
             group=self.runtime.tp_group,
+            chunk=self.config.head_chunk_tokens,
         )
+        if self.coordinates.cp_size == 1:
+            return both
+        # Every rank goes on to the whole loss, so that losses over sequences need not know how these are cut.
+        spread = states.new_zeros(2, len(micro.rows), dtype=torch.float32)
+        spread = spread.index_copy(1, micro.held, torch.stack(both)) if micro.held is not None else torch.stack(both)
+        logprobs, entropy = sum_over_context_ranks(spread, self.runtime.cp_group)
+        return logprobs, entropy
 
-    def _run(self, micro_batches: list[TrainBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `last(batch, logits)` runs on the last pipeline stage."""
-        device = self.runtime.device
+    def _run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        """Megatron's schedule over the micro-batches; `last(micro_batch, hidden)` runs on the last pipeline stage."""
 
-        def forward_step(batches: Iterator[TrainBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            batch = next(batches)
-            output = forward(model, batch.tokens.to(device), pack(batch.lengths, device))
-            return output, partial(last, batch)
+        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            micro = next(batches)
+            return forward(model, micro.tokens, micro.packed), partial(last, micro)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(micro_batches),
             model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=max(len(batch.tokens) for batch in micro_batches),
+            seq_length=max(len(micro.tokens) for micro in micro_batches),
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    @_in_megatron
     def train_step(self, micro_batches: list[TrainBatch], *, global_loss_tokens: int) -> dict[str, float]:
-        """One optimizer step on sum(loss_weights * per-token loss) / global_loss_tokens over all data-parallel ranks.
+        """`forward_backward` and `optimizer_step` in one: metrics of both."""
+        _, metrics = self.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens)
+        return metrics | self.optimizer_step()
 
-        micro_batches: this data-parallel rank's, equally many on every rank; global_loss_tokens: of all ranks together.
-        A non-finite loss or gradient skips the update on all ranks: parameters, optimizer and schedule stay as they were.
-        Returns metrics, equal on all ranks: train/loss, grad_norm, entropy, lr, loss_tokens, skipped (0 or 1), and for
-        the policy loss clip_fraction, ratio_mean, and kl with a reference. Means are over the loss tokens.
+    @_in_megatron
+    def forward_backward(
+        self, micro_batches: list[TrainBatch], *, global_loss_tokens: int, fresh: bool = False
+    ) -> tuple[list[Tensor] | None, dict[str, float]]:
+        """Gradients of sum(loss_weights * per-token loss) / global_loss_tokens over all data-parallel ranks. No weight changes.
+
+        micro_batches: this data-parallel rank's, equally many on every rank; global_loss_tokens: of all ranks together;
+        fresh: the policy that sampled is the one that is trained now, so its log-probabilities are the old ones.
+        Returns the log-probabilities of the loss tokens as `compute_logprobs` does, 0 elsewhere, and metrics, equal on all
+        ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py. Means are over the
+        loss tokens. Then comes `optimizer_step` or `discard_gradients`.
         """
+        logprobs_of: list[Tensor] = []
 
-        def step_loss(batch: TrainBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-            rows = loss.loss_rows(batch)
-            if len(rows) == 0:
+        def step_loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            logprobs, entropy = self._token_logprobs(micro, hidden)
+            logprobs_of.append(_in_row(micro, logprobs.detach()))
+            count = torch.zeros((), dtype=torch.int)
+            if len(micro.rows) == 0:
                 # Still part of the graph: earlier pipeline stages wait for this micro-batch's gradient.
-                return logits.sum() * 0.0, torch.zeros((), dtype=torch.int), {}
-            logprobs, entropy = self._token_logprobs(batch, logits, rows)
-            total, sums = loss.micro_batch_loss(batch, rows, logprobs, entropy, self.algorithm)
-            return total / global_loss_tokens, torch.zeros((), dtype=torch.int), sums
+                return logprobs.sum() * 0.0, count, {}
+            total, sums = loss.micro_batch_loss(micro.batch, micro.rows, logprobs, entropy, self.algorithm, fresh=fresh)
+            return total / global_loss_tokens, count, sums
 
         if global_loss_tokens < 1:
             raise ValueError(f"global_loss_tokens is {global_loss_tokens}: a global batch without loss tokens cannot train")
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = self._run(micro_batches, step_loss, forward_only=False)
+        self.discard_gradients()
+        sums = self._run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
         metrics = self._reduce(sums, global_loss_tokens)
-        metrics["train/lr"] = float(self.optimizer.param_groups[0]["lr"])
+        self._loss = metrics["train/loss"]
+        return [values.cpu() for values in logprobs_of] if self.coordinates.returns_logprobs else None, metrics
+
+    @_in_megatron
+    def optimizer_step(self) -> dict[str, float]:
+        """One step with the gradients of the last `forward_backward`.
+
+        A non-finite loss or gradient skips the update on all ranks: parameters, optimizer and schedule stay as they were.
+        Returns train/lr, train/grad_norm, train/skipped (0 or 1), equal on all ranks.
+        """
+        metrics = {"train/lr": float(self.optimizer.param_groups[0]["lr"])}
         self.optimizer.prepare_grads()
         metrics["train/grad_norm"] = float(self.optimizer.get_grad_norm())
-        broken = not (math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"]))
+        broken = not (math.isfinite(self._loss) and math.isfinite(metrics["train/grad_norm"]))
         (skip,) = self.runtime.max_over_world([float(broken)])
         metrics["train/skipped"] = skip
         if not skip:
@@ -238,10 +316,16 @@ class MegatronTrainer:
             self.schedule.step(1)
         return metrics
 
-    def _reduce(self, sums: list[dict[str, float]], global_loss_tokens: int) -> dict[str, float]:
+    @_in_megatron
+    def discard_gradients(self) -> None:
+        """Forgets what `forward_backward` left, as if it had not been."""
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _reduce(self, sums: list[dict[str, Any]], global_loss_tokens: int) -> dict[str, float]:
         names = loss.metric_names(self.algorithm)
         at = self.coordinates
-        local = [math.fsum(entry.get(name, 0.0) for entry in sums) if at.returns_logprobs else 0.0 for name in names]
+        local = [math.fsum(float(entry.get(name, 0.0)) for entry in sums) if at.returns_logprobs else 0.0 for name in names]
         total = dict(zip(names, self.runtime.sum_over_world(local), strict=True))
         tokens = total.pop("loss_tokens")
         metrics = {"train/loss": total.pop("loss") / global_loss_tokens, "train/loss_tokens": tokens}

@@ -6,6 +6,7 @@ cut over tensor-parallel ranks, and both ways back.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,10 +14,20 @@ import torch
 from torch import Tensor
 
 from rltool.errors import RltoolError
+from rltool.models.cost import ModelCost
 
 
 class ShapeMismatch(RltoolError):
     """A tensor whose shape is not the one that config.json implies."""
+
+
+def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises ShapeMismatch."""
+    if found != expected:
+        raise ShapeMismatch(
+            f"{name} has shape {found}, but config.json implies {expected}; "
+            "the weights and the config.json beside them do not belong together"
+        )
 
 
 @dataclass(frozen=True)
@@ -31,6 +42,7 @@ class Parameter:
         "qkv" (per query group: its queries, its key, its value; cut by group)
     query_groups, head_dim: for "qkv"
     vocabulary: dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size
+    expert: global index of the expert that it belongs to; None outside of experts
     """
 
     name: str
@@ -41,19 +53,21 @@ class Parameter:
     query_groups: int = 0
     head_dim: int = 0
     vocabulary: bool = False
+    expert: int | None = None
 
     @property
     def blocks(self) -> int:
         return len(self.hf) if self.merge_as == "stack" else 1
 
+    @property
+    def merged_shape(self) -> tuple[int, ...]:
+        """Of the unsharded, unpadded Megatron tensor."""
+        return (sum(shape[0] for _, shape in self.hf), *self.hf[0][1][1:])
+
     def merge(self, tensors: list[Tensor]) -> Tensor:
         """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
         for (name, shape), tensor in zip(self.hf, tensors, strict=True):
-            if tuple(tensor.shape) != shape:
-                raise ShapeMismatch(
-                    f"{name} has shape {tuple(tensor.shape)}, but config.json implies {shape}; "
-                    "the weights and the config.json beside them do not belong together"
-                )
+            check_shape(name, tuple(tensor.shape), shape)
         if self.merge_as == "same":
             return tensors[0]
         if self.merge_as == "stack":
@@ -107,6 +121,10 @@ class Family:
     transformer: keyword arguments of Megatron's TransformerConfig
     inverse_frequencies: [head_dim / 2] float32 of the rotary embedding, scaling applied
     parameters: every Megatron parameter of the model, in the order in which weights are exported
+    embedding_scale: what the embedding's output is multiplied with; None: nothing
+    sandwich_norms: attention and MLP outputs are normalised, too, before they are added to the residual
+    sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has one
+    sliding_inverse_frequencies: as `inverse_frequencies`, for the layers with a sliding window; None: the same
     """
 
     architecture: str
@@ -117,6 +135,10 @@ class Family:
     rope_theta: float
     inverse_frequencies: Tensor
     parameters: tuple[Parameter, ...]
+    embedding_scale: float | None = None
+    sandwich_norms: bool = False
+    sliding_windows: tuple[int | None, ...] = ()
+    sliding_inverse_frequencies: Tensor | None = None
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +153,23 @@ class Family:
     @property
     def num_layers(self) -> int:
         return self.transformer["num_layers"]
+
+    @property
+    def num_experts(self) -> int:
+        """Experts per layer; 0 for a dense model."""
+        return self.transformer.get("num_moe_experts") or 0
+
+    def cost(self) -> ModelCost:
+        """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
+        parameters = 0
+        for parameter in self.parameters:
+            size = sum(math.prod(shape) for _, shape in parameter.hf)
+            # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
+            if parameter.expert is not None:
+                size = size * self.transformer["moe_router_topk"] // self.num_experts
+            parameters += size
+        width = self.num_layers * self.transformer["num_attention_heads"] * self.transformer["kv_channels"]
+        return ModelCost(parameters, width)
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor, in export order. A tied model has no lm_head."""

@@ -1,16 +1,16 @@
-"""Llama 2 and 3 (also SmolLM2 and others that carry Llama's architecture name)."""
+"""Llama 2 and 3 (also SmolLM2 and others that carry Llama's architecture name). Llama 3's rope scaling is in rope.py."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rltool.models.base import Family
-from rltool.models.dense import dense_decoder, refuse
+from rltool.models.decoder import decoder, refuse
 
 ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def build(config: dict[str, Any]) -> Family:
     # attention_bias of Llama also puts a bias on the output projection, unlike Qwen2's.
-    refuse(config, attention_bias=False, mlp_bias=False, sliding_window=None)
-    return dense_decoder(config, qkv_bias=False)
+    refuse(config, hidden_act="silu", attention_bias=False, mlp_bias=False, sliding_window=None)
+    return decoder(config)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.models import llama, qwen2
+from rltool.models import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rltool.models.base import Family
 
-_BUILDERS = {architecture: module.build for module in (qwen2, llama) for architecture in module.ARCHITECTURES}
+_FAMILIES = (gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_BUILDERS = {architecture: module.build for module in _FAMILIES for architecture in module.ARCHITECTURES}
+HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
 
 
 def supported_architectures() -> list[str]:
@@ -24,7 +26,8 @@ def family_for(hf_config: dict[str, Any]) -> Family:
     if not known:
         found = ", ".join(architectures) or "none named"
         raise UsageError(
-            f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}"
+            f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
+            f"A family is about a screen of code: {HOW_TO_ADD}, tells how to add one"
         )
     return _BUILDERS[known[0]](hf_config)
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.losses import token_loss_weights
 from rltool.errors import UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 
-LossReduction = Literal["token", "sample"]
 
-
-def samples_to_batch(samples: Sequence[Sample], *, loss_reduction: LossReduction) -> TrainBatch:
-    """One global batch, samples in the given order, groups of any size.
+def samples_to_batch(samples: Sequence[Sample]) -> TrainBatch:
+    """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong to an
+    optimizer step, and are set when the batch is split for these.
 
     ValueError for an empty list, a sample that generation or its reward left unfinished, and for a field that some
     samples have and others lack.
@@ -44,7 +41,7 @@ def samples_to_batch(samples: Sequence[Sample], *, loss_reduction: LossReduction
         loss_mask=loss_mask,
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
-        loss_weights=token_loss_weights(lengths, loss_mask, loss_reduction),
+        loss_weights=loss_mask.clone(),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * loss_mask,
     )
 
@@ -89,7 +86,7 @@ def supervised_set(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_respo
     return SupervisedSet(kept, targets, len(prompts) - len(kept))
 
 
-def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]], *, loss_reduction: LossReduction = "token") -> TrainBatch:
+def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]]) -> TrainBatch:
     """One global batch: the loss is on the targets (of `supervised_set`) alone, rewards are 0, each row is its own group."""
     if not prompts:
         raise ValueError("a batch needs at least one row")
@@ -102,5 +99,5 @@ def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]]
         loss_mask=loss_mask,
         rewards=torch.zeros(len(rows)),
         group_ids=torch.arange(len(rows)),
-        loss_weights=token_loss_weights(lengths, loss_mask, loss_reduction),
+        loss_weights=loss_mask.clone(),
     )

@@ -12,17 +12,12 @@ import copy
 import math
 from collections.abc import Sequence
 
+from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
-from rltool.errors import RltoolError
+from rltool.errors import ContractViolation
 from rltool.rollout.generate import GenerateContext, generate_groups
-from rltool.rollout.import_path import load_callable
 from rltool.rollout.rewards import score_samples
 from rltool.rollout.sample import Sample, SampleStatus
-
-
-class ContractViolation(RltoolError):
-    """A user's function does not keep the contract of its extension point; the text lists every violation."""
-
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
@@ -19,7 +20,6 @@ from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import TrainingStopped
 from rltool.rollout.data import Prompt, PromptSource, load_prompts
 from rltool.rollout.generate import DataPlane, GenerateContext, GenerateFunction, generate_groups, make_groups
-from rltool.rollout.import_path import load_callable
 from rltool.rollout.metrics import eval_metrics, rollout_metrics
 from rltool.rollout.rewards import RewardStats, score_samples
 from rltool.rollout.sample import Sample, SampleStatus

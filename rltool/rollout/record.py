@@ -27,11 +27,11 @@ def check_settings(origins: dict[str, str]) -> list[str]:
     return [f"not used without a trainer: {', '.join(f'[{section}]' for section in sections)}"] if sections else []
 
 
-def check_directory(directory: Path) -> None:
+def check_directory(directory: Path, option: str = "--out") -> None:
     """UsageError if it holds rollouts already: two runs' steps would be mixed."""
     steps = dumped_steps(directory)
     if steps:
-        raise UsageError(f"{directory} already holds rollouts of steps {steps[0]} to {steps[-1]}: give another --out, or remove them")
+        raise UsageError(f"{directory} already holds rollouts of steps {steps[0]} to {steps[-1]}: give another {option}, or remove them")
 
 
 def record_rollouts(manager: RolloutManager, directory: Path, *, steps: int, seed: int, on_step: Callable[[int, RolloutResult], None]) -> None:

@@ -8,6 +8,12 @@ from pathlib import Path
 from rltool.errors import UsageError
 
 
+def algorithm_names() -> list[str]:
+    """Fragments of an [algorithm] section: `algorithms/NAME`."""
+    files = resources.files(__name__).joinpath("algorithms").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
 def template_text(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.toml").read_text()
 

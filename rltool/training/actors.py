@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Medium
 from rltool.engines.endpoints import EngineEndpoint
@@ -57,6 +57,8 @@ class TrainerActor:
         self.rank = rank
         self.sender = WeightSender(config.weights)
         self.trainer: Any = None
+        self.saver: Any = None
+        self.recorder: Any = None
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
@@ -68,6 +70,8 @@ class TrainerActor:
 
     def start(self, master: tuple[str, int], total_optimizer_steps: int) -> Any:
         """Join the ranks' process group and build the model. Returns this rank's megatron.runtime.Coordinates."""
+        from rltool.checkpoints.saving import CheckpointSaver
+        from rltool.megatron.profiling import Recorder
         from rltool.megatron.trainer import MegatronTrainer
 
         config = self.config
@@ -76,28 +80,48 @@ class TrainerActor:
             rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
             total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.rollout.temperature,
         )  # fmt: skip
+        self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save)
+        self.recorder = Recorder(self.rank)
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
 
+        self._load_teacher()
         load_weights(self.trainer, self.config.model.path)
 
+    def _load_teacher(self) -> None:
+        from rltool.checkpoints.torch_dist import load_teacher
+
+        if self.config.model.teacher_path is not None:
+            load_teacher(self.trainer, self.config.model.teacher_path)
+
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        """Reference weights come from model.path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
-        if self.config.algorithm.kl_coef > 0:
+        if self.config.algorithm.uses_reference:
             self.load_weights()
+        else:
+            self._load_teacher()
         return load_checkpoint(self.trainer, directory)
 
     # -- training
 
-    def compute_logprobs(self, micro_batches: list[TrainBatch], reference: bool = False) -> Any:
-        return self.trainer.compute_logprobs(micro_batches, reference=reference)
+    def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
+        return self.trainer.compute_logprobs(micro_batches, weights=weights)
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+
+    def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, fresh: bool) -> Any:
+        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, fresh=fresh)
+
+    def optimizer_step(self) -> dict[str, float]:
+        return self.trainer.optimizer_step()
+
+    def discard_gradients(self) -> None:
+        self.trainer.discard_gradients()
 
     def parameter_hash(self) -> str:
         return self.trainer.parameter_hash()
@@ -132,10 +156,16 @@ class TrainerActor:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
-        from rltool.checkpoints.torch_dist import save_checkpoint
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Returns when the state is copied (checkpoint.async_save) or written. A collective."""
+        self.saver.save(directory, extra, metrics)
 
-        save_checkpoint(self.trainer, directory, extra)
+    def save_has_ended(self) -> bool:
+        return self.saver.has_ended
+
+    def saved(self) -> Any:
+        """The checkpoint that was started last, once it has been completed; None when it was asked for already."""
+        return self.saver.wait()
 
     def save_hf(self, directory: Path) -> None:
         """Write the weights as a Hugging Face directory. A collective."""
@@ -143,7 +173,24 @@ class TrainerActor:
 
         export_hf(self.trainer, directory)
 
+    # -- looking inside
+
+    def start_profile(self) -> None:
+        self.recorder.start_profile()
+
+    def stop_profile(self, directory: Path, name: str) -> Path:
+        return self.recorder.stop_profile(directory, name)
+
+    def start_memory(self) -> None:
+        self.recorder.start_memory()
+
+    def stop_memory(self, directory: Path, name: str) -> Path:
+        return self.recorder.stop_memory(directory, name)
+
     def close(self) -> None:
+        """A save in flight is waited for."""
+        if self.saver is not None:
+            self.saver.close()
         self.sender.close()
         if self.trainer is not None:
             self.trainer.close()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rltool.algorithms.advantages import broadcast_to_tokens, group_advantages
+from torch import Tensor
+
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.losses import token_loss_weights
 from rltool.algorithms.mismatch import logprob_gap
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.config.train import TrainConfig
-from rltool.errors import RltoolError, TrainingStopped
+from rltool.errors import RltoolError, SaveFailed, TrainingStopped
+from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
@@ -36,23 +37,41 @@ class Engines(Protocol):
 class Progress:
     """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them.
 
-    saved: a checkpoint of exactly this state exists.
+    saved: a checkpoint of exactly this state exists, or is on its way. metrics: of the last finished step.
     """
 
     step: int
     source: dict[str, Any]
     saved: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Checkpoints(Protocol):
+    """What the loop asks of training.checkpointer."""
+
+    def save(self, progress: Progress) -> None:
+        """A checkpoint of this state, complete on return or written while training goes on."""
+
+    def check(self) -> dict[str, float]:
+        """At a step boundary: what has come of it, as checkpoint/* metrics, or SaveFailed."""
+
+    def finish(self, progress: Progress) -> None:
+        """On return there is a complete checkpoint of this state; else SaveFailed."""
+
+    def wait(self) -> None:
+        """On return nothing is being written any more."""
 
 
 class Loop:
     """One run, from `progress` to its end.
 
-    save(progress, reason): writes a checkpoint. stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays).
+    stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays). around_step(step): a context around each.
     """
 
     def __init__(
         self, config: TrainConfig, trainer: TrainerGroup, source: BatchSource, engines: Engines | None, writer: MetricsWriter, stop: StopSignal,
-        save: Callable[[Progress], None], save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+        checkpoints: Checkpoints, save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+        around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
         self.config = config
         self.trainer = trainer
@@ -60,10 +79,11 @@ class Loop:
         self.engines = engines
         self.writer = writer
         self.stop = stop
-        self.save = save
+        self.checkpoints = checkpoints
         self.save_hf = save_hf
         self.progress = progress
         self.stop_on_gap = stop_on_gap
+        self.around_step = around_step
         self.skipped_in_a_row = 0
         self.between_updates = False
 
@@ -75,13 +95,15 @@ class Loop:
         """
         try:
             self._run()
+        except SaveFailed:
+            raise
         except (RltoolError, StopRequested):
-            if not self.between_updates:
-                self._save()
             if self.stop.requested is None:
+                self._save_before_raising()
                 raise
+            self._end()
         else:
-            self._save()
+            self._end()
         return self.progress
 
     def _run(self) -> None:
@@ -91,15 +113,15 @@ class Loop:
             self._evaluate_alone(pushed)
         while self.progress.step < config.steps and not self.stop.requested:
             step = self.progress.step
-            metrics: dict[str, float] = {}
-            with timed(metrics, "time/step_seconds"):
+            metrics = self.checkpoints.check()
+            with timed(metrics, "time/step_seconds"), self.around_step(step):
                 with self.stop.interruptible():
                     sourced = self.source.next(step, max_staleness=0)
                 metrics.update(sourced.metrics)
                 with timed(metrics, "time/train_seconds"):
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
-                self.progress = Progress(done, self.source.state_dict())
+                self.progress = Progress(done, self.source.state_dict(), metrics=metrics)
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
@@ -119,21 +141,26 @@ class Loop:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
-        config = self.config
+        config, longest = self.config, self.config.rollout.max_response_tokens
         metrics: dict[str, float] = {}
+        # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
+        fresh = config.algorithm.loss == "policy" and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
         if config.algorithm.loss == "policy":
-            batch = self._with_advantages(batch)
             with timed(metrics, "time/logprobs_seconds"):
-                batch, measured = self._with_trainer_logprobs(batch)
-            metrics.update(measured)
+                if not fresh:
+                    batch = batch.replace(old_logprobs=self.trainer.logprobs(batch))
+                    metrics.update(self._judge_gap(batch.old_logprobs, batch))
+                batch = self._with_frozen_logprobs(batch)
+            batch, shaped = with_advantages(batch, config.algorithm, max_response_tokens=longest)
+            batch, corrected = with_corrections(batch, config.algorithm)
+            metrics.update({**shaped, **corrected})
         collected: list[dict[str, float]] = []
         groups = batch.group_ids.tolist()
-        self.between_updates = True
+        self.between_updates = not fresh
         # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
         for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
-            part = batch.select(samples)
-            weights = token_loss_weights(part.lengths, part.loss_mask, config.algorithm.loss_reduction)
-            collected.append(self.trainer.train_step(part.replace(loss_weights=weights)))
+            part = with_loss_weights(batch.select(samples), config.algorithm, max_response_tokens=longest)
+            collected.append(self._fresh_step(part) if fresh else self.trainer.train_step(part))
         self.between_updates = False
         metrics.update(_mean(collected))
         metrics["train/skipped_steps"] = sum(result["train/skipped"] for result in collected)
@@ -142,15 +169,21 @@ class Loop:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if result["train/skipped"] else 0
         return metrics
 
-    def _with_advantages(self, batch: TrainBatch) -> TrainBatch:
-        per_sample = group_advantages(batch.rewards, batch.group_ids, normalize_std=self.config.algorithm.normalize_std)
-        return batch.replace(advantages=broadcast_to_tokens(per_sample, batch.lengths, batch.loss_mask))
+    def _fresh_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Forward and backward, the gate, and only then the optimizer: after a gap every weight is as it was."""
+        logprobs, measured = self.trainer.forward_backward(batch, fresh=True)
+        try:
+            gap = self._judge_gap(logprobs, batch)
+        except TrainingStopped:
+            self.trainer.discard_gradients()
+            raise
+        self.between_updates = True
+        return {**measured, **gap, **self.trainer.optimizer_step()}
 
-    def _with_trainer_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Old log-probabilities, and the gate: they must agree with the engines' before any optimizer step."""
-        old = self.trainer.logprobs(batch)
+    def _judge_gap(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
+        """The gate: before any optimizer step the trainer's log-probabilities [T] must agree with the engines'. Returns its metrics."""
         assert batch.rollout_logprobs is not None
-        gap = logprob_gap(old, batch.rollout_logprobs, batch.loss_mask)
+        gap = logprob_gap(logprobs, batch.rollout_logprobs, batch.loss_mask)
         metrics = {
             "train/logprob_abs_diff_mean": gap.abs_mean,
             "train/logprob_abs_diff_max": gap.abs_max,
@@ -163,8 +196,12 @@ class Loop:
                 f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
                 f"trainer's weights, or they compute in another precision or at another temperature."
             )
-        reference = self.trainer.logprobs(batch, reference=True) if self.config.algorithm.kl_coef > 0 else None
-        return batch.replace(old_logprobs=old, ref_logprobs=reference), metrics
+        return metrics
+
+    def _with_frozen_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        reference = self.trainer.logprobs(batch, weights="reference") if self.config.algorithm.uses_reference else None
+        teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
+        return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher)
 
     # -- bookkeeping
 
@@ -201,8 +238,21 @@ class Loop:
 
     def _save(self) -> None:
         if not self.progress.saved:
-            self.save(self.progress)
+            self.checkpoints.save(self.progress)
             self.progress.saved = True
+
+    def _end(self) -> None:
+        if self.between_updates:
+            self.checkpoints.wait()
+        else:
+            self.checkpoints.finish(self.progress)
+
+    def _save_before_raising(self) -> None:
+        """An error is on its way to the user; that the checkpoint failed as well is said beside it, not in its place."""
+        try:
+            self._end()
+        except SaveFailed as failure:
+            self.writer.say(str(failure))
 
 
 def _due(every: int, done: int) -> bool:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 import rltool
-from rltool.checkpoints.directory import latest_checkpoint
+from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Medium
@@ -21,6 +23,7 @@ from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.rollout.manager import data_targets
+from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
 from rltool.training.engine_side import EngineSide
@@ -36,7 +39,8 @@ from rltool.training.preflight import (
     probe_fleet,
     resolve_endpoints,
 )
-from rltool.training.sources import BatchSource, RecordedRollouts, Rollouts, SupervisedData
+from rltool.training.profiling import StepRecording, check_recording
+from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, Rollouts, SupervisedData
 from rltool.training.stopping import StopSignal
 from rltool.training.trainer_group import TrainerGroup
 from rltool.training.validate import (
@@ -47,11 +51,27 @@ from rltool.training.validate import (
     check_model_directory,
     needs_engines,
 )
+from rltool.training.validate_algorithm import check_algorithm
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if given."""
+
+    recorded: Path | None
+    record: Path | None = None
+
+    def source(self, config: TrainConfig) -> BatchSource:
+        """Raises UsageError when there is nothing to replay."""
+        return RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that has passed every check and has started nothing. replay: directory of recorded rollouts (debug train-only)."""
+    """A run that has passed every check and has started nothing.
+
+    replay: where the rollouts come from in place of engines (debug train-only).
+    """
 
     loaded: Loaded[TrainConfig]
     run: RunDirectory
@@ -60,7 +80,7 @@ class Prepared:
     medium: Medium | None
     fleet: ProbedFleet | None
     resume_from: Path | None
-    replay: Path | None = None
+    replay: Replay | None = None
 
     @property
     def config(self) -> TrainConfig:
@@ -83,13 +103,14 @@ def trainer_device(config: TrainConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, replay: Path | None = None) -> Prepared:
+def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, replay: Replay | None = None) -> Prepared:
     """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched."""
     config = loaded.config
     if replay is None:
         check_config(config)
     else:
         check_model_directory(config.model.path)
+        check_algorithm(config)
         check_batch_arithmetic(config)
     resume_from = _resume_point(run, resume)
     check_model(config)
@@ -104,7 +125,8 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         medium = choose_medium(config, fleet)
         check_fleet(fleet, config, medium)
     if replay is not None:
-        RecordedRollouts(config, replay)  # raises if there is nothing to replay
+        replay.source(config)
+    check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
     return Prepared(loaded, run, plan, device, medium, fleet, resume_from, replay)
 
 
@@ -140,7 +162,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             group = stack.enter_context(placed(prepared.plan, config.ray.placement_timeout))
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.steps * config.optimizer_steps_per_rollout)
-            stack.callback(trainer.close)
+            stack.push(_closing(trainer))
             progress, version = _load(prepared, run, trainer, attempt_of(log))
         engines = _engine_side(prepared, trainer, version, log_dir, console, stack)
         source = _source(prepared, engines)
@@ -151,21 +173,37 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         writer = MetricsWriter(run.metrics_file, tensorboard=board, console=console, first_step=progress.step)
         stack.callback(writer.close)
 
-        def save(at: Progress) -> None:
-            extra = {"step": at.step, "weight_version": engines.weight_version if engines else str(version), "source": at.source, "config": config.model_dump(mode="json")}
-            trainer.save_checkpoint(run.checkpoints_dir / f"step_{at.step}", extra)
-            console.print(f"checkpoint: {run.checkpoints_dir / f'step_{at.step}'}", highlight=False, soft_wrap=True)
+        def describe(at: Progress) -> dict[str, Any]:
+            return {"step": at.step, "weight_version": engines.weight_version if engines else str(version), "source": at.source, "config": config.model_dump(mode="json")}
 
         def save_hf(step: int) -> None:
-            trainer.save_hf(run.path / "hf" / f"step_{step}")
-            console.print(f"Hugging Face export: {run.path / 'hf' / f'step_{step}'}", highlight=False, soft_wrap=True)
+            target = run.path / "hf" / f"step_{step}"
+            remove(target)  # a resumed run does steps again
+            trainer.save_hf(target)
+            console.print(f"Hugging Face export: {target}", highlight=False, soft_wrap=True)
 
-        loop = Loop(config, trainer, source, engines, writer, stop, save, save_hf, progress, stop_on_gap=prepared.replay is None)
+        sweep(run.checkpoints_dir)
+        checkpoints = Checkpointer(config.checkpoint, trainer, run.checkpoints_dir, describe, console, resumed_from=progress.step if progress.saved else None)
+        recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
+        stack.callback(recording.close)
+        loop = Loop(
+            config, trainer, source, engines, writer, stop, checkpoints, save_hf, progress, stop_on_gap=prepared.replay is None, around_step=recording.around
+        )  # fmt: skip
         done = loop.run()
         if config.checkpoint.save_hf_at_end:
             save_hf(done.step)
         digest = trainer.parameter_hash()
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code)
+
+
+def _closing(trainer: TrainerGroup) -> Callable[..., None]:
+    """Closes the ranks, which waits for a save in flight; a second Ctrl-C ends at once, and with it Ray ends them."""
+
+    def close(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            trainer.close()
+
+    return close
 
 
 def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int) -> tuple[Progress, WeightVersion]:
@@ -194,7 +232,7 @@ def _engine_side(prepared: Prepared, trainer: TrainerGroup, version: WeightVersi
 def _source(prepared: Prepared, engines: EngineSide | None) -> BatchSource:
     config = prepared.config
     if prepared.replay is not None:
-        return RecordedRollouts(config, prepared.replay)
+        return prepared.replay.source(config)
     if config.algorithm.loss == "sft":
         return SupervisedData(config)
     assert engines is not None

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
 from rltool.rollout.data import PromptSource, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.manager import RolloutResult
 from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import load_tokenizer
 
 
@@ -54,7 +56,7 @@ class Rollouts:
         if self._dump_dir is not None:
             write_dump(self._dump_dir, step=step, seed=self._config.seed, samples=result.samples, info={"metrics": result.metrics})
         versions = sorted({span.version for sample in result.samples for span in sample.versions})
-        batch = samples_to_batch(result.samples, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = samples_to_batch(result.samples)
         return SourcedBatch(batch, result.metrics, tuple(versions))
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,8 +78,36 @@ class RecordedRollouts:
 
     def next(self, step: int, max_staleness: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
-        batch = samples_to_batch(dump.samples, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = samples_to_batch(dump.samples)
         return SourcedBatch(batch, rollout_metrics(dump.samples, seconds=None, dropped={}), tuple(dump.weight_versions))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class FakeRollouts:
+    """Synthetic samples, a function of seed and step. No engine takes part, and nothing is learned from them.
+
+    record: directory that gets them as a dump as well.
+    """
+
+    def __init__(self, config: TrainConfig, record: Path | None) -> None:
+        self._config = config
+        self._record = record
+        self._vocab_size = family_for(read_hf_config(config.model.path)).vocab_size
+
+    def next(self, step: int, max_staleness: int) -> SourcedBatch:
+        rollout = self._config.rollout
+        samples = synthetic_samples(
+            step, seed=self._config.seed, num_prompts=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt,
+            max_prompt_tokens=rollout.max_prompt_tokens, max_response_tokens=rollout.max_response_tokens, vocab_size=self._vocab_size,
+        )  # fmt: skip
+        if self._record is not None:
+            write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
+        return SourcedBatch(samples_to_batch(samples), rollout_metrics(samples, seconds=None, dropped={}))
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -99,7 +129,7 @@ class SupervisedData:
     def next(self, step: int, max_staleness: int) -> SourcedBatch:
         started = time.perf_counter()
         prompts = self._source.next(self._config.rollout.prompts_per_step)
-        batch = supervised_batch(prompts, self.rows.targets, loss_reduction=self._config.algorithm.loss_reduction)
+        batch = supervised_batch(prompts, self.rows.targets)
         return SourcedBatch(batch, {"time/generate_seconds": time.perf_counter() - started})
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,11 +12,14 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.algorithms.schedule import plan_micro_batches
+from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import RltoolError
+from rltool.models.cost import ModelCost
+from rltool.models.registry import family_for, read_hf_config
 from rltool.training.actors import TrainerActor
 from rltool.training.placement import PlacementPlan
 from rltool.weights.sender import Connection, Target
@@ -60,6 +63,7 @@ class TrainerGroup:
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
         self.coordinates: list[Any] = []
+        self._cost: ModelCost | None = None
 
     def start(self, total_optimizer_steps: int) -> None:
         """Let the ranks find each other and build the model. Waits rendezvous_timeout at most, plus the time to import."""
@@ -75,10 +79,14 @@ class TrainerGroup:
 
     # -- training
 
-    def logprobs(self, batch: TrainBatch, *, reference: bool = False) -> Tensor:
+    def logprobs(self, batch: TrainBatch, *, weights: Weights = "policy") -> Tensor:
         """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for first tokens."""
         plan, dealt = self._deal(batch)
-        results = get_all([rank.compute_logprobs.remote(dealt[place.dp_rank], reference) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
+        results = get_all([rank.compute_logprobs.remote(dealt[place.dp_rank], weights) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
+        return self._in_order(batch, plan, results)
+
+    def _in_order(self, batch: TrainBatch, plan: list[list[list[int]]], results: Sequence[list[Tensor] | None]) -> Tensor:
+        """[T] of the global batch from the ranks' values per micro-batch."""
         out = torch.zeros(len(batch.tokens))
         ends = batch.lengths.cumsum(0)
         starts = ends - batch.lengths
@@ -99,14 +107,40 @@ class TrainerGroup:
         tokens = batch.num_loss_tokens
         return get_all([rank.train_step.remote(dealt[place.dp_rank], tokens) for rank, place in zip(self.ranks, self.coordinates, strict=True)])[0]
 
+    def forward_backward(self, batch: TrainBatch, *, fresh: bool = False) -> tuple[Tensor, dict[str, float]]:
+        """The first half of a `train_step`: gradients, but no change of a weight. Then call `optimizer_step` or `discard_gradients`.
+
+        fresh: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss tokens, [T]
+        float32, 0 elsewhere, and metrics.
+        """
+        plan, dealt = self._deal(batch)
+        tokens = batch.num_loss_tokens
+        results = get_all([rank.forward_backward.remote(dealt[place.dp_rank], tokens, fresh) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
+        return self._in_order(batch, plan, [logprobs for logprobs, _ in results]), results[0][1]
+
+    def optimizer_step(self) -> dict[str, float]:
+        return self._all(lambda rank: rank.optimizer_step.remote())[0]
+
+    def discard_gradients(self) -> None:
+        self._all(lambda rank: rank.discard_gradients.remote())
+
     def parameter_hash(self) -> str:
         return self._all(lambda rank: rank.parameter_hash.remote())[0]
 
     def _deal(self, batch: TrainBatch) -> tuple[list[list[list[int]]], list[Any]]:
         """Micro-batches per data-parallel rank: as sample indices, and as references to the batches themselves."""
         trainer = self.config.trainer
-        plan = plan_micro_batches(batch.lengths.tolist(), max_tokens=trainer.max_tokens_per_micro_batch, data_parallel=trainer.data_parallel)
+        plan = plan_micro_batches(
+            batch.lengths.tolist(), max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.data_parallel, costs=self._costs(batch)
+        )
         return plan, [ray.put([batch.micro_batch(samples) for samples in rank]) for rank in plan]
+
+    def _costs(self, batch: TrainBatch) -> list[int] | None:
+        if self.config.trainer.balance == "tokens":
+            return None
+        if self._cost is None:
+            self._cost = family_for(read_hf_config(self.config.model.path)).cost()
+        return [self._cost.training_flops(length) for length in batch.lengths.tolist()]
 
     # -- weights (weights.sync.SenderHandle)
 
@@ -130,11 +164,32 @@ class TrainerGroup:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any]) -> None:
-        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra))
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. SaveFailed."""
+        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics))
+
+    def saved(self, *, wait: bool) -> Saved | None:
+        """The checkpoint that has been completed since the last call; None while it is written. SaveFailed."""
+        if not wait and not all(self._all(lambda rank: rank.save_has_ended.remote())):
+            return None
+        return self._all(lambda rank: rank.saved.remote())[0]
 
     def save_hf(self, directory: Path) -> None:
         self._all(lambda rank: rank.save_hf.remote(directory))
+
+    # -- looking inside (training.profiling)
+
+    def start_profile(self) -> None:
+        self._all(lambda rank: rank.start_profile.remote())
+
+    def stop_profile(self, directory: Path, name: str) -> list[Path]:
+        return self._all(lambda rank: rank.stop_profile.remote(directory, name))
+
+    def start_memory(self) -> None:
+        self._all(lambda rank: rank.start_memory.remote())
+
+    def stop_memory(self, directory: Path, name: str) -> list[Path]:
+        return self._all(lambda rank: rank.stop_memory.remote(directory, name))
 
     def close(self) -> None:
         self._all(lambda rank: rank.close.remote())

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
-from rltool.rollout.import_path import load_callable
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.placement import plan_placement
+from rltool.training.validate_algorithm import check_algorithm
 
 
 def needs_engines(config: TrainConfig) -> bool:
@@ -23,14 +25,27 @@ def needs_engines(config: TrainConfig) -> bool:
 
 def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
+    check_algorithm(config)
     check_batch_arithmetic(config)
+    check_best_metric(config)
     check_files(config)
     if needs_engines(config):
         check_mode(config)
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
         raise UsageError("eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured")
-    if config.algorithm.loss == "sft" and config.algorithm.kl_coef:
-        raise UsageError("algorithm.kl_coef has no meaning with algorithm.loss = \"sft\"; set it to 0")
+
+
+def check_best_metric(config: TrainConfig) -> None:
+    """What tells the best checkpoint is measured, as far as that is known beforehand."""
+    metric = config.checkpoint.best_metric
+    if metric is None or not metric.startswith("eval/"):
+        return
+    known = [f"eval/{name}/accuracy" for name in config.eval.sets]
+    if not any(metric.startswith(f"eval/{name}/") for name in config.eval.sets) or not config.eval.every_steps:
+        raise UsageError(
+            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] (there is {', '.join(known) or 'none'}) "
+            f"and eval.every_steps above 0 (it is {config.eval.every_steps})"
+        )
 
 
 def check_mode(config: TrainConfig) -> None:
@@ -81,28 +96,41 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
             f"rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}: engines renormalise log-probabilities over the kept tokens, the trainer "
             f"does not, so the two would differ on every token; train with top_p = 1 and top_k = -1"
         )
-    if config.algorithm.loss == "policy" and rollout.samples_per_prompt < 2:
-        raise UsageError("rollout.samples_per_prompt = 1 makes every group advantage 0: nothing would be learned; use 2 or more")
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if longest > config.trainer.max_tokens_per_micro_batch:
+    cut = config.trainer.context_parallel
+    if longest > config.trainer.micro_batch_tokens:
+        shared = f" on each of {cut} context-parallel ranks" if cut > 1 else ""
         raise UsageError(
             f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {longest} tokens do not fit "
-            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}; raise it to at least {longest}"
+            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
         )
 
 
 def check_model(config: TrainConfig) -> None:
     """The model is there, and the trainer can build it: an unknown architecture is refused by name."""
     check_model_directory(config.model.path)
-    family_for(read_hf_config(config.model.path))
+    family = family_for(read_hf_config(config.model.path))
+    if config.model.teacher_path is not None:
+        check_teacher(family, config.model.path, config.model.teacher_path)
 
 
-def check_model_directory(model: Path) -> None:
+def check_teacher(family: Family, model: Path, teacher: Path) -> None:
+    """The teacher's tensors have the names and shapes of the model's: its weights are swapped into the model."""
+    check_model_directory(teacher, setting="model.teacher_path")
+    theirs = family_for(read_hf_config(teacher)).hf_tensors()
+    if theirs != family.hf_tensors():
+        raise UsageError(
+            f"model.teacher_path: {teacher} has other tensors than model.path ({model}); a teacher takes the model's place while it scores, so it "
+            f"must be of the same architecture, size and vocabulary: the same model, trained further"
+        )
+
+
+def check_model_directory(model: Path, *, setting: str = "model.path") -> None:
     """A directory with a config.json."""
     if not model.is_dir():
-        raise UsageError(f"model.path: {model} is not a directory")
+        raise UsageError(f"{setting}: {model} is not a directory")
     if not (model / "config.json").is_file():
-        raise UsageError(f"model.path: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool convert-ckpt`")
+        raise UsageError(f"{setting}: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool convert-ckpt`")
 
 
 def check_files(config: TrainConfig) -> None:

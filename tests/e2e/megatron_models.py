@@ -18,11 +18,43 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 """Where the trainers of these tests run: cpu, or cuda on a host with two GPUs."""
 
 
-def hf_model(kind: str, tied: bool, seed: int = 0):
-    """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+KINDS = ("qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral")
+EXPERTS = ("qwen3_moe", "mixtral")
+HEAD_DIM = 32
+"""Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
-    sizes = dict(
+
+def hf_config(kind: str, tied: bool, **sizes):
+    """A transformers configuration in which everything that the family has acts: scaling, windows, unnormalised routing."""
+    import transformers
+
+    llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+    plain = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0))
+    name, special = {
+        "qwen2": ("Qwen2Config", plain),
+        "llama": ("LlamaConfig", dict(rope_parameters=dict(rope_type="llama3", rope_theta=5000.0, **llama3))),
+        "qwen3": ("Qwen3Config", plain | dict(head_dim=HEAD_DIM)),
+        "mistral": ("MistralConfig", plain | dict(head_dim=HEAD_DIM, sliding_window=None)),
+        "mixtral": ("MixtralConfig", plain | dict(num_local_experts=4, num_experts_per_tok=2)),
+        "qwen3_moe": (
+            "Qwen3MoeConfig",
+            plain | dict(head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48),
+        ),
+        "gemma3": (
+            "Gemma3TextConfig",
+            dict(
+                head_dim=HEAD_DIM,
+                query_pre_attn_scalar=24,
+                sliding_window=8,
+                layer_types=["sliding_attention", "full_attention"] * 2,
+                rope_parameters=dict(
+                    sliding_attention=dict(rope_type="default", rope_theta=500.0),
+                    full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
+                ),
+            ),
+        ),
+    }[kind]
+    common = dict(
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=4,
@@ -32,17 +64,21 @@ def hf_model(kind: str, tied: bool, seed: int = 0):
         max_position_embeddings=256,
         tie_word_embeddings=tied,
     )
-    scaling = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
-    if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**sizes, rope_parameters=dict(rope_type="default", rope_theta=5000.0)))
-    else:
-        rope = dict(rope_type="llama3", rope_theta=5000.0, **scaling)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope))
+    return getattr(transformers, name)(**common | special | sizes)
+
+
+def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
+    """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
+    # Gemma's norms multiply by 1 + weight.
+    centre = 0.0 if kind == "gemma3" else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+            parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model.eval()
 
 
@@ -88,6 +124,9 @@ def make_trainer(place, path, **options):
             device=DEVICE,
             tensor_parallel=options.get("tp", 1),
             pipeline_parallel=options.get("pp", 1),
+            context_parallel=options.get("cp", 1),
+            **options.get("trainer", {}),
+            expert_parallel=options.get("ep", 1),
             torch_threads=1,
             rendezvous_timeout=60,
         ),

@@ -14,7 +14,7 @@ from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
 from rltool.checkpoints.manifest import CheckpointDamaged
 from rltool.checkpoints.verify import ConversionMismatch
 from rltool.errors import UsageError
-from tests.e2e.megatron_models import hf_model, save_hf
+from tests.e2e.megatron_models import KINDS, hf_model, save_hf
 
 pytestmark = pytest.mark.e2e
 
@@ -32,7 +32,7 @@ def source(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("qwen2", True), ("llama", False), ("llama", True)])
+@pytest.mark.parametrize(("kind", "tied"), [(kind, tied) for kind in KINDS for tied in (True, False)])
 def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     original = save_hf(tmp_path / "hf", kind, tied)
     done = hf_to_torch_dist(original, tmp_path / "dist")
@@ -43,6 +43,24 @@ def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     before, after = weights(original), weights(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wrong_value_in_what_was_written_is_caught(tmp_path, kind, monkeypatch):
+    """In one expert, one norm, one projection: whatever comes last in the file order of the family."""
+    original = save_hf(tmp_path / "hf", kind, tied=True)
+    right = convert.HFTensors.merged
+
+    def wrong(self, parameter):
+        tensor = right(self, parameter)
+        if parameter.layer == 3 and "linear_fc2.weight" in parameter.name:
+            tensor[-1, -1] += 1e-3
+        return tensor
+
+    monkeypatch.setattr(convert.HFTensors, "merged", wrong)
+    with pytest.raises(ConversionMismatch, match="differs after the round trip"):
+        hf_to_torch_dist(original, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_sharded_source_and_sharded_target(tmp_path, source):
@@ -156,7 +174,7 @@ def test_damaged_torch_dist_directory_is_refused_before_it_is_loaded(tmp_path, s
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    monkeypatch.setattr(convert, "load_model", lambda *_: pytest.fail("loaded a damaged checkpoint"))
+    monkeypatch.setattr(convert, "TorchDistReader", lambda *_: pytest.fail("opened a damaged checkpoint"))
     with pytest.raises(CheckpointDamaged, match="its sha256 differs"):
         torch_dist_to_hf(tmp_path / "dist", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -63,7 +63,7 @@ def case_reference(place, path, batch):
         first = trainer.compute_logprobs([batch])
         trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
         trained, hashed = trainer.compute_logprobs([batch]), trainer.parameter_hash()
-        reference = trainer.compute_logprobs([batch], reference=True)
+        reference = trainer.compute_logprobs([batch], weights="reference")
         return first[0], trained[0], reference[0], hashed, trainer.parameter_hash()
 
 

@@ -1,11 +1,12 @@
 import pytest
 import torch
 
-from rltool.algorithms.advantages import broadcast_to_tokens, group_advantages
+from rltool.algorithms.advantages import group_advantages
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.kl import k3
-from rltool.algorithms.losses import policy_loss, token_loss_weights
+from rltool.algorithms.losses import ppo_loss
 from rltool.algorithms.mismatch import logprob_gap
+from rltool.algorithms.ragged import broadcast_to_tokens
 
 
 def plain_group_advantages(rewards, groups, normalize_std):
@@ -46,37 +47,26 @@ def test_k3_is_zero_at_equality_positive_elsewhere_and_its_gradient_sees_the_ref
     assert ours.grad[0] == 0 and ours.grad[1] > 0 > ours.grad[2]
 
 
-def test_policy_loss_clips_only_where_the_clip_lowers_the_objective():
+def test_ppo_loss_clips_only_where_the_clip_lowers_the_objective():
     old = torch.zeros(4)
     new = torch.log(torch.tensor([1.5, 0.5, 1.5, 0.5]))
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    result = policy_loss(new, old, advantages, clip_low=0.2, clip_high=0.28)
+    result = ppo_loss(new - old, advantages, clip_low=0.2, clip_high=0.28)
     torch.testing.assert_close(result.loss, torch.tensor([-1.28, -0.5, 1.5, 0.8]))
     assert result.clipped.tolist() == [1.0, 0.0, 0.0, 1.0]
 
 
-def test_policy_loss_gradient_on_policy_is_minus_advantage():
+def test_ppo_loss_gradient_on_policy_is_minus_advantage():
     logprobs = torch.tensor([-2.0, -3.0], requires_grad=True)
-    policy_loss(logprobs, logprobs.detach(), torch.tensor([0.5, -2.0]), clip_low=0.2, clip_high=0.2).loss.sum().backward()
+    ppo_loss(logprobs - logprobs.detach(), torch.tensor([0.5, -2.0]), clip_low=0.2, clip_high=0.2).loss.sum().backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([-0.5, 2.0]))
 
 
 def test_a_wild_ratio_gives_a_finite_loss_and_gradient():
     logprobs = torch.tensor([0.0], requires_grad=True)
-    loss = policy_loss(logprobs, torch.tensor([-1e4]), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.2).loss
+    loss = ppo_loss(logprobs - torch.tensor([-1e4]), torch.tensor([-1.0]), clip_low=0.2, clip_high=0.2).loss
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
-
-
-def test_loss_weights_give_the_mean_over_tokens_or_over_samples():
-    lengths = torch.tensor([3, 5, 2])
-    mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 0], dtype=torch.float32)  # the third sample has no loss token
-    loss = torch.arange(10, dtype=torch.float32)
-    by_token = token_loss_weights(lengths, mask, "token")
-    assert (by_token * loss).sum() / mask.sum() == loss[mask > 0].mean()
-    by_sample = token_loss_weights(lengths, mask, "sample")
-    torch.testing.assert_close((by_sample * loss).sum() / mask.sum(), (loss[1:3].mean() + loss[4:8].mean()) / 2)
-    torch.testing.assert_close(by_sample.sum(), mask.sum())
 
 
 def test_logprob_gap_looks_at_loss_tokens_alone():

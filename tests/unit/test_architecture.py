@@ -52,7 +52,7 @@ OWNERS = {
     },
     "transformers": {
         "rollout/tokenizer.py": "the tokenizer",
-        "checkpoints/verify.py": "the logits to compare with",
+        "checkpoints/logits.py": "the logits to compare with",
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},

@@ -51,6 +51,19 @@ def test_every_setting_that_the_template_comments_out_exists_and_shows_its_defau
     assert uncommented.model_dump(exclude=changed) == load_config(TrainConfig, [plain]).config.model_dump(exclude=changed)
 
 
+def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(runs, tmp_path, capsys):
+    assert run_main(["init", "run.toml"], capsys)[0] == 0
+    code, output = run_main(["init", "--algorithm", "dapo"], capsys)
+    assert code == 0 and "--config dapo.toml" in output
+    algorithm = load_config(TrainConfig, [tmp_path / "run.toml", tmp_path / "dapo.toml"]).config.algorithm
+    assert (algorithm.clip_high, algorithm.overlong_buffer, algorithm.loss) == (0.28, 256, "policy")
+
+
+def test_init_names_the_algorithms_that_it_knows(runs, capsys):
+    code, output = run_main(["init", "--algorithm", "dapoo"], capsys)
+    assert code == 2 and "dapoo" in output and "dapo, distill" in output
+
+
 def test_init_never_overwrites(runs, tmp_path, capsys):
     (tmp_path / "mine.toml").write_text("precious")
     code, output = run_main(["init", "mine.toml"], capsys)

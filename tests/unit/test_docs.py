@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.cli import VERBS, load_command
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
@@ -218,7 +219,7 @@ def python_example(containing: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
 
-@pytest.mark.parametrize(("name", "check"), [("brevity", check_reward_function), ("two_turns", check_generate_function)])
+@pytest.mark.parametrize(("name", "check"), [("brevity", check_reward_function), ("two_turns", check_generate_function), ("best_of_group", check_advantage_function), ("one_sided", check_loss_function)])
 def test_the_examples_keep_their_contracts(name, check, monkeypatch):
     module = types.ModuleType("example_of_the_docs")
     exec(compile(python_example(f"def {name}("), "extending.md", "exec"), module.__dict__)

@@ -71,27 +71,55 @@ class World:
         return {"eval/heldout/accuracy": self.accuracy}
 
     # trainer
-    def logprobs(self, batch, reference=False):
-        self._do("reference" if reference else "logprobs")
+    def logprobs(self, batch, weights="policy"):
+        self._do("logprobs" if weights == "policy" else weights)
         return torch.full((len(batch.tokens),), self.trainer_logprob)
 
     def train_step(self, batch):
-        self._do("update")
         self.batches.append(batch)
-        return {"train/loss": 0.1, "train/grad_norm": 1.0, "train/skipped": self.skipped}
+        return {"train/loss": 0.1, **self.optimizer_step()}
+
+    def forward_backward(self, batch, fresh=False):
+        self._do("gradients")
+        self.batches.append(batch)
+        return torch.full((len(batch.tokens),), self.trainer_logprob), {"train/loss": 0.1}
+
+    def optimizer_step(self):
+        self._do("update")
+        return {"train/grad_norm": 1.0, "train/skipped": self.skipped}
+
+    def discard_gradients(self):
+        self._do("discard")
+
+
+class Saves(list):
+    """Checkpoints that are complete at once: (step, data position) of each."""
+
+    def save(self, progress):
+        self.append((progress.step, progress.source))
+
+    def check(self):
+        return {}
+
+    def finish(self, progress):
+        if not progress.saved:
+            self.save(progress)
+
+    def wait(self):
+        pass
 
 
 class Run:
     def __init__(self, tmp_path, world, *, engines=True, progress=None, **settings):
         values = {"model": {"path": "m"}, "steps": 2, "eval": {"sets": {"heldout": "h.jsonl"}}, **settings}
         self.config = TrainConfig.model_validate(values)
-        self.world, self.saves, self.exports = world, [], []
+        self.world, self.saves, self.exports = world, Saves(), []
         self.file = tmp_path / "metrics.jsonl"
         self.writer = MetricsWriter(self.file, tensorboard=None, console=Console(file=io.StringIO()))
         self.stop = StopSignal()
         self.loop = Loop(
             self.config, world, world, world if engines else None, self.writer, self.stop,
-            lambda p: self.saves.append((p.step, p.source)), self.exports.append, progress or Progress(0, {"position": 0}),
+            self.saves, self.exports.append, progress or Progress(0, {"position": 0}),
         )  # fmt: skip
 
     def records(self):
@@ -102,7 +130,7 @@ def test_weights_are_pushed_before_the_first_rollout_and_after_every_update(tmp_
     world = World()
     run = Run(tmp_path, world)
     run.loop.run()
-    assert world.calls == ["push", "evaluate", "rollout", "logprobs", "update", "push", "rollout", "logprobs", "update", "push", "evaluate"]
+    assert world.calls == ["push", "evaluate", "rollout", "gradients", "update", "push", "rollout", "gradients", "update", "push", "evaluate"]
     assert run.saves == [(2, {"position": 2})]
     assert [r["step"] for r in run.records()] == [-1, 0, 1]
     assert run.records()[1]["weight_versions"] == ["v1"] and run.records()[1]["weight_version"] == "v2"
@@ -144,7 +172,7 @@ def test_a_gap_above_the_limit_stops_before_the_optimizer_step_and_saves_the_sta
     run = Run(tmp_path, world)
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         run.loop.run()
-    assert "update" not in world.calls and run.saves == [(0, {"position": 0})]
+    assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [(0, {"position": 0})]
 
 
 def test_a_replay_measures_the_gap_and_goes_on(tmp_path):
@@ -209,13 +237,13 @@ def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_position_before_it(
 def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     world = World()
     run = Run(tmp_path, world, steps=9)
-    plain = world.train_step
+    plain = world.optimizer_step
 
-    def update(batch):
+    def update():
         signal.raise_signal(signal.SIGINT)
-        return plain(batch)
+        return plain()
 
-    world.train_step = update
+    world.optimizer_step = update
     with run.stop.installed():
         assert run.loop.run().step == 1
     assert run.saves == [(1, {"position": 1})] and run.stop.exit_code == 130

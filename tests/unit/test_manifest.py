@@ -91,10 +91,39 @@ def test_leftovers_of_a_crash_are_never_taken_for_a_checkpoint(tmp_path):
     assert list(directories.begin(tmp_path / "step_2").iterdir()) == []
 
 
-def test_latest_follows_the_pointer_and_falls_back_to_the_highest_complete_step(tmp_path):
+def test_a_resume_takes_the_highest_complete_step_wherever_the_pointer_is(tmp_path):
+    """A crash between name and pointer leaves the pointer behind; a resume from there would meet its own newer checkpoint."""
     first, second = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
-    assert directories.latest_checkpoint(tmp_path) == second
     directories.set_latest(first)
+    assert directories.latest_checkpoint(tmp_path) == second and directories.pointed_at(tmp_path) == first
+    (second / "config.json").unlink()
     assert directories.latest_checkpoint(tmp_path) == first
-    (first / "config.json").unlink()
-    assert directories.latest_checkpoint(tmp_path) == second
+
+
+def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_whole_and_is_swept_up(tmp_path, monkeypatch):
+    first, second = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
+
+    def crash(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directories.shutil, "rmtree", lambda path, **_: crash() if path.exists() else None)
+        with pytest.raises(KeyboardInterrupt):
+            directories.remove(first)
+    assert directories.list_checkpoints(tmp_path) == [second]
+    directories.begin(tmp_path / "step_3")
+    (tmp_path / "notes").mkdir()
+    assert [path.name for path in directories.sweep(tmp_path)] == [".step_1.deleting", ".step_3.partial"]
+    assert {path.name for path in tmp_path.iterdir()} == {"step_2", "notes"}
+
+
+def test_a_checkpoint_that_is_being_read_is_not_deleted(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_1")
+    with directories.reading(checkpoint), directories.reading(checkpoint):
+        assert not directories.remove_unread(checkpoint) and checkpoint.is_dir()
+    assert directories.remove_unread(checkpoint) and not list(tmp_path.iterdir())
+
+
+def test_a_damaged_checkpoint_can_be_deleted(tmp_path):
+    (tmp_path / "step_1").mkdir()
+    assert directories.remove_unread(tmp_path / "step_1") and not list(tmp_path.iterdir())

@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
 from rltool.rollout.contracts import ContractViolation, check_generate_function, check_reward_function
-from rltool.rollout.import_path import load_callable
 from rltool.rollout.rewards import exact_match, final_answer, math_answer, reasoning_gym_score, score_samples
 from rltool.rollout.sample import Sample, SampleStatus
 

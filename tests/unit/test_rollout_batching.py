@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rltool.algorithms.losses import token_loss_weights
 from rltool.engines.types import VersionSpan
 from rltool.errors import UsageError
 from rltool.rollout.batching import samples_to_batch, supervised_batch, supervised_set
@@ -23,7 +22,6 @@ def sample(group, prompt, response, mask=None, reward=1.0, status=SampleStatus.C
 def test_samples_are_laid_out_back_to_back():
     batch = samples_to_batch(
         [sample(7, [1, 2], [3, 4], reward=0.5), sample(7, [1, 2], [5], status=SampleStatus.TRUNCATED), sample(9, [6], [7, 8, 9], mask=[1, 0, 1])],
-        loss_reduction="token",
     )
     assert batch.tokens.tolist() == [1, 2, 3, 4, 1, 2, 5, 6, 7, 8, 9]
     assert batch.lengths.tolist() == [4, 3, 4]
@@ -34,44 +32,21 @@ def test_samples_are_laid_out_back_to_back():
     assert torch.equal(batch.loss_weights, batch.loss_mask)
 
 
-def test_sample_reduction_gives_every_sample_the_same_weight():
-    batch = samples_to_batch([sample(0, [1], [2, 3, 4]), sample(0, [1], [2]), sample(0, [1], [])], loss_reduction="sample")
-    per_token = torch.tensor([0, 1.0, 2.0, 3.0, 0, 10.0, 0])
-    mean_of_means = ((1 + 2 + 3) / 3 + 10) / 2
-    assert (batch.loss_weights * per_token).sum() / batch.num_loss_tokens == pytest.approx(mean_of_means)
-    assert batch.loss_weights.sum() == pytest.approx(batch.num_loss_tokens)
-
-
-@pytest.mark.parametrize("reduction", ["token", "sample"])
-def test_weights_sum_to_the_loss_tokens(reduction):
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 20, (30,), generator=generator)
-    mask = (torch.rand(int(lengths.sum()), generator=generator) < 0.5).float()
-    weights = token_loss_weights(lengths, mask, reduction)
-    assert weights.sum().item() == pytest.approx(mask.sum().item(), rel=1e-5)
-    assert not (weights * (1 - mask)).any()
-
-
-def test_batch_without_any_loss_token_has_finite_weights():
-    batch = samples_to_batch([sample(0, [1], [])], loss_reduction="sample")
-    assert batch.loss_weights.tolist() == [0.0]
-
-
 @pytest.mark.parametrize("status", [SampleStatus.PENDING, SampleStatus.ABORTED, SampleStatus.FAILED])
 def test_unfinished_samples_are_refused(status):
     with pytest.raises(ValueError, match="drop it before training"):
-        samples_to_batch([sample(0, [1], [2], status=status)], loss_reduction="token")
+        samples_to_batch([sample(0, [1], [2], status=status)])
 
 
 def test_a_field_that_only_some_samples_have_is_refused():
     with pytest.raises(ValueError, match="reward: 1 of 2 samples have it"):
-        samples_to_batch([sample(0, [1], [2]), sample(0, [1], [2], reward=None)], loss_reduction="token")
+        samples_to_batch([sample(0, [1], [2]), sample(0, [1], [2], reward=None)])
     with pytest.raises(ValueError, match="weight versions: 1 of 2"):
-        samples_to_batch([sample(0, [1], [2]), sample(0, [1], [2], versions=False)], loss_reduction="token")
+        samples_to_batch([sample(0, [1], [2]), sample(0, [1], [2], versions=False)])
     with pytest.raises(ValueError, match="no sample has a reward"):
-        samples_to_batch([sample(0, [1], [2], reward=None)], loss_reduction="token")
+        samples_to_batch([sample(0, [1], [2], reward=None)])
     with pytest.raises(ValueError, match="at least one"):
-        samples_to_batch([], loss_reduction="token")
+        samples_to_batch([])
 
 
 class Letters:

@@ -4,6 +4,7 @@ import pytest
 
 from rltool.algorithms.schedule import plan_micro_batches, split_for_optimizer_steps
 from rltool.errors import UsageError
+from rltool.models.cost import ModelCost
 
 
 def check(lengths, max_tokens, ranks):
@@ -33,6 +34,28 @@ def test_ranks_get_near_equal_tokens():
     plan = check(lengths, 4096, 4)
     loads = [sum(lengths[i] for micro in rank for i in micro) for rank in plan]
     assert max(loads) - min(loads) <= 400
+
+
+def test_costs_are_balanced_in_place_of_tokens_and_packing_stays_within_them():
+    cost = ModelCost(parameters=0, attention_width=1)
+    lengths = [1000] + [100] * 10
+    costs = [cost.training_flops(length) for length in lengths]
+    plan = plan_micro_batches(lengths, max_tokens=1000, data_parallel=2, costs=costs)
+    assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(11))
+    # In tokens the ten short ones weigh as much as the long one; in attention they are a tenth of it, and stay together.
+    assert [sorted(i for micro in rank for i in micro) for rank in plan] == [[0], list(range(1, 11))]
+    mixed = [1000] * 2 + [250] * 16
+    by_tokens = plan_micro_batches(mixed, max_tokens=2000, data_parallel=2)
+    by_cost = plan_micro_batches([1500, *[100] * 15], max_tokens=1500, data_parallel=2, costs=[cost.training_flops(n) for n in [1500, *[100] * 15]])
+    assert [sum(mixed[i] for micro in rank for i in micro) for rank in by_tokens] == [3000, 3000]
+    assert [sum(1 for micro in rank for _ in micro) for rank in by_cost] == [1, 15]
+
+
+def test_training_flops_are_six_per_parameter_and_of_causal_attention_only_the_pairs_that_exist():
+    cost = ModelCost(parameters=1000, attention_width=64)
+    pairs = sum(t + 1 for t in range(7))
+    assert cost.training_flops(7) == 6 * 1000 * 7 + 3 * 4 * 64 * pairs
+    assert cost.batch_flops([7, 7]) == 2 * cost.training_flops(7)
 
 
 def test_a_sample_beyond_the_limit_is_named_with_the_setting():

@@ -1,0 +1,244 @@
+"""Trainer speed: tokens/s, model FLOPs utilisation and peak memory of one optimizer step, on random weights of a real shape.
+
+    python -m benchmarks.trainer_speed --shape 1.5B --layout packed --recompute full --recompute-layers 12
+
+Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded gives the
+same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every sample of a micro-batch
+padded to its longest, and as many of them as then fit. MFU counts 6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
+--peak-tflops. Every token but the first of a sample has a loss, so no shortcut over prompts helps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.schedule import plan_micro_batches
+from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.megatron.trainer import MegatronTrainer
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
+    "small": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True),
+    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
+    "7B": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
+}  # fmt: skip
+"""Those of Qwen2.5's published configurations, and two for the CPU."""
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="1.5B")
+    parser.add_argument("--layout", choices=("packed", "padded"), default="packed")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch, padding included")
+    parser.add_argument("--samples", type=int, default=96, help="per optimizer step and data-parallel rank")
+    parser.add_argument("--median", type=float, default=900.0, help="of the lengths")
+    parser.add_argument("--sigma", type=float, default=0.9, help="of their logarithm")
+    parser.add_argument("--longest", type=int, default=8192)
+    parser.add_argument("--steps", type=int, default=2, help="measured; their median is reported")
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--recompute-layers", type=int)
+    parser.add_argument("--eager", action="store_true", help="compile no kernels")
+    parser.add_argument("--head-chunk", type=int, default=2048)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    parser.add_argument("--context-parallel", type=int, default=1)
+    parser.add_argument("--distributed-optimizer", action="store_true")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--peak-tflops", type=float, default=990.0, help="dense, in --dtype, of one device")
+    parser.add_argument("--profile", type=Path, help="write a table of the slowest kernels of one more step here")
+    return parser.parse_args()
+
+
+def lengths_of(args: argparse.Namespace, count: int) -> list[int]:
+    draw = random.Random(0)
+    return [min(args.longest, max(16, round(draw.lognormvariate(math.log(args.median), args.sigma)))) for _ in range(count)]
+
+
+def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch:
+    """Samples of these lengths, of which the first `real` tokens are no padding."""
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    sizes, genuine = torch.tensor(lengths), torch.tensor(real)
+    position = torch.arange(total) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    mask = ((position > 0) & (position < genuine.repeat_interleave(sizes))).float()
+    return TrainBatch(
+        tokens=torch.randint(0, vocabulary, (total,), generator=generator),
+        lengths=sizes,
+        loss_mask=mask,
+        rewards=torch.zeros(len(lengths)),
+        group_ids=torch.arange(len(lengths)),
+        loss_weights=mask,
+        advantages=torch.randn(total, generator=generator) * mask,
+    )
+
+
+def micro_batches_of(args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int) -> list[list[TrainBatch]]:
+    """By data-parallel rank."""
+    if args.layout == "packed":
+        whole = batch_of(lengths, lengths, vocabulary)
+        plan = plan_micro_batches(lengths, max_tokens=args.tokens, data_parallel=shards)
+        return [[whole.micro_batch(samples) for samples in rank] for rank in plan]
+    cut = padded_micro_batches(lengths, args.tokens)
+    cut = cut[: len(cut) - len(cut) % shards] or cut
+    return [[batch_of([max(part)] * len(part), part, vocabulary) for part in cut[rank::shards]] for rank in range(shards)]
+
+
+def padded_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """In order of arrival, each as many samples as fit when all are padded to its longest."""
+    cut: list[list[int]] = [[]]
+    for length in lengths:
+        if cut[-1] and (len(cut[-1]) + 1) * max(*cut[-1], length) > max_tokens:
+            cut.append([])
+        cut[-1].append(length)
+    return cut
+
+
+def randomise(trainer: MegatronTrainer) -> None:
+    with torch.no_grad():
+        for name, parameter in trainer.gpt.named_parameters():
+            if parameter.dim() == 1 and "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02)
+    with trainer.runtime.mode():
+        trainer.weights_changed(initial=False)
+
+
+def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> dict[str, Any] | None:
+    model, shards = SHAPES[args.shape], args.ranks // args.tensor_parallel // args.context_parallel
+    trainer = MegatronTrainer(
+        ModelConfig(path=directory, dtype=args.dtype),
+        TrainerConfig(
+            world_size=args.ranks,
+            tensor_parallel=args.tensor_parallel,
+            context_parallel=args.context_parallel,
+            sequence_parallel=args.sequence_parallel,
+            distributed_optimizer=args.distributed_optimizer,
+            recompute=args.recompute,
+            recompute_layers=args.recompute_layers,
+            head_chunk_tokens=args.head_chunk,
+            compile=not args.eager,
+        ),
+        OptimizerConfig(lr=1e-6),
+        AlgorithmConfig(),
+        rank=rank,
+        world_size=args.ranks,
+        master_address="127.0.0.1",
+        master_port=port,
+        total_optimizer_steps=1000,
+        seed=0,
+        temperature=1.0,
+    )
+    cuda = trainer.runtime.device.type == "cuda"
+    with closing(trainer):
+        randomise(trainer)
+        lengths = lengths_of(args, args.samples * shards)
+        everyone = micro_batches_of(args, lengths, shards, model["vocab_size"])
+        mine = everyone[trainer.coordinates.dp_rank]
+        loss_tokens = sum(micro.num_loss_tokens for rank in everyone for micro in rank)
+        samples = sum(int(micro.loss_mask.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
+        real_tokens = loss_tokens + samples
+
+        def step(batches: list[TrainBatch]) -> tuple[float, float]:
+            """Wall-clock and processor seconds."""
+            if cuda:
+                torch.cuda.synchronize()
+            started, worked = time.perf_counter(), time.process_time()
+            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
+            trainer.optimizer_step()
+            if cuda:
+                torch.cuda.synchronize()
+            return time.perf_counter() - started, time.process_time() - worked
+
+        first = time.perf_counter()
+        for _ in range(args.warmup):
+            # Three micro-batches of different lengths compile and allocate all that the rest uses.
+            step(mine[:2] + mine[-1:])
+        warm = time.perf_counter() - first
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        seconds, processor = zip(*[step(mine) for _ in range(args.steps)], strict=True)
+        took = statistics.median(seconds)
+        flops = trainer.family.cost().batch_flops(lengths[:samples])
+        result = {
+            "shape": args.shape,
+            "layout": args.layout,
+            "dtype": args.dtype,
+            "ranks": args.ranks,
+            "tensor_parallel": args.tensor_parallel,
+            "context_parallel": args.context_parallel,
+            "distributed_optimizer": args.distributed_optimizer,
+            "recompute": args.recompute,
+            "recompute_layers": args.recompute_layers,
+            "compiled": not args.eager,
+            "parameters": trainer.family.cost().parameters,
+            "samples": samples,
+            "real_tokens": real_tokens,
+            "computed_tokens": sum(len(micro.tokens) for rank in everyone for micro in rank),
+            "micro_batches": len(mine),
+            "tokens_per_micro_batch": args.tokens,
+            "longest": max(lengths),
+            "mean_length": round(statistics.mean(lengths)),
+            "seconds": [round(value, 4) for value in seconds],
+            "processor_seconds": [round(value, 3) for value in processor],
+            "warmup_seconds": round(warm, 1),
+            "tokens_per_second_per_device": round(real_tokens / took / args.ranks),
+            "mfu": round(flops / took / args.ranks / args.peak_tflops / 1e12, 4),
+            "torch": torch.__version__,
+        }
+        if cuda:
+            result["device"] = torch.cuda.get_device_name()
+            result["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+            result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
+        if args.profile is not None and rank == 0:
+            write_profile(args.profile, lambda: step(mine[:2]), cuda)
+        return result if rank == 0 else None
+
+
+def write_profile(path: Path, action: Any, cuda: bool) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
+        action()
+    averages = recorded.key_averages()
+    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+    path.write_text(averages.table(sort_by=order, row_limit=45, max_name_column_width=90), encoding="utf-8")
+
+
+def run_rank(rank: int, args: argparse.Namespace, directory: Path, port: int) -> None:
+    result = measure(rank, args, directory, port)
+    if result is not None:
+        print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    args = options()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        shape = SHAPES[args.shape]
+        config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768, **shape}
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        port = random.SystemRandom().randrange(20000, 60000)
+        if args.ranks == 1:
+            run_rank(0, args, directory, port)
+        else:
+            torch.multiprocessing.spawn(run_rank, (args, directory, port), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()

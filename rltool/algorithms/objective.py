@@ -1,0 +1,76 @@
+"""The policy loss of loss tokens as AlgorithmConfig composes it: ratio, objective, mismatch weights, KL, entropy bonus."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rltool.algorithms.kl import kl_loss
+from rltool.algorithms.losses import LossTokens, PolicyLoss, bounded_ratio, cispo_loss, ppo_loss, sequence_log_ratio
+from rltool.config.import_path import load_callable
+from rltool.config.train import AlgorithmConfig
+from rltool.errors import ContractViolation
+
+
+def policy_objective(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> PolicyLoss:
+    """The configured surrogate of each loss token, before weights, KL and bonus. logprobs: [R], in the graph.
+
+    ContractViolation when a function of the user's returns something other than one loss per token.
+    """
+    log_ratio = logprobs - tokens.old_logprobs
+    if algorithm.own_objective:
+        loss = load_callable(algorithm.objective, setting="algorithm.objective")(logprobs, tokens, algorithm)
+        if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
+            found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ContractViolation(
+                f"algorithm.objective = {algorithm.objective!r} returned {found}, expected one loss per token, a tensor of shape "
+                f"{tuple(logprobs.shape)}; weights and reduction are applied by the trainer"
+            )
+        return PolicyLoss(loss, bounded_ratio(log_ratio).detach(), torch.zeros_like(logprobs))
+    if algorithm.ratio == "sequence":
+        log_ratio = sequence_log_ratio(log_ratio, tokens.sample, tokens.num_samples)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    if algorithm.objective == "cispo":
+        return cispo_loss(logprobs, log_ratio, tokens.advantages, **clip)
+    return ppo_loss(log_ratio, tokens.advantages, **clip, dual_clip=algorithm.dual_clip)
+
+
+def policy_token_losses(
+    logprobs: Tensor, tokens: LossTokens, is_weights: Tensor | None, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(loss of each token [R], detached per-token values [R] by metric name: see `metric_names`).
+
+    w * surrogate + kl_coef * KL - entropy_coef * entropy, with w = is_weights: the correction is of the advantage's
+    expectation; KL and entropy pull on every token, masked or not.
+    """
+    surrogate = policy_objective(logprobs, tokens, algorithm)
+    loss = surrogate.loss if is_weights is None else surrogate.loss * is_weights
+    values = {"ratio_mean": surrogate.ratio}
+    if not algorithm.own_objective:
+        values["clip_fraction"] = surrogate.clipped
+    if surrogate.dual_clipped is not None:
+        values["dual_clip_fraction"] = surrogate.dual_clipped
+    if _kl_in_loss(algorithm):
+        assert tokens.ref_logprobs is not None
+        kl = kl_loss(
+            logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator=algorithm.kl_estimator, unbiased=algorithm.kl_unbiased
+        )
+        loss = loss + algorithm.kl_coef * kl
+        values["kl"] = kl.detach()
+    if algorithm.entropy_coef > 0:
+        loss = loss - algorithm.entropy_coef * tokens.entropy
+    return loss, values
+
+
+def metric_names(algorithm: AlgorithmConfig) -> list[str]:
+    """The per-token values of `policy_token_losses`, in one order on all ranks."""
+    names = ["ratio_mean"]
+    if not algorithm.own_objective:
+        names.append("clip_fraction")
+        if algorithm.objective == "ppo" and algorithm.dual_clip is not None:
+            names.append("dual_clip_fraction")
+    return [*names, "kl"] if _kl_in_loss(algorithm) else names
+
+
+def _kl_in_loss(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.kl_coef > 0 and algorithm.kl_in == "loss"

@@ -1,0 +1,129 @@
+"""Logits of a model that never is in memory whole: each layer's weights are read before it runs and dropped after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rltool.megatron.hf_weights import HFTensors
+from rltool.megatron.model import build_model, forward, global_names, rotary_positions
+from rltool.megatron.packing import pack
+from rltool.megatron.runtime import Runtime
+from rltool.models.base import EMBEDDING, Family, Parameter
+
+Read = Callable[[Parameter], Tensor]
+"""The merged tensor of a parameter."""
+
+
+@torch.no_grad()
+def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[T, vocabulary] fp32 by Megatron, for packed sequences."""
+    with runtime.mode(), _parameters_without_memory():
+        model = build_model(family, runtime.coordinates, torch.float32, torch.device("meta"))
+        model.rotary_pos_emb = rotary_positions(family, runtime.device)
+    names = {id(parameter): name for name, parameter in global_names(model).items()}
+    wanted = {
+        (module, leaf): family.parameter(names[id(parameter)])
+        for module in model.modules()
+        for leaf, parameter in module._parameters.items()
+        if parameter is not None
+    }
+
+    def fill(module: nn.Module) -> None:
+        for part in module.modules():
+            for leaf in part._parameters:
+                if (part, leaf) in wanted:
+                    _replace(part, leaf, read(wanted[part, leaf]).float())
+
+    _in_turn([model.embedding, *model.decoder.layers, model.decoder.final_layernorm], fill, _drop)
+    if family.tied_embeddings:
+        # Megatron hands over the embedding's parameter, which has no memory by then.
+        embedding = family.parameter(EMBEDDING)
+        model.output_layer.register_forward_pre_hook(
+            lambda module, inputs, options: (inputs, {**options, "weight": read(embedding).float()}), with_kwargs=True
+        )
+    else:
+        _in_turn([model.output_layer], fill, _drop)
+    with runtime.mode():
+        return forward(model, tokens, pack(lengths, runtime.device))[:, : family.vocab_size]
+
+
+@torch.no_grad()
+def transformers_logits(
+    family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor
+) -> Tensor:
+    """[T, vocabulary] fp32 by transformers, sequence by sequence, for the weights of `directory` rounded to `dtype` first."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    with _parameters_without_memory():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+    owners = {module: name for name, module in model.named_modules()}
+
+    with HFTensors(directory) as tensors:
+
+        def fill(module: nn.Module) -> None:
+            for name, parameter in list(module.named_parameters()):
+                value = _hf_parameter(f"{owners[module]}.{name}", family, tensors, dtype)
+                if value.shape != parameter.shape:
+                    raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
+                _replace(module, name, value.to(dtype).float())
+
+        inner = model.model
+        _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)
+        rows = [model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())]
+    return torch.cat(rows)
+
+
+def _hf_parameter(name: str, family: Family, tensors: HFTensors, dtype: torch.dtype) -> Tensor:
+    """What transformers calls `name`: a tensor of the file, or the experts of a layer, which it keeps in one tensor."""
+    if name == "lm_head.weight" and family.tied_embeddings:
+        name = "model.embed_tokens.weight"
+    if name in tensors.names:
+        return tensors.read(name)
+    _, _, layer, *rest = name.split(".")
+    mlp = f"decoder.layers.{layer}.mlp."
+    if rest == ["mlp", "gate", "weight"]:
+        return tensors.merged(family.parameter(f"{mlp}router.weight"))
+    part = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}[rest[-1]]
+    experts = [family.parameter(f"{mlp}experts.local_experts.{e}.{part}.weight") for e in range(family.num_experts)]
+    return torch.stack([tensors.merged(parameter).to(dtype) for parameter in experts])
+
+
+def _in_turn(modules: list[nn.Module], fill: Callable[[nn.Module], None], drop: Callable[[nn.Module], None]) -> None:
+    """Calls `fill` before and `drop` after each module runs."""
+    for module in modules:
+        module.register_forward_pre_hook(lambda module, *_: fill(module))
+        module.register_forward_hook(lambda module, *_: drop(module))
+
+
+def _drop(module: nn.Module) -> None:
+    for name, parameter in list(module.named_parameters()):
+        _replace(module, name, parameter.to("meta"))
+
+
+def _replace(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Modules built inside have their parameters on the meta device, while their buffers (rope) are real."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]

@@ -1,0 +1,55 @@
+"""One micro-batch as one rank computes it, prepared before the schedule starts: inside it nothing waits for the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.megatron.packing import PackedSequences, pack
+from rltool.megatron.runtime import Coordinates, to_device
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """tokens, packed, targets, sources and held are on the device, the rest on the CPU.
+
+    tokens: [T] what this rank's model reads
+    rows: [R] indices into batch.tokens of the tokens whose log-probabilities are wanted, in order
+    sources: [H] where, among this rank's T, the state lies that predicts each of the wanted tokens that fall to this rank
+    targets: [H] ids of these tokens
+    held: [H] their indices into `rows`; None: this rank has all of them
+    """
+
+    batch: TrainBatch
+    tokens: Tensor
+    packed: PackedSequences
+    rows: Tensor
+    sources: Tensor
+    targets: Tensor
+    held: Tensor | None
+
+
+def prepare(batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool) -> MicroBatch:
+    """rows: [R] int64 on the CPU, none of them the first token of a sample. With context parallelism all its ranks pass the same."""
+    packed = pack(
+        batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.cp_size, multiple_of=at.tp_size if sequence_parallel else 1
+    )
+    tokens = to_device(batch.tokens, device)
+    sources, wanted, held = rows - 1, rows, None
+    if packed.place is not None:
+        places = packed.place[rows - 1]
+        held = (places >= 0).nonzero().squeeze(-1)
+        sources, wanted = places[held], rows[held]
+        held = to_device(held, device) if len(held) < len(rows) else None
+    return MicroBatch(
+        batch=batch,
+        tokens=packed.take(tokens),
+        packed=packed,
+        rows=rows,
+        sources=to_device(sources, device),
+        targets=to_device(batch.tokens[wanted], device),
+        held=held,
+    )

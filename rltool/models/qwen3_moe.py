@@ -1,0 +1,33 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rltool.models.base import Family
+from rltool.models.decoder import Variant, decoder, refuse, refuse_sliding_window, require
+from rltool.models.experts import mixture_of_experts
+
+ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+DEFAULTS = {"num_experts_per_tok": 8, "num_experts": 128}
+"""transformers' defaults, which config.json may leave out."""
+
+
+def build(config: dict[str, Any]) -> Family:
+    # transformers 5 reads either name.
+    config = {**DEFAULTS, **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}), **config}
+    refuse(config, hidden_act="silu", attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[])
+    refuse_sliding_window(config)
+    hidden, ffn, experts, top_k = require(
+        config, "hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"
+    )
+    feed_forward = mixture_of_experts(
+        hidden=hidden,
+        ffn=ffn,
+        experts=experts,
+        top_k=top_k,
+        normalize=bool(config.get("norm_topk_prob", False)),
+        block="mlp",
+        projections=("gate_proj", "up_proj", "down_proj"),
+    )
+    return decoder(config, Variant(qk_norm=True, feed_forward=feed_forward))

@@ -1,0 +1,119 @@
+"""Safetensors files, one tensor at a time: nothing is mapped, so that a file larger than memory stays out of it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from rltool.errors import RltoolError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_LARGEST_HEADER = 100_000_000
+"""The format's own limit."""
+
+
+class TensorFileDamaged(RltoolError):
+    """A safetensors file whose header or size is not what the format demands."""
+
+
+class TensorFile:
+    """A safetensors file open for reading (format: 8 bytes little-endian header length, JSON header, data)."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises TensorFileDamaged for a file that is cut off or no safetensors file."""
+        self.path = path
+        self._stream: BinaryIO = path.open("rb")
+        try:
+            self._entries, self._start = self._read_header()
+        except BaseException:
+            self._stream.close()
+            raise
+
+    def _read_header(self) -> tuple[dict[str, Any], int]:
+        size = self.path.stat().st_size
+        length = int.from_bytes(self._stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise TensorFileDamaged(f"{self.path} is no safetensors file, or it is cut off ({size} bytes)")
+        try:
+            entries = json.loads(self._stream.read(length))
+            entries.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TensorFileDamaged(f"{self.path}: the header cannot be read: {error!r}") from error
+        if size != 8 + length + end:
+            raise TensorFileDamaged(f"{self.path} has {size} bytes, its header says {8 + length + end}; copy it again")
+        return entries, 8 + length
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that contradict."""
+        entry = self._entries[name]
+        (begin, end), shape = entry["data_offsets"], entry["shape"]
+        if entry["dtype"] not in _DTYPES:
+            raise TensorFileDamaged(f"{self.path}: {name} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
+        tensor = torch.empty(shape, dtype=_DTYPES[entry["dtype"]])
+        if not 0 <= begin <= end or end - begin != tensor.nbytes:
+            raise TensorFileDamaged(f"{self.path}: {name} of shape {shape} has {end - begin} bytes")
+        if tensor.nbytes:
+            self._stream.seek(self._start + begin)
+            if self._stream.readinto(_bytes_of(tensor)) != tensor.nbytes:
+                raise TensorFileDamaged(f"{self.path}: {name} is cut off")
+        return tensor
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def write_tensor_file(
+    path: Path, layout: list[tuple[str, torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]
+) -> None:
+    """A safetensors file from tensors that come one by one in the order of `layout`: (name, dtype, shape) of each.
+
+    All of one dtype, or the larger dtypes first: the format wants its tensors aligned.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dtype, shape in layout:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for (name, dtype, shape), tensor in zip(layout, tensors, strict=True):
+            if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
+                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced")
+            if tensor.nbytes:
+                contiguous = tensor.detach().cpu().contiguous()
+                stream.write(_bytes_of(contiguous))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU, valid while the tensor lives.
+
+    Not by way of numpy: a storage that numpy has seen can no longer be freed by `resize_`.
+    """
+    return memoryview((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,139 @@
+"""From rewards and log-probabilities to what the loss needs, for a whole rollout at once. Pure: no rank takes part.
+
+The driver holds the global batch, so means, whitening and weights are over all ranks by construction.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rltool.algorithms import advantages, corrections, kl
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.overlong import overlong_reward, response_lengths
+from rltool.algorithms.ragged import broadcast_to_tokens
+from rltool.algorithms.reduction import token_loss_weights
+from rltool.config.import_path import load_callable
+from rltool.config.train import AlgorithmConfig
+from rltool.errors import ContractViolation
+
+Measured = tuple[TrainBatch, dict[str, float]]
+"""The batch with more of its fields filled in, and train/* metrics."""
+
+
+def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> Measured:
+    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, and those of the reference or
+    teacher where the configuration does."""
+    metrics: dict[str, float] = {}
+    if algorithm.overlong_buffer:
+        batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
+    if algorithm.uses_reference and algorithm.kl_in == "reward":
+        batch, measured = _with_kl_penalty(batch, algorithm)
+        metrics.update(measured)
+    values = estimate_advantages(batch, algorithm)
+    if whitens(algorithm):
+        values = advantages.whiten(values, batch.loss_mask)
+    chosen = values[batch.loss_mask > 0]
+    metrics["train/advantage_mean"] = _mean(chosen)
+    metrics["train/advantage_std"] = float(chosen.std()) if len(chosen) > 1 else 0.0
+    return batch.replace(advantages=values), metrics
+
+
+def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """The configured estimator before whitening: [T] float32, 0 where loss_mask is 0.
+
+    A penalty per token (KL in the reward) becomes part of the return behind it in reinforce_pp and its baseline variant, and
+    is summed into the sample's reward for grpo and rloo, whose advantages belong to whole samples.
+    """
+    lengths, mask = batch.lengths, batch.loss_mask
+    name = algorithm.advantage
+    if algorithm.own_advantage:
+        return _own_advantages(batch, algorithm)
+    if name == "distill":
+        return advantages.distillation_advantages(_present(batch, "old_logprobs"), _present(batch, "teacher_logprobs"), mask)
+    if name == "reinforce_pp":
+        return advantages.reinforce_pp_advantages(batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma)
+    if name == "reinforce_pp_baseline":
+        return advantages.reinforce_pp_baseline_advantages(batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma)
+    rewards = batch.sample_rewards()
+    if name == "rloo":
+        return broadcast_to_tokens(advantages.rloo_advantages(rewards, batch.group_ids), lengths, mask)
+    if name == "grpo":
+        per_sample = advantages.group_advantages(rewards, batch.group_ids, normalize_std=algorithm.normalize_std)
+        return broadcast_to_tokens(per_sample, lengths, mask)
+    raise ValueError(f"no estimator of advantages named {name!r}")
+
+
+def whitens(algorithm: AlgorithmConfig) -> bool:
+    """whiten_advantages, with None resolved to what the estimator's paper does."""
+    if algorithm.whiten_advantages is not None:
+        return algorithm.whiten_advantages
+    return algorithm.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gae")
+
+
+def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
+    """Factors of the policy loss for samples that the engine drew from another distribution than the trainer's old policy."""
+    if not algorithm.corrects_mismatch:
+        return batch, {}
+    old, engine = _present(batch, "old_logprobs"), _present(batch, "rollout_logprobs")
+    chosen = batch.loss_mask > 0
+    metrics: dict[str, float] = {}
+    factors = batch.loss_mask.clone()
+    if algorithm.is_weights != "none":
+        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_weights)
+        weights = corrections.truncated_weights(ratio, cap=algorithm.is_cap)
+        factors = factors * weights
+        metrics["train/is_weight_mean"] = _mean(weights[chosen])
+        metrics["train/is_truncated_fraction"] = _mean((ratio > algorithm.is_cap)[chosen].float())
+    if algorithm.is_mask != "none":
+        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_mask)
+        kept = corrections.inside_range(ratio, low=algorithm.is_mask_low, high=algorithm.is_mask_high)
+        factors = factors * kept
+        metrics["train/masked_fraction"] = 1.0 - _mean(kept[chosen]) if bool(chosen.any()) else 0.0
+    return batch.replace(is_weights=factors), metrics
+
+
+def with_loss_weights(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> TrainBatch:
+    """The configured reduction over this batch: that of one optimizer step, all ranks together."""
+    length = (algorithm.loss_length or max_response_tokens) if algorithm.loss_reduction == "constant" else None
+    weights = token_loss_weights(batch.lengths, batch.loss_mask, algorithm.loss_reduction, group_ids=batch.group_ids, constant_length=length)
+    return batch.replace(loss_weights=weights)
+
+
+def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Measured:
+    response = response_lengths(batch.lengths, batch.loss_mask)
+    shaping = overlong_reward(response, max_length=max_response_tokens, buffer=algorithm.overlong_buffer)
+    metrics = {"train/overlong_fraction": _mean((shaping < 0).float())}
+    return batch.replace(rewards=batch.rewards + algorithm.overlong_penalty * shaping), metrics
+
+
+def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
+    chosen = batch.loss_mask > 0
+    estimate = kl.ESTIMATORS[algorithm.kl_estimator](_present(batch, "old_logprobs")[chosen], _present(batch, "ref_logprobs")[chosen])
+    penalty = torch.zeros_like(batch.loss_mask)
+    penalty[chosen] = -algorithm.kl_coef * estimate
+    return batch.replace(token_rewards=penalty), {"train/kl": _mean(estimate)}
+
+
+def _own_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
+    values = load_callable(algorithm.advantage, setting="algorithm.advantage")(batch, algorithm)
+    shapes = ((batch.num_samples,), tuple(batch.tokens.shape))
+    if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
+        found = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise ContractViolation(
+            f"algorithm.advantage = {algorithm.advantage!r} returned {found}, expected one value per sample {shapes[0]} or per token {shapes[1]}"
+        )
+    if tuple(values.shape) == shapes[0]:
+        return broadcast_to_tokens(values, batch.lengths, batch.loss_mask)
+    return torch.where(batch.loss_mask > 0, values.float(), torch.zeros_like(batch.loss_mask))
+
+
+def _present(batch: TrainBatch, name: str) -> Tensor:
+    value = getattr(batch, name)
+    if value is None:
+        raise ValueError(f"TrainBatch.{name} is None, but the configured algorithm needs it")
+    return value
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

@@ -1,0 +1,134 @@
+"""The checkpoints of a run as the loop sees them: started at steps, settled at step boundaries, thinned out, and one at the end."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rich.console import Console
+
+from rltool.checkpoints import directory as directories
+from rltool.checkpoints import manifest as manifests
+from rltool.checkpoints.retention import Kept, expendable
+from rltool.config.train import CheckpointConfig
+from rltool.errors import SaveFailed
+
+if TYPE_CHECKING:
+    from rltool.training.loop import Progress
+
+
+class SavingTrainer(Protocol):
+    """What is asked of the trainer's ranks: rltool/checkpoints/saving.py on each of them."""
+
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None: ...
+
+    def saved(self, *, wait: bool) -> Any: ...
+
+
+class Checkpointer:
+    """Saves of one run, at most one in flight. describe(progress): what a resume needs beside the trainer's state; JSON."""
+
+    def __init__(
+        self, config: CheckpointConfig, trainer: SavingTrainer, directory: Path, describe: Callable[[Progress], dict[str, Any]], console: Console, *, resumed_from: int | None = None
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._directory = directory
+        self._describe = describe
+        self._console = console
+        self._complete = resumed_from
+        self._in_flight: int | None = None
+        self._metrics: dict[str, float] = {}
+
+    def path(self, step: int) -> Path:
+        return self._directory / f"step_{step}"
+
+    def save(self, progress: Progress) -> None:
+        """A checkpoint of this state: complete on return, or on its way with checkpoint.async_save.
+
+        An earlier one is waited for first. Failures of either are dealt with as checkpoint.on_save_failure says: SaveFailed, or a
+        warning that is counted.
+        """
+        started = time.perf_counter()
+        self._settle(wait=True)
+        try:
+            self._start(progress)
+        except SaveFailed as failure:
+            self._failed(failure)
+        else:
+            self._settle(wait=not self._config.async_save)
+        self._metrics["checkpoint/blocked_seconds"] = time.perf_counter() - started
+
+    def check(self) -> dict[str, float]:
+        """At a step boundary: what has come of the save in flight. Returns checkpoint/* metrics of what happened since the last call."""
+        self._settle(wait=False)
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def finish(self, progress: Progress) -> None:
+        """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed whatever the configuration says."""
+        try:
+            self._settle(wait=True)
+        except SaveFailed as failure:
+            if progress.step == self._complete:
+                self._warn(failure)
+        if self._complete != progress.step:
+            self._start(progress)
+            self._settle(wait=True, final=True)
+
+    def wait(self) -> None:
+        """At an end that leaves no state worth saving: lets the save in flight come to its own."""
+        self._settle(wait=True)
+
+    def _start(self, progress: Progress) -> None:
+        final = self.path(progress.step)
+        if final.exists():
+            # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it as it died.
+            directories.remove(final)
+        measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
+        self._trainer.save_checkpoint(final, self._describe(progress), measured)
+        self._in_flight = progress.step
+
+    def _settle(self, *, wait: bool, final: bool = False) -> None:
+        if self._in_flight is None:
+            return
+        try:
+            saved = self._trainer.saved(wait=wait)
+        except SaveFailed as failure:
+            self._in_flight = None
+            if final:
+                raise
+            self._failed(failure)
+            return
+        if saved is None:
+            return
+        self._complete, self._in_flight = self._in_flight, None
+        self._metrics |= {"checkpoint/write_seconds": saved.seconds, "checkpoint/bytes": float(saved.bytes)}
+        self._console.print(f"checkpoint: {saved.directory}", highlight=False, soft_wrap=True)
+        self._thin_out()
+
+    def _failed(self, failure: SaveFailed) -> None:
+        if self._config.on_save_failure == "stop":
+            raise failure
+        self._warn(failure)
+
+    def _warn(self, failure: SaveFailed) -> None:
+        self._metrics["checkpoint/failures"] = self._metrics.get("checkpoint/failures", 0.0) + 1
+        self._console.print(f"warning: {failure}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    def _thin_out(self) -> None:
+        config = self._config
+        if config.keep_last == 0:
+            return
+        complete = [Kept(directories.step_of(path), self._value(path)) for path in directories.list_checkpoints(self._directory)]
+        pointed = directories.pointed_at(self._directory)
+        protected = {directories.step_of(pointed)} if pointed is not None else set()
+        going = expendable(complete, keep_last=config.keep_last, keep_best=config.keep_best, higher_is_better=config.best_is == "highest", protected=protected)
+        for step in going:
+            directories.remove_unread(self.path(step))
+
+    def _value(self, path: Path) -> float | None:
+        return manifests.read(path).metrics.get(self._config.best_metric) if self._config.best_metric else None

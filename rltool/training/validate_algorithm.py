@@ -1,0 +1,119 @@
+"""Which settings of [algorithm] belong together. A setting that would be accepted and then do nothing is refused.
+
+Pure but for importing the functions that the configuration names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from rltool.config.import_path import load_callable
+from rltool.config.train import AlgorithmConfig, TrainConfig
+from rltool.errors import UsageError
+
+
+class Needs(NamedTuple):
+    """When a setting has an effect: `holds` of the algorithm, and the same in words that name the settings to change."""
+
+    holds: Callable[[AlgorithmConfig], bool]
+    words: str
+
+
+def _estimator(*names: str) -> Needs:
+    return Needs(lambda a: a.own_advantage or a.advantage in names, " or ".join(f'algorithm.advantage = "{name}"' for name in names))
+
+
+def _objective(*names: str) -> Needs:
+    return Needs(lambda a: a.own_objective or a.objective in names, " or ".join(f'algorithm.objective = "{name}"' for name in names))
+
+
+_KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
+_REWARDS = Needs(lambda a: a.advantage != "distill", "an algorithm.advantage that is made from rewards")
+_WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
+_MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
+
+EFFECTIVE: dict[str, Needs] = {
+    "normalize_std": _estimator("grpo"),
+    "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
+    "gae_lambda": _estimator("gae"),
+    "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
+    "overlong_buffer": _REWARDS,
+    "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
+    "ratio": _objective("ppo", "cispo"),
+    "dual_clip": _objective("ppo"),
+    "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
+    "kl_in": _KL,
+    "kl_estimator": _KL,
+    "kl_unbiased": Needs(lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'),
+    "is_cap": _WEIGHTS,
+    "is_mask_low": _MASK,
+    "is_mask_high": _MASK,
+}
+"""Settings of the policy loss that need another one; those not named here always count."""
+
+SUPERVISED = ("loss", "loss_reduction", "loss_length")
+"""All that counts with algorithm.loss = "sft"."""
+
+
+def check_algorithm(config: TrainConfig) -> None:
+    """Raises UsageError for the first combination that makes no sense, with the fix."""
+    algorithm = config.algorithm
+    for name in changed(algorithm):
+        value = getattr(algorithm, name)
+        if algorithm.loss == "sft" and name not in SUPERVISED:
+            raise UsageError(f'algorithm.{name} = {_toml(value)} has no meaning with algorithm.loss = "sft"; leave it out')
+        needs = EFFECTIVE.get(name)
+        if needs is not None and not needs.holds(algorithm):
+            raise UsageError(f"algorithm.{name} = {_toml(value)} would have no effect: it needs {needs.words}; set that, or leave algorithm.{name} out")
+    if config.algorithm.loss == "policy":
+        _check_policy(config)
+    if config.model.teacher_path is not None:
+        _check_teacher_used(algorithm)
+
+
+def changed(algorithm: AlgorithmConfig) -> list[str]:
+    """Settings that are not at their default."""
+    return [name for name, field in AlgorithmConfig.model_fields.items() if getattr(algorithm, name) != field.default]
+
+
+def _check_policy(config: TrainConfig) -> None:
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.advantage == "gae":
+        raise UsageError(
+            'algorithm.advantage = "gae" needs a critic, which is not built yet; use "reinforce_pp" (no baseline), or "grpo", "rloo" or '
+            '"reinforce_pp_baseline" (the prompt group is the baseline)'
+        )
+    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_unbiased:
+        raise UsageError(
+            'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, which does not depend on '
+            'the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or algorithm.kl_in = "reward"'
+        )
+    if algorithm.advantage == "distill":
+        if config.model.teacher_path is None:
+            raise UsageError('algorithm.advantage = "distill" needs model.teacher_path: weights of the same architecture and shape as the model')
+        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+            raise UsageError('algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use algorithm.kl_in = "loss"')
+    if algorithm.overlong_buffer > rollout.max_response_tokens:
+        raise UsageError(
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than rollout.max_response_tokens = {rollout.max_response_tokens}; "
+            f"it is the last part of these: lower it"
+        )
+    if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline") and rollout.samples_per_prompt < 2:
+        raise UsageError(
+            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group advantage 0: nothing would be '
+            f'learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
+        )
+    for name in ("advantage", "objective"):
+        if ":" in getattr(algorithm, name):
+            load_callable(getattr(algorithm, name), setting=f"algorithm.{name}")
+
+
+def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
+    if algorithm.loss == "policy" and (algorithm.advantage == "distill" or algorithm.own_advantage or algorithm.own_objective):
+        return
+    raise UsageError('model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function), or leave it out')
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

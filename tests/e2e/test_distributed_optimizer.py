@@ -1,0 +1,76 @@
+"""The distributed optimizer without Transformer Engine and Apex: what is saved is restored, bit by bit, also under another layout."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+
+from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_ranks import CaseFailed
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
+
+
+def options(distributed, dtype="float32", **layout):
+    return {
+        "dtype": dtype,
+        "optimizer": {"eps": 1e-4, "weight_decay": 0.1, "warmup_steps": 2, "decay_style": "linear"},
+        "trainer": {"distributed_optimizer": distributed},
+        **layout,
+    }
+
+
+def steps(trainer, batch, count):
+    samples = list(range(batch.num_samples))[trainer.coordinates.dp_rank :: trainer.coordinates.dp_size]
+    own = [batch.select(samples[i::2]) for i in range(2)]
+    metrics = [trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) for _ in range(count)]
+    return metrics, trainer.parameter_hash()
+
+
+def case_save(place, path, settings, batch, directory):
+    """Three steps, a checkpoint, two more steps."""
+    from rltool.checkpoints.torch_dist import save_checkpoint
+
+    with closing(make_trainer(place, path, **settings)) as trainer:
+        steps(trainer, batch, 3)
+        save_checkpoint(trainer, directory, {"step": 3})
+        return steps(trainer, batch, 2)
+
+
+def case_resume(place, path, settings, batch, directory):
+    """The last two steps alone, from the checkpoint."""
+    from rltool.checkpoints.torch_dist import load_checkpoint
+
+    with closing(make_trainer(place, path, load=False, **settings)) as trainer:
+        load_checkpoint(trainer, directory)
+        return steps(trainer, batch, 2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_steps_are_bit_equal_to_those_never_interrupted(ranks, tmp_path, dtype):
+    path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
+    settings, directory = options(True, dtype), tmp_path / "step_3"
+    whole = ranks.run(case_save, 2, path, settings, batch, directory)
+    assert ranks.run(case_resume, 2, path, settings, batch, directory) == whole
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})], ids=["one rank", "TP2", "PP2", "CP2"]
+)
+def test_a_checkpoint_of_two_shares_goes_on_under_another_layout(ranks, tmp_path, world, layout):
+    path, batch, directory = save_hf(tmp_path / "model"), policy_batch(LENGTHS), tmp_path / "step_3"
+    whole, _ = ranks.run(case_save, 2, path, options(True), batch, directory)[0]
+    found, _ = ranks.run(case_resume, world, path, options(True, **layout), batch, directory)[0]
+    for mine, expected in zip(found, whole, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_state_of_the_other_kind_of_optimizer_is_refused_with_what_to_do(ranks, tmp_path, distributed):
+    path, batch, directory = save_hf(tmp_path / "model"), policy_batch(LENGTHS), tmp_path / "step_3"
+    ranks.run(case_save, 1, path, options(distributed), batch, directory)
+    with pytest.raises(CaseFailed, match="distributed_optimizer = .*start a new run from its weights"):
+        ranks.run(case_resume, 1, path, options(not distributed), batch, directory)

@@ -1,0 +1,177 @@
+"""Every algorithm in the real trainer: one optimizer step against plain loops on the transformers model, and in other layouts."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import AlgorithmConfig
+from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
+from tests import plain_algorithms as plain
+from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
+RESPONSE = 12
+OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
+"""The eps keeps the update smooth in the gradient: at 1e-8 Adam's first step is its sign, even of rounding errors."""
+
+
+def exported(trainer) -> dict[str, torch.Tensor] | None:
+    """The HF tensors, copied; None but on rank 0."""
+    pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
+    return dict(pairs) if trainer.coordinates.rank == 0 else None
+
+
+def rollout(model) -> TrainBatch:
+    """Samples whose old, engine's, reference's and teacher's log-probabilities lie around the model's own."""
+    batch, generator = policy_batch(LENGTHS), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        own = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in batch.tokens.split(LENGTHS)])
+    near = lambda scale: own + scale * torch.randn(len(own), generator=generator)  # noqa: E731
+    old = near(0.2)
+    # Groups of 2, 3 and 3, dealt out of order.
+    return batch.replace(
+        group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]), advantages=None, loss_weights=batch.loss_mask, old_logprobs=old, ref_logprobs=near(0.3),
+        teacher_logprobs=near(0.3), rollout_logprobs=(old + 0.1 * torch.randn(len(own), generator=generator)) * batch.loss_mask,
+    )  # fmt: skip
+
+
+def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
+    """As the loop does it."""
+    if algorithm.loss == "policy":
+        batch, _ = with_advantages(batch, algorithm, max_response_tokens=RESPONSE)
+        batch, _ = with_corrections(batch, algorithm)
+    return with_loss_weights(batch, algorithm, max_response_tokens=RESPONSE)
+
+
+def hf_logprobs_and_entropy(model, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs, entropies = [], []
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        distribution = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        logprobs.append(torch.cat([torch.zeros(1), distribution[:-1].gather(-1, tokens[1:, None]).squeeze(-1)]))
+        entropies.append(torch.cat([torch.zeros(1), entropy[:-1]]))
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+# Cases: run in the ranks.
+
+
+def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1):
+    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
+        at = trainer.coordinates
+        own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+        dealt = [batch.micro_batch(own[i::micro_batches]) for i in range(micro_batches)]
+        return trainer.train_step(dealt, global_loss_tokens=batch.num_loss_tokens), exported(trainer)
+
+
+def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
+    from rltool.checkpoints.torch_dist import load_teacher, load_weights, save_checkpoint
+
+    with closing(make_trainer(place, path, tp=tp, pp=pp, load=False, optimizer=OPTIMIZER)) as trainer:
+        load_weights(trainer, teacher)
+        save_checkpoint(trainer, checkpoint, {"step": 0})
+        load_teacher(trainer, teacher)
+        load_weights(trainer, path)
+        from_hf, policy = trainer.compute_logprobs([batch], weights="teacher"), trainer.compute_logprobs([batch])
+        hashed = trainer.parameter_hash()
+        load_teacher(trainer, checkpoint)
+        from_checkpoint = trainer.compute_logprobs([batch], weights="teacher")
+        assert trainer.parameter_hash() == hashed, "the policy is put back"
+        trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+        trained = exported(trainer)
+        after = trainer.compute_logprobs([batch], weights="teacher")
+        return (None if policy is None else (policy[0], from_hf[0], from_checkpoint[0], after[0])), trained
+
+
+# Tests.
+
+FAMILIES = {
+    "grpo": {"loss_reduction": "sample", "kl_coef": 0.3},
+    "dr-grpo": {"normalize_std": False, "loss_reduction": "constant"},
+    "dapo": {"clip_low": 0.1, "clip_high": 0.18, "overlong_buffer": 6},
+    "gspo": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample"},
+    "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.1},
+    "rloo, group means": {"advantage": "rloo", "loss_reduction": "group"},
+    "reinforce++": {"advantage": "reinforce_pp", "gamma": 0.95, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce++ baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.3, "kl_estimator": "k2"},
+    "distillation": {"advantage": "distill"},
+    "dual clip": {"dual_clip": 1.05},
+    "entropy bonus": {"entropy_coef": 0.3},
+    "unbiased k3": {"kl_coef": 0.3, "kl_unbiased": True},
+    "truncated importance sampling": {"is_weights": "token", "is_cap": 1.02},
+    "icepop": {"is_weights": "token", "is_cap": 1.08, "is_mask": "token", "is_mask_low": 0.92, "is_mask_high": 1.08},
+    "sequence mask": {"is_mask": "sequence", "is_mask_low": 0.8, "is_mask_high": 1.2},
+    "geometric mask": {"is_mask": "geometric", "is_mask_low": 0.97, "is_mask_high": 1.03},
+    "sft": {"loss": "sft", "loss_reduction": "sample"},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, name):
+    path, model, algorithm = save_hf(tmp_path), hf_model("qwen2", tied=True), AlgorithmConfig(**FAMILIES[name])
+    batch = rollout(model)
+    metrics, weights = ranks.run(case_step, 1, path, prepared(batch, algorithm), FAMILIES[name], 1, 1, 3)[0]
+
+    logprobs, entropy = hf_logprobs_and_entropy(model, batch)
+    advantages = plain.advantages(batch, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
+    expected = plain.loss(batch, advantages, logprobs, entropy, algorithm, RESPONSE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0)
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])
+    optimizer.step()
+
+    assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5) and norm > 0.01
+    state = model.state_dict()
+    for tensor_name, tensor in weights.items():
+        torch.testing.assert_close(tensor, state[tensor_name], rtol=0, atol=1e-5, msg=tensor_name)
+
+
+@pytest.mark.parametrize("settings", [
+    {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample", "entropy_coef": 0.3, "kl_coef": 0.3, "kl_unbiased": True},
+    {"advantage": "reinforce_pp", "objective": "cispo", "is_weights": "sequence", "is_mask": "geometric", "loss_reduction": "group"},
+], ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"])  # fmt: skip
+def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
+    path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
+    reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
+    assert reference["train/grad_norm"] > 0.01
+    for tp, pp, micro_batches, cp in ((1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 3, 1), (1, 1, 2, 2)):
+        results = ranks.run(case_step, 2, path, batch, settings, tp, pp, micro_batches, cp)
+        for metrics, _ in results:
+            assert metrics == pytest.approx(reference, rel=1e-5, abs=1e-6), (tp, pp, cp)
+        for name, tensor in results[0][1].items():
+            torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6, msg=f"{tp} {pp} {cp} {name}")
+
+
+@pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
+def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks, tmp_path, world, tp, pp):
+    path, teacher = save_hf(tmp_path / "policy"), save_hf(tmp_path / "teacher", seed=3)
+    batch = prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig())
+    results = ranks.run(case_teacher, world, path, teacher, tmp_path / "step_0", batch, tp, pp)
+    with torch.no_grad():
+        expected = [torch.cat([hf_logprobs(hf_model("qwen2", True, seed), t, 1.0) for t in batch.tokens.split(LENGTHS)]) for seed in (0, 3)]
+    policy, *teachers = next(found for found, _ in results if found is not None)
+    torch.testing.assert_close(policy, expected[0], rtol=0, atol=2e-5)
+    for found in teachers:
+        torch.testing.assert_close(found, expected[1], rtol=0, atol=2e-5)
+    assert (expected[0] - expected[1]).abs().max() > 0.5
+    # The optimizer's own copies of the weights did not become the teacher's: the step equals one without a teacher.
+    alone = ranks.run(case_step, 1, path, batch, {}, 1, 1, 1)[0][1]
+    for name, tensor in results[0][1].items():
+        torch.testing.assert_close(tensor, alone[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_teacher_of_another_shape_is_refused_before_anything_starts(tmp_path):
+    from rltool.config.train import ModelConfig, TrainConfig
+    from rltool.errors import UsageError
+    from rltool.training.validate import check_model
+
+    path, teacher = save_hf(tmp_path / "policy"), save_hf(tmp_path / "teacher", kind="llama")
+    with pytest.raises(UsageError, match="must be of the same architecture, size and vocabulary"):
+        check_model(TrainConfig(model=ModelConfig(path=path, teacher_path=teacher)))

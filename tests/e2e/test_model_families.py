@@ -1,0 +1,132 @@
+"""Every model family against transformers: log-probabilities, gradients, and weights in and out, in every layout it allows."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import pytest
+import torch
+
+from rltool.checkpoints.convert import torch_dist_to_hf
+from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
+from rltool.errors import UsageError
+from rltool.megatron.model import check_parallelism
+from rltool.models.registry import family_for, read_hf_config
+from tests.e2e.megatron_models import (
+    EXPERTS,
+    KINDS,
+    hf_config,
+    hf_logprobs,
+    hf_model,
+    make_trainer,
+    policy_batch,
+    save_hf,
+)
+
+pytestmark = pytest.mark.e2e
+
+LENGTHS = [5, 17, 2, 9, 12, 3, 8, 40]
+"""Up to five times the sliding window of the Gemma in these tests."""
+TEMPERATURE = 0.7
+
+
+def case(place, path, batch, layout):
+    """Log-probabilities, metrics of one step of supervised training, and the weights before it."""
+    options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}, "temperature": TEMPERATURE}
+    with closing(make_trainer(place, path, **layout, **options)) as trainer:
+        at = trainer.coordinates
+        exported = {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
+        logprobs = trainer.compute_logprobs([batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])])
+        own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+        micro_batches = [batch.select(own[:1]), batch.select(own[1:])]
+        metrics = trainer.train_step(micro_batches, global_loss_tokens=batch.num_loss_tokens)
+        return exported, logprobs, metrics
+
+
+def case_reload(place, path, checkpoint, layout, save):
+    """Saves the weights of `path`, or loads what was saved under another layout; returns them."""
+    with closing(make_trainer(place, path, load=save, **layout)) as trainer:
+        if save:
+            save_checkpoint(trainer, checkpoint, {"step": 1})
+        else:
+            load_weights(trainer, checkpoint)
+        return {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
+
+
+def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
+    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
+    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
+    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
+    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
+
+
+def on_disk(path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory):
+    """(kind, directory, model, batch, log-probabilities, loss and gradient norm by transformers)."""
+    kind = request.param
+    tied = kind in ("gemma3", "qwen3")
+    path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)
+    batch = policy_batch(LENGTHS)
+    logprobs = torch.cat([hf_logprobs(model, t, TEMPERATURE) for t in batch.tokens.split(batch.lengths.tolist())])
+    at = batch.loss_mask > 0
+    loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return kind, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
+
+
+def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
+    kind, path, batch, logprobs, loss, norm = family
+    original = on_disk(path)
+    for world, layout in layouts(kind):
+        results = ranks.run(case, world, path, batch, layout)
+        exported, _, metrics = results[0]
+        assert exported.keys() == original.keys(), layout
+        for name, tensor in original.items():
+            assert torch.equal(exported[name], tensor), f"{layout} {name}"
+        for _, found, _ in results:
+            if found is not None:
+                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=3e-5, msg=f"{layout}")
+        assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
+        assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+
+
+def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
+    kind, path, *_ = family
+    original = on_disk(path)
+    # Context parallelism cuts no weights.
+    every = [(world, layout) for world, layout in layouts(kind) if "cp" not in layout]
+    for number, (world, saved) in enumerate(every[1:]):
+        checkpoint = tmp_path / f"step_{number}"
+        ranks.run(case_reload, world, path, checkpoint, saved, True)
+        converted = tmp_path / f"hf_{number}"
+        torch_dist_to_hf(checkpoint, converted, verify=False)
+        assert all(torch.equal(on_disk(converted)[name], tensor) for name, tensor in original.items()), f"{saved} -> hf"
+        for other, layout in every:
+            if layout == saved:
+                continue
+            found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
+            assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "named"),
+    [
+        ("mixtral", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
+        ("qwen2", {"expert_parallel": 2}, "0 experts"),
+        ("mixtral", {"tensor_parallel": 2}, "sequence_parallel = true"),
+        ("gemma3", {"pipeline_parallel": 3}, "pipeline_parallel = 3"),
+        ("qwen3", {"tensor_parallel": 4}, "num_query_groups = 2"),
+    ],
+)
+def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_path, kind, layout, named):
+    hf_config(kind, tied=False).save_pretrained(tmp_path)
+    config = {**read_hf_config(tmp_path), "architectures": [type(hf_model(kind, tied=False)).__name__]}
+    with pytest.raises(UsageError, match=named):
+        check_parallelism(family_for(config), **{"tensor_parallel": 1, "pipeline_parallel": 1, **layout})

@@ -1,0 +1,96 @@
+"""Algorithms that need more than one model, through the command: `debug train-only` on recorded rollouts, without any engine."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.sample import Sample, SampleStatus
+from tests.e2e.job import Job, write_job
+from tests.tiny_models import VOCAB_SIZE, write_tiny_qwen2
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
+    """A job whose rollouts are in `recorded`: random tokens, with log-probabilities as of a near-uniform engine."""
+    root = tmp_path_factory.mktemp("algorithms")
+    generator = random.Random(0)
+    for step in range(STEPS):
+        samples = []
+        for group in range(8):
+            prompt = [generator.randrange(VOCAB_SIZE) for _ in range(5)]
+            for index in range(4):
+                length = generator.randint(1, 12)
+                sample = Sample(group_id=8 * step + group, index=index, prompt_index=group, prompt_ids=prompt, status=SampleStatus.COMPLETED)
+                sample.response_ids = [generator.randrange(VOCAB_SIZE) for _ in range(length)]
+                sample.response_mask = [1] * length
+                sample.response_logprobs = [-math.log(VOCAB_SIZE) + generator.gauss(0, 0.2) for _ in range(length)]
+                sample.reward = generator.random()
+                samples.append(sample)
+        write_dump(root / "recorded", step=step, seed=3, samples=samples)
+    return write_job(root, tiny_tied_dir, None)
+
+
+def replay(job: Job, run: str, *more: str, sets: list[str]) -> str:
+    """The parameter hash at the end."""
+    said = job("debug train-only", run, "--rollouts", str(job.root / "recorded"), *more, sets=["optimizer_steps_per_rollout=1", *sets])
+    return re.search(r"sha256:(\w+)", said).group(1)
+
+
+@torch.no_grad()
+def response_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
+    """Of all response tokens, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    found = []
+    for sample in samples:
+        tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
+        found.append(logprobs[len(sample.prompt_ids) - 1 :])
+    return torch.cat(found)
+
+
+def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_path):
+    teacher = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2)
+    sets = ["algorithm.advantage=distill", f"model.teacher_path={teacher}"]
+    whole = replay(job, "distilled", sets=sets)
+    replay(job, "halved", "--steps", "1", sets=sets)
+    assert replay(job, "halved", "--resume", sets=sets) == whole
+    samples = read_dump(job.root / "recorded", 0).samples
+    advantages = response_logprobs(teacher, samples) - response_logprobs(job.model, samples)
+    first = job.steps("distilled")[0]
+    assert first["train/grad_norm"] > 0 and advantages.std() > 0.1
+    assert first["train/advantage_mean"] == pytest.approx(advantages.mean().item(), abs=1e-5)
+    assert first["train/advantage_std"] == pytest.approx(advantages.std().item(), rel=1e-4)
+
+
+def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depend_on_them(job):
+    sets = [
+        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01",
+        "algorithm.is_weights=token", "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9", "algorithm.is_mask_high=1.1",
+        "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
+    ]  # fmt: skip
+    replay(job, "one", sets=sets)
+    replay(job, "two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
+    for one, two in zip(job.steps("one"), job.steps("two"), strict=True):
+        for name in ("loss", "grad_norm", "kl", "entropy", "is_weight_mean", "masked_fraction", "overlong_fraction", "advantage_std", "ratio_mean", "clip_fraction"):
+            assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-5, abs=1e-6), name
+        assert one["train/masked_fraction"] > 0 and one["train/is_truncated_fraction"] > 0 and one["train/overlong_fraction"] > 0
+    first, second = job.steps("one")
+    assert first["train/kl"] == pytest.approx(0, abs=1e-6) and second["train/kl"] != 0
+
+
+def test_an_unusable_algorithm_is_refused_before_anything_starts(job):
+    said = job("debug train-only", "refused", "--rollouts", str(job.root / "recorded"), sets=["algorithm.advantage=gae"], code=2)
+    assert "needs a critic" in said and not (job.runs / "refused" / "metrics.jsonl").exists()

@@ -1,0 +1,174 @@
+"""The algorithms a second time, as the papers print them: loops over samples and tokens, Python floats, no code of rltool's.
+
+Slow and plain on purpose: what the fast, ragged tensor functions are compared with.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import torch
+from torch import Tensor
+
+
+def cut(values: Tensor | None, lengths: Tensor) -> list[Tensor]:
+    """[T] -> one tensor per sample."""
+    return [] if values is None else list(values.split(lengths.tolist()))
+
+
+def loss_tokens(batch, i: int) -> list[int]:
+    """Positions within sample i that have a loss."""
+    return [t for t, m in enumerate(cut(batch.loss_mask, batch.lengths)[i].tolist()) if m > 0]
+
+
+def response_length(batch, i: int) -> int:
+    own = loss_tokens(batch, i)
+    return int(batch.lengths[i]) - own[0] if own else 0
+
+
+def overlong(length: int, limit: int, buffer: int) -> float:
+    if length <= limit - buffer:
+        return 0.0
+    if length <= limit:
+        return ((limit - buffer) - length) / buffer
+    return -1.0
+
+
+def kl(p: Tensor, q: Tensor, estimator: str) -> Tensor:
+    """p: log-probability of the policy; q: of the reference."""
+    if estimator == "k1":
+        return p - q
+    if estimator == "k2":
+        return (p - q) ** 2 / 2
+    return torch.exp(q) / torch.exp(p) - 1 - (q - p)
+
+
+def advantages(batch, a, max_response_tokens: int) -> Tensor:
+    """[T] of a whole rollout."""
+    count = batch.num_samples
+    rewards = [float(r) for r in batch.rewards]
+    if a.overlong_buffer:
+        for i in range(count):
+            rewards[i] += a.overlong_penalty * overlong(response_length(batch, i), max_response_tokens, a.overlong_buffer)
+    old = cut(batch.old_logprobs, batch.lengths)
+    reference = cut(batch.ref_logprobs, batch.lengths)
+    teacher = cut(batch.teacher_logprobs, batch.lengths)
+    penalty = [[0.0] * int(n) for n in batch.lengths]
+    if a.kl_coef > 0 and a.kl_in == "reward":
+        for i in range(count):
+            for t in loss_tokens(batch, i):
+                penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
+    result = [[0.0] * int(n) for n in batch.lengths]
+    group = {i: [j for j in range(count) if batch.group_ids[j] == batch.group_ids[i]] for i in range(count)}
+    whole = [rewards[i] + sum(penalty[i]) for i in range(count)]
+    for i in range(count):
+        members = group[i]
+        for t in loss_tokens(batch, i):
+            if a.advantage == "grpo":
+                others = [whole[j] for j in members]
+                value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
+                if a.normalize_std and len(others) > 1:
+                    value /= statistics.stdev(others) + 1e-6
+            elif a.advantage == "rloo":
+                others = [whole[j] for j in members if j != i]
+                value = whole[i] - statistics.fmean(others) if others else 0.0
+            elif a.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+                final = rewards[i]
+                if a.advantage == "reinforce_pp_baseline":
+                    final -= statistics.fmean(rewards[j] for j in members)
+                later = [s for s in loss_tokens(batch, i) if s >= t]
+                value = sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
+            else:
+                value = float(teacher[i][t] - old[i][t])
+            result[i][t] = value
+    whiten = a.whiten_advantages if a.whiten_advantages is not None else a.advantage.startswith("reinforce_pp")
+    if whiten:
+        every = [result[i][t] for i in range(count) for t in loss_tokens(batch, i)]
+        mean, std = statistics.fmean(every), statistics.stdev(every)
+        for i in range(count):
+            for t in loss_tokens(batch, i):
+                result[i][t] = (result[i][t] - mean) / (std + 1e-8)
+    return torch.tensor([value for sample in result for value in sample])
+
+
+def gae(token_rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """Of one sample's loss tokens: the double sum of Schulman et al. 2016, eq. 16."""
+    n = len(values)
+    delta = [token_rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+    return [sum((gamma * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)]
+
+
+def mismatch_ratios(batch, level: str) -> list[dict[int, float]]:
+    """Per sample: position -> trainer's old probability / engine's."""
+    old, engine = cut(batch.old_logprobs, batch.lengths), cut(batch.rollout_logprobs, batch.lengths)
+    result = []
+    for i in range(batch.num_samples):
+        own = loss_tokens(batch, i)
+        single = {t: math.exp(float(old[i][t]) - float(engine[i][t])) for t in own}
+        product = math.prod(single.values())
+        if level == "sequence":
+            single = dict.fromkeys(own, product)
+        elif level == "geometric":
+            single = dict.fromkeys(own, product ** (1 / max(1, len(own))))
+        result.append(single)
+    return result
+
+
+def is_weight(batch, a) -> list[dict[int, float]]:
+    """Per sample: position -> factor of the policy loss."""
+    factors = [dict.fromkeys(loss_tokens(batch, i), 1.0) for i in range(batch.num_samples)]
+    if a.is_weights != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights), strict=True):
+            for t, ratio in ratios.items():
+                own[t] *= min(ratio, a.is_cap)
+    if a.is_mask != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask), strict=True):
+            for t, ratio in ratios.items():
+                own[t] *= 1.0 if a.is_mask_low <= ratio <= a.is_mask_high else 0.0
+    return factors
+
+
+def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
+    low, high = 1 - a.clip_low, 1 + a.clip_high
+    if a.objective == "cispo":
+        return -min(max(float(ratio.detach()), low), high) * advantage * new
+    objective = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
+    if a.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage))
+    return -objective
+
+
+def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_response_tokens: int) -> Tensor:
+    """The loss of a global batch, reduced as the papers write it. logprobs, entropy: [T], in the graph."""
+    new, bonus = cut(logprobs, batch.lengths), cut(entropy, batch.lengths)
+    old, reference = cut(batch.old_logprobs, batch.lengths), cut(batch.ref_logprobs, batch.lengths)
+    weights, advantage_of = is_weight(batch, a) if a.loss == "policy" else None, cut(advantage, batch.lengths)
+    samples: list[list[Tensor]] = []
+    for i in range(batch.num_samples):
+        own = loss_tokens(batch, i)
+        samples.append([])
+        for t in own:
+            if a.loss == "sft":
+                samples[-1].append(-new[i][t])
+                continue
+            if a.ratio == "sequence":
+                ratio = torch.exp(sum(new[i][s] - old[i][s] for s in own) / len(own))
+            else:
+                ratio = torch.exp(new[i][t] - old[i][t])
+            value = weights[i][t] * surrogate(new[i][t], ratio, float(advantage_of[i][t]), a)
+            if a.kl_coef > 0 and a.kl_in == "loss":
+                estimate = kl(new[i][t], reference[i][t], a.kl_estimator)
+                value = value + a.kl_coef * (torch.exp(new[i][t] - old[i][t]) * estimate if a.kl_unbiased else estimate)
+            samples[-1].append(value - a.entropy_coef * bonus[i][t])
+    if a.loss_reduction == "constant":
+        return sum(sum(sample) for sample in samples) / (len(samples) * (a.loss_length or max_response_tokens))
+    if a.loss_reduction == "token":
+        parts = [[value for sample in samples for value in sample]]
+    elif a.loss_reduction == "sample":
+        parts = samples
+    else:
+        ids = list(dict.fromkeys(batch.group_ids.tolist()))
+        parts = [[v for i, sample in enumerate(samples) if batch.group_ids[i] == g for v in sample] for g in ids]
+    means = [sum(part) / len(part) for part in parts if part]
+    return sum(means) / len(means)

@@ -1,0 +1,66 @@
+"""Advantages and losses as users write them, sound and broken: for the tests of the extension points."""
+
+from __future__ import annotations
+
+import torch
+
+
+def centred(batch, algorithm):
+    return batch.rewards - batch.rewards.mean()
+
+
+def per_token(batch, algorithm):
+    return (batch.ref_logprobs - batch.old_logprobs) * algorithm.gamma
+
+
+def by_reshape(batch, algorithm):
+    return batch.rewards - batch.rewards[0]
+
+
+def in_place(batch, algorithm):
+    batch.rewards.sub_(1.0)
+    return batch.rewards.clone()
+
+
+def as_list(batch, algorithm):
+    return batch.rewards.tolist()
+
+
+def one_number(batch, algorithm):
+    return batch.rewards.mean()
+
+
+def not_finite(batch, algorithm):
+    return batch.rewards / 0.0
+
+
+def raises(*_):
+    raise RuntimeError("this function is broken")
+
+
+def reinforce(logprobs, tokens, algorithm):
+    return -tokens.advantages * logprobs
+
+
+def squared(logprobs, tokens, algorithm):
+    return (logprobs - tokens.old_logprobs - algorithm.clip_high * tokens.advantages).square()
+
+
+def summed(logprobs, tokens, algorithm):
+    return (-tokens.advantages * logprobs).sum()
+
+
+def detached(logprobs, tokens, algorithm):
+    return -tokens.advantages * logprobs.detach()
+
+
+def unbounded(logprobs, tokens, algorithm):
+    return -tokens.advantages * (10 * (logprobs - tokens.old_logprobs)).exp()
+
+
+def over_the_micro_batch(logprobs, tokens, algorithm):
+    return -(tokens.advantages - tokens.advantages.mean()) * logprobs
+
+
+def no_pull(logprobs, tokens, algorithm):
+    return 0.0 * torch.relu(logprobs)

@@ -1,0 +1,144 @@
+"""What the loop's checkpoints do about time, failures and space, with the trainer replaced by a record of calls."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from rltool.checkpoints import directory as directories
+from rltool.checkpoints.completion import Saved
+from rltool.checkpoints.manifest import FILE, Manifest, describe_files, to_text
+from rltool.config.train import CheckpointConfig
+from rltool.errors import SaveFailed
+from rltool.training.checkpointer import Checkpointer
+from rltool.training.loop import Progress
+
+
+class Trainer:
+    """Saves at once, or when `finish` is called; those in `broken` fail."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+        self.broken: set[int] = set()
+        self.slow = False
+        self._in_flight = None
+
+    def save_checkpoint(self, directory, extra, metrics):
+        self.calls.append(f"save {extra['step']}")
+        assert self._in_flight is None, "one at a time"
+        self._in_flight = directory, extra["step"], metrics
+
+    def saved(self, *, wait):
+        if self._in_flight is None or (self.slow and not wait):
+            return None
+        (directory, step, metrics), self._in_flight = self._in_flight, None
+        self.calls.append(f"complete {step}")
+        if step in self.broken:
+            raise SaveFailed(f"no space for {step}")
+        directory.mkdir(parents=True)
+        (directory / "data").write_text("x" * step)
+        manifest = Manifest(kind="training", architecture="a", dtype="float32", step=step, metrics=metrics, files=describe_files(directory))
+        (directory / FILE).write_text(to_text(manifest))
+        directories.set_latest(directory)
+        return Saved(directory, 10, 0.5)
+
+
+class Run:
+    def __init__(self, tmp_path, resumed_from=None, **settings):
+        self.trainer, self.out, self.directory = Trainer(), io.StringIO(), tmp_path
+        config = CheckpointConfig(**settings)
+        self.checkpoints = Checkpointer(config, self.trainer, tmp_path, lambda at: {"step": at.step}, Console(file=self.out, width=200), resumed_from=resumed_from)
+
+    def save(self, step, **metrics):
+        self.checkpoints.save(Progress(step, {}, metrics={name.replace("__", "/"): value for name, value in metrics.items()}))
+
+    def steps(self):
+        return [directories.step_of(path) for path in directories.list_checkpoints(self.directory)]
+
+
+def test_a_synchronous_save_is_complete_on_return_and_reports_once(tmp_path):
+    run = Run(tmp_path)
+    run.save(2)
+    assert run.steps() == [2] and "checkpoint: " in run.out.getvalue()
+    metrics = run.checkpoints.check()
+    assert metrics.pop("checkpoint/blocked_seconds") >= 0
+    assert metrics == {"checkpoint/write_seconds": 0.5, "checkpoint/bytes": 10.0} and run.checkpoints.check() == {}
+
+
+def test_an_asynchronous_one_is_waited_for_by_the_next_and_at_the_end(tmp_path):
+    run = Run(tmp_path, async_save=True)
+    run.trainer.slow = True
+    run.save(1)
+    run.checkpoints.check()
+    assert run.steps() == []
+    run.save(2)
+    assert run.steps() == [1]
+    run.checkpoints.finish(Progress(2, {}))
+    assert run.trainer.calls == ["save 1", "complete 1", "save 2", "complete 2"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_stops_the_run_at_the_step_boundary_by_default(tmp_path, asynchronous):
+    run = Run(tmp_path, async_save=asynchronous)
+    run.trainer.broken = {1}
+    with pytest.raises(SaveFailed, match="no space for 1"):
+        run.save(1)
+        run.checkpoints.check()
+    run.checkpoints.wait()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_if_so_configured_a_failure_is_counted_and_the_run_goes_on(tmp_path, asynchronous):
+    run = Run(tmp_path, async_save=asynchronous, on_save_failure="continue")
+    run.trainer.broken = {1, 2}
+    run.save(1)
+    run.save(2)
+    run.save(3)
+    assert run.checkpoints.check()["checkpoint/failures"] == 2 and run.steps() == [3]
+    assert run.out.getvalue().count("warning: no space") == 2
+
+
+def test_the_checkpoint_at_the_end_is_tried_again_and_must_succeed(tmp_path):
+    run = Run(tmp_path, async_save=True, on_save_failure="continue")
+    run.trainer.slow, run.trainer.broken = True, {4}
+    run.save(4)
+    with pytest.raises(SaveFailed):
+        run.checkpoints.finish(Progress(4, {}))
+    assert run.trainer.calls == ["save 4", "complete 4", "save 4", "complete 4"]
+    run.trainer.broken = set()
+    run.checkpoints.finish(Progress(4, {}))
+    assert run.steps() == [4]
+
+
+def test_nothing_is_saved_again_at_the_end_if_it_is_there(tmp_path):
+    run = Run(tmp_path, resumed_from=4)
+    run.checkpoints.finish(Progress(4, {}))
+    assert run.trainer.calls == []
+
+
+def test_the_newest_and_the_best_stay(tmp_path):
+    run = Run(tmp_path, keep_last=1, keep_best=1, best_metric="eval/heldout/accuracy")
+    for step, accuracy in ((1, 0.1), (2, 0.7), (3, math.nan), (4, 0.3), (5, None)):
+        run.save(step, **({} if accuracy is None else {"eval__heldout__accuracy": accuracy}))
+    assert run.steps() == [2, 5]
+
+
+def test_what_a_resume_reads_is_not_deleted(tmp_path):
+    run = Run(tmp_path, keep_last=1)
+    run.save(1)
+    with directories.reading(tmp_path / "step_1"):
+        run.save(2)
+        assert run.steps() == [1, 2]
+    run.save(3)
+    assert run.steps() == [3]
+
+
+def test_a_step_that_is_done_again_replaces_what_is_left_of_the_first_time(tmp_path):
+    """A run resumed from step 1: step 2 is damaged, or its killed trainer completed it as it died."""
+    (tmp_path / "step_2").mkdir()
+    run = Run(tmp_path, resumed_from=1)
+    run.save(2)
+    assert run.steps() == [2]

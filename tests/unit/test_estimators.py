@@ -1,0 +1,195 @@
+"""Advantages, corrections, rewards and reductions against loops that follow the papers."""
+
+import pytest
+import torch
+
+from rltool.algorithms import corrections, ragged
+from rltool.algorithms.advantages import distillation_advantages, reinforce_pp_advantages, rloo_advantages, whiten
+from rltool.algorithms.contracts import example_batch
+from rltool.algorithms.gae import gae, value_loss
+from rltool.algorithms.overlong import overlong_reward, response_lengths
+from rltool.algorithms.reduction import token_loss_weights
+from rltool.config.train import AlgorithmConfig
+from rltool.training.advantages import with_advantages, with_corrections
+from tests import plain_algorithms as plain
+
+LONGEST = 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"normalize_std": False},
+        {"advantage": "rloo"},
+        {"advantage": "reinforce_pp"},
+        {"advantage": "reinforce_pp", "whiten_advantages": False, "gamma": 0.9},
+        {"advantage": "reinforce_pp_baseline", "gamma": 0.7},
+        {"advantage": "distill"},
+        {"advantage": "rloo", "whiten_advantages": True},
+        {"overlong_buffer": 3, "overlong_penalty": 0.7},
+        *({"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k} for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline") for k in ("k1", "k2", "k3")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_advantages_equal_a_plain_loop(settings):
+    batch, algorithm = example_batch().replace(token_rewards=None), AlgorithmConfig(**settings)
+    found, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
+    expected = plain.advantages(batch, algorithm, LONGEST)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rloo_is_zero_for_a_group_of_one_and_equal_rewards():
+    assert rloo_advantages(torch.tensor([3.0, 1.0, 1.0]), torch.tensor([0, 1, 1])).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_rewards_and_groups_of_unequal_shape_are_refused():
+    with pytest.raises(ValueError, match="equal vectors"):
+        rloo_advantages(torch.zeros(3), torch.zeros(2, dtype=torch.int64))
+
+
+def test_a_return_reaches_no_other_sample_and_skips_what_an_environment_inserted():
+    lengths, mask = torch.tensor([3, 4]), torch.tensor([0, 1, 1, 0, 1, 0, 1], dtype=torch.float32)
+    found = reinforce_pp_advantages(torch.tensor([1.0, 10.0]), None, lengths, mask, gamma=0.5)
+    assert found.tolist() == [0, 0.5, 1.0, 0, 5.0, 0, 10.0]
+
+
+def test_whitening_is_over_all_loss_tokens_and_leaves_the_others_zero():
+    mask = torch.tensor([0, 1, 1, 1, 0], dtype=torch.float32)
+    found = whiten(torch.tensor([99.0, 1.0, 2.0, 3.0, -99.0]), mask)
+    torch.testing.assert_close(found, torch.tensor([0.0, -1.0, 0.0, 1.0, 0.0]))
+    assert whiten(torch.tensor([5.0]), torch.ones(1)).tolist() == [0.0]
+
+
+def test_whitening_per_rank_would_be_something_else():
+    values, mask = torch.tensor([1.0, 2.0, 10.0, 30.0]), torch.ones(4)
+    per_rank = torch.cat([whiten(values[:2], mask[:2]), whiten(values[2:], mask[2:])])
+    assert not torch.allclose(whiten(values, mask), per_rank)
+
+
+def test_distillation_pulls_up_what_the_teacher_finds_likelier():
+    found = distillation_advantages(torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([-0.5, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0]))
+    assert found.tolist() == [0.5, -2.0, 0.0]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_mismatch_ratios_equal_a_plain_loop(level):
+    batch = example_batch()
+    found = corrections.mismatch_ratio(batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.loss_mask, level=level)
+    expected = torch.zeros_like(found)
+    start = 0
+    for length, ratios in zip(batch.lengths.tolist(), plain.mismatch_ratios(batch, level), strict=True):
+        for t, ratio in ratios.items():
+            expected[start + t] = ratio
+        start += length
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_ratio_of_a_long_sequence_does_not_overflow():
+    ratio = corrections.mismatch_ratio(torch.zeros(1000), torch.full((1000,), -1.0), torch.tensor([1000]), torch.ones(1000), level="sequence")
+    assert torch.isfinite(ratio).all() and ratio[0] > 1e8
+    with pytest.raises(ValueError, match="known: token, sequence, geometric"):
+        corrections.mismatch_ratio(torch.zeros(1), torch.zeros(1), torch.tensor([1]), torch.ones(1), level="batch")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"is_weights": "token", "is_cap": 1.05},
+        {"is_weights": "sequence", "is_cap": 1.2},
+        {"is_weights": "geometric", "is_cap": 1.01},
+        {"is_mask": "token", "is_mask_low": 0.93, "is_mask_high": 1.05},
+        {"is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
+        {"is_mask": "geometric", "is_mask_low": 0.95, "is_mask_high": 1.02},
+        {"is_weights": "token", "is_cap": 1.1, "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    ],
+    ids=str,
+)
+def test_corrections_and_their_metrics_equal_a_plain_loop(settings):
+    batch, algorithm = example_batch(), AlgorithmConfig(**settings)
+    found, metrics = with_corrections(batch, algorithm)
+    expected = [value for sample in plain.is_weight(batch, algorithm) for value in sample.values()]
+    torch.testing.assert_close(found.is_weights[batch.loss_mask > 0], torch.tensor(expected))
+    assert not (found.is_weights * (1 - batch.loss_mask)).any()
+    assert len(set(expected)) > 1, "the settings of this case must do something"
+    if algorithm.is_mask != "none":
+        kept = plain.is_weight(batch, AlgorithmConfig(**{k: v for k, v in settings.items() if "mask" in k}))
+        masked = [value == 0 for sample in kept for value in sample.values()]
+        assert metrics["train/masked_fraction"] == pytest.approx(sum(masked) / len(masked))
+        assert 0 < metrics["train/masked_fraction"] < 1
+    if algorithm.is_weights != "none":
+        weights = plain.is_weight(batch, AlgorithmConfig(**{k: v for k, v in settings.items() if "mask" not in k}))
+        values = [value for sample in weights for value in sample.values()]
+        assert metrics["train/is_weight_mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
+        assert 0 < metrics["train/is_truncated_fraction"] < 1
+
+
+def test_without_corrections_nothing_is_computed():
+    batch = example_batch()
+    assert with_corrections(batch, AlgorithmConfig()) == (batch, {})
+
+
+def test_overlong_rewards_equal_the_paper_at_every_length():
+    lengths = torch.arange(0, 25)
+    expected = [plain.overlong(int(n), 20, 5) for n in lengths]
+    found = overlong_reward(lengths, max_length=20, buffer=5)
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert found[15] == 0 and found[16] == pytest.approx(-0.2) and found[20] == -1 and found[24] == -1
+    with pytest.raises(ValueError, match="within max_length"):
+        overlong_reward(lengths, max_length=20, buffer=21)
+
+
+def test_a_response_begins_at_the_first_loss_token_and_may_be_empty():
+    batch = example_batch()
+    expected = [plain.response_length(batch, i) for i in range(batch.num_samples)]
+    assert response_lengths(batch.lengths, batch.loss_mask).tolist() == expected and 0 in expected
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (1.0, 0.0)])
+def test_gae_equals_the_double_sum(gamma, lam):
+    batch = example_batch()
+    rewards = batch.token_rewards + ragged.at_last_loss_token(batch.rewards, batch.lengths, batch.loss_mask).float()
+    values = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3))
+    found, targets = gae(rewards, values, batch.lengths, batch.loss_mask, gamma=gamma, lam=lam)
+    expected = torch.zeros_like(found)
+    start = 0
+    for i, length in enumerate(batch.lengths.tolist()):
+        own = [start + t for t in plain.loss_tokens(batch, i)]
+        for t, value in zip(own, plain.gae(rewards[own].tolist(), values[own].tolist(), gamma, lam), strict=True):
+            expected[t] = value
+        start += length
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(targets, expected + values * batch.loss_mask)
+
+
+def test_value_loss_takes_the_worse_of_clipped_and_plain():
+    values, old, targets = torch.tensor([1.0, 1.0, 0.1]), torch.tensor([0.0, 0.0, 0.0]), torch.tensor([2.0, 0.0, 5.0])
+    assert value_loss(values, old, targets, clip=0.2).tolist() == pytest.approx([0.5 * 1.8**2, 0.5, 0.5 * 4.9**2])
+    assert value_loss(values, old, targets, clip=None).tolist() == pytest.approx([0.5, 0.5, 0.5 * 4.9**2])
+    clipped = values.clone().requires_grad_()
+    value_loss(clipped, old, targets, clip=0.2).sum().backward()
+    assert clipped.grad[0] == 0, "moved further than the clip towards its target: no further pull"
+    assert clipped.grad[1] == 1 and clipped.grad[2] == pytest.approx(-4.9)
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample", "group"])
+def test_weights_of_a_mean_sum_to_the_loss_tokens_and_are_zero_elsewhere(reduction):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 20, (30,), generator=generator)
+    mask = (torch.rand(int(lengths.sum()), generator=generator) < 0.5).float()
+    weights = token_loss_weights(lengths, mask, reduction, group_ids=torch.randint(0, 9, (30,), generator=generator))
+    assert weights.sum().item() == pytest.approx(mask.sum().item(), rel=1e-5)
+    assert not (weights * (1 - mask)).any()
+
+
+@pytest.mark.parametrize("reduction", ["token", "sample", "group", "constant"])
+def test_a_batch_without_any_loss_token_has_finite_weights(reduction):
+    weights = token_loss_weights(torch.tensor([2]), torch.zeros(2), reduction, group_ids=torch.tensor([0]), constant_length=4)
+    assert weights.tolist() == [0.0, 0.0]
+
+
+def test_a_reduction_that_is_unknown_or_lacks_its_input_is_refused():
+    for reduction, message in (("mean", "known: token"), ("group", "group_ids"), ("constant", "constant_length")):
+        with pytest.raises(ValueError, match=message):
+            token_loss_weights(torch.tensor([1]), torch.ones(1), reduction)

@@ -1,0 +1,109 @@
+"""What the loop hands to the trainer under each kind of algorithm, with a trainer that only remembers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.contracts import example_batch
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.training.loop import Loop, Progress
+from tests import plain_algorithms as plain
+
+RESPONSE = 6
+
+
+class RememberingTrainer:
+    """Has the log-probabilities of `example_batch`, and keeps every batch that it is to train on."""
+
+    def __init__(self) -> None:
+        self.known = {"policy": example_batch().old_logprobs, "reference": example_batch().ref_logprobs, "teacher": example_batch().teacher_logprobs}
+        self.asked: list[str] = []
+        self.trained: list[TrainBatch] = []
+
+    def logprobs(self, batch: TrainBatch, *, weights: str = "policy") -> torch.Tensor:
+        self.asked.append(weights)
+        return self.known[weights].clone()
+
+    def forward_backward(self, batch: TrainBatch, *, fresh: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
+        assert fresh
+        self.trained.append(batch)
+        order = [int(token) for token in batch.tokens]  # tokens of the example are numbered
+        return self.known["policy"][order], {"train/loss": 0.0}
+
+    def optimizer_step(self) -> dict[str, float]:
+        return {"train/skipped": 0.0, "train/grad_norm": 1.0}
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        self.trained.append(batch)
+        return {"train/loss": 0.0, **self.optimizer_step()}
+
+
+def train(*sets: str) -> tuple[RememberingTrainer, dict[str, float], TrainConfig]:
+    common = ["model.path=model", f"rollout.max_response_tokens={RESPONSE}", "monitor.logprob_gap_limit=10.0"]
+    config = load_config(TrainConfig, [], [*common, *sets]).config
+    trainer = RememberingTrainer()
+    nothing: Any = None
+    loop = Loop(config, trainer, nothing, None, nothing, nothing, nothing, nothing, Progress(0, {}))
+    fresh = example_batch().replace(old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
+    metrics = loop.train(fresh)
+    return trainer, metrics, config
+
+
+def expected_advantages(config: TrainConfig) -> torch.Tensor:
+    return plain.advantages(example_batch(), config.algorithm, RESPONSE)
+
+
+@pytest.mark.parametrize(
+    ("sets", "asked", "metrics"),
+    [
+        (["algorithm.kl_coef=0.1"], ["reference"], []),
+        (["algorithm.overlong_buffer=3"], [], ["train/overlong_fraction"]),
+        (["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], ["policy", "reference"], ["train/kl"]),
+        (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
+        (["algorithm.is_weights=token", "algorithm.is_cap=1.05"], ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"]),
+        (["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"], ["policy"], ["train/masked_fraction"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_one_step_gets_what_the_algorithm_needs_and_no_more(sets, asked, metrics):
+    trainer, measured, config = train(*sets)
+    assert trainer.asked == asked
+    for name in metrics:
+        assert measured[name] != 0, name
+    assert measured["train/logprob_abs_diff_mean"] > 0 and "train/advantage_std" in measured
+    (batch,) = trainer.trained
+    torch.testing.assert_close(batch.advantages, expected_advantages(config), rtol=1e-5, atol=1e-6)
+    if config.algorithm.corrects_mismatch:
+        factors = [value for sample in plain.is_weight(example_batch(), config.algorithm) for value in sample.values()]
+        torch.testing.assert_close(batch.is_weights[batch.loss_mask > 0], torch.tensor(factors))
+    else:
+        assert batch.is_weights is None
+
+
+def test_optimizer_steps_share_one_whitening_and_have_their_own_reduction():
+    trainer, _, config = train("algorithm.advantage=reinforce_pp", "optimizer_steps_per_rollout=2", "algorithm.loss_reduction=sample")
+    assert trainer.asked == ["policy"], "with two steps the old log-probabilities are those before the first"
+    first, second = trainer.trained
+    expected = expected_advantages(config)
+    for part in (first, second):
+        torch.testing.assert_close(part.advantages, expected[part.tokens], rtol=1e-5, atol=1e-6)
+        assert part.loss_weights.sum().item() == pytest.approx(part.num_loss_tokens)
+    assert first.num_samples + second.num_samples == 7 and not set(first.group_ids.tolist()) & set(second.group_ids.tolist())
+
+
+def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():
+    for sets, length in (([], RESPONSE), (["algorithm.loss_length=11"], 11)):
+        trainer, _, _ = train("algorithm.loss_reduction=constant", "algorithm.normalize_std=false", *sets)
+        (batch,) = trainer.trained
+        # loss_weights / loss tokens = 1 / (samples x length)
+        torch.testing.assert_close(batch.loss_weights / batch.num_loss_tokens, batch.loss_mask / (7 * length))
+
+
+def test_supervised_training_asks_for_no_log_probabilities():
+    trainer, metrics, _ = train("algorithm.loss=sft")
+    assert trainer.asked == [] and trainer.trained[0].advantages is None and "train/advantage_std" not in metrics

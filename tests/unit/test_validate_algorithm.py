@@ -1,0 +1,100 @@
+import pytest
+
+from rltool.config.loader import ConfigError, load_config
+from rltool.config.train import AlgorithmConfig, TrainConfig
+from rltool.errors import UsageError
+from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
+
+
+def check(*sets: str) -> None:
+    check_algorithm(load_config(TrainConfig, [], ["model.path=model", *sets]).config)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        [],
+        ["algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"', 'algorithm.kl_estimator="k1"'],
+        ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"', "algorithm.kl_unbiased=true"],
+        ['algorithm.advantage="distill"', "model.teacher_path=teacher", "rollout.samples_per_prompt=1"],
+        ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.gamma=0.9"],
+        ['algorithm.advantage="tests.unit.own_algorithms:centred"', "algorithm.gamma=0.9", "algorithm.normalize_std=false", "model.teacher_path=teacher"],
+        ['algorithm.objective="tests.unit.own_algorithms:reinforce"', 'algorithm.ratio="sequence"'],
+        ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_combinations_that_make_sense_pass(sets):
+    check(*sets)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (['algorithm.advantage="gae"'], 'needs a critic, which is not built yet; use "reinforce_pp"'),
+        (["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"'], 'does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased'),
+        (['algorithm.advantage="distill"'], "needs model.teacher_path"),
+        (["model.teacher_path=teacher"], "model.teacher_path would have no effect"),
+        (['algorithm.advantage="distill"', "model.teacher_path=teacher", "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'], "uses no rewards"),
+        (["algorithm.overlong_buffer=2000"], "longer than rollout.max_response_tokens = 1024"),
+        (['algorithm.advantage="rloo"', "rollout.samples_per_prompt=1"], 'nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'),
+        (['algorithm.advantage="no.such.module:f"'], "algorithm.advantage = 'no.such.module:f': no module named 'no'"),
+        (['algorithm.objective="tests.unit.own_algorithms:reinforse"'], "did you mean 'reinforce'"),
+        (['algorithm.loss="sft"', "algorithm.entropy_coef=0.1"], 'algorithm.entropy_coef = 0.1 has no meaning with algorithm.loss = "sft"'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_combinations_that_make_no_sense_are_refused_with_the_fix(sets, message):
+    with pytest.raises(UsageError, match=message):
+        check(*sets)
+
+
+WITHOUT_EFFECT = {
+    "normalize_std": ("false", ["advantage=rloo"]),
+    "gamma": ("0.5", []),
+    "gae_lambda": ("0.5", ["advantage=reinforce_pp"]),
+    "value_clip": ("0.5", []),
+    "overlong_buffer": ("10", ["advantage=distill"]),
+    "overlong_penalty": ("0.5", []),
+    "ratio": None,
+    "dual_clip": ("3.0", ["objective=cispo"]),
+    "loss_length": ("9", []),
+    "kl_in": ("reward", []),
+    "kl_estimator": ("k2", []),
+    "kl_unbiased": ("true", ["kl_coef=0.1", "kl_in=reward"]),
+    "is_cap": ("3.0", []),
+    "is_mask_low": ("0.1", ["is_weights=token"]),
+    "is_mask_high": ("3.0", []),
+}
+"""Setting -> (a value, others beside which it does nothing); None: none such can be configured."""
+
+
+def test_each_setting_that_depends_on_another_is_tried():
+    assert set(WITHOUT_EFFECT) == set(EFFECTIVE) <= set(AlgorithmConfig.model_fields)
+
+
+@pytest.mark.parametrize("name", [name for name, case in WITHOUT_EFFECT.items() if case])
+def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
+    value, others = WITHOUT_EFFECT[name]
+    with pytest.raises(UsageError, match=rf"algorithm\.{name} = .* would have no effect: it needs .*; set that, or leave algorithm\.{name} out"):
+        check(f"algorithm.{name}={value}", *(f"algorithm.{other}" for other in others))
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.advantage=grpo2", "algorithm.advantage"),
+        ("algorithm.dual_clip=1.0", "algorithm.dual_clip"),
+        ("algorithm.clip_low=1.5", "algorithm.clip_low"),
+        ("algorithm.is_mask_low=2.5", "every token would be masked"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_where_it_is_written(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        check(setting)
+
+
+def test_what_needs_the_old_policy_before_the_training_forward_says_so():
+    assert not AlgorithmConfig(kl_coef=0.1).needs_old_logprobs
+    for settings in ({"is_weights": "token"}, {"is_mask": "token"}, {"kl_coef": 0.1, "kl_in": "reward"}, {"advantage": "distill"}, {"advantage": "a:b"}):
+        assert AlgorithmConfig(**settings).needs_old_logprobs
