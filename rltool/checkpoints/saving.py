@@ -157,7 +157,12 @@ def _attempt(action: Callable[[], Any], size: int) -> Any:
 
 
 def _failure(error: Exception, size: int) -> _Failure:
-    return _Failure(f"{type(error).__name__}: {error}", size, isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
+    """Torch's file writer, interrupted by a full disk, raises a RuntimeError about positions; the OSError is what that came of."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    why = link or error
+    return _Failure(f"{type(why).__name__}: {why}", size, isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _begin(final: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
-from rltool.errors import EngineError, TrainingStopped
+from rltool.errors import EngineError, SaveFailed, TrainingStopped
 from rltool.training.loop import Loop, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.sources import SourcedBatch
@@ -261,6 +261,69 @@ def test_checkpoints_and_exports_come_when_they_are_due_and_none_twice(tmp_path)
     run = Run(tmp_path, world, steps=4, checkpoint={"every_steps": 2, "save_hf_every": 3})
     run.loop.run()
     assert [step for step, _ in run.saves] == [2, 4] and run.exports == [3]
+
+
+class FailingSaves(Saves):
+    """The second checkpoint fails, at the step boundary after it was begun; `ended` counts the waits for what is in flight."""
+
+    ended = 0
+    failing = False
+
+    def save(self, progress):
+        super().save(progress)
+        self.failing = len(self) == 2
+
+    def check(self):
+        if self.failing:
+            raise SaveFailed("no space")
+        return {"checkpoint/bytes": 1.0}
+
+    def wait(self):
+        self.ended += 1
+
+
+def test_a_save_that_fails_ends_the_run_at_the_next_step_boundary_and_none_is_tried_again(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, engines=False, steps=9, checkpoint={"every_steps": 1})
+    run.loop.checkpoints = saves = FailingSaves()
+    with pytest.raises(SaveFailed, match="no space"):
+        run.loop.run()
+    assert [step for step, _ in saves] == [1, 2] and world.calls.count("update") == 2
+    assert run.records()[0]["checkpoint/bytes"] == 1.0
+
+
+def test_a_failing_checkpoint_does_not_hide_the_error_that_ended_the_run(tmp_path):
+    world = World()
+    world.trainer_logprob = 3.0
+    run = Run(tmp_path, world)
+
+    def finish(progress):
+        raise SaveFailed("no space")
+
+    run.saves.finish = finish
+    with pytest.raises(TrainingStopped, match="no optimizer step was made"):
+        run.loop.run()
+
+
+def test_an_error_between_two_updates_still_lets_the_save_in_flight_end(tmp_path):
+    world = World()
+    world.fail_on_call = 1
+    world.fail_at = {"update": EngineError("gone")}
+    run = Run(tmp_path, world, optimizer_steps_per_rollout=2, rollout={"prompts_per_step": 2})
+    run.loop.checkpoints = saves = FailingSaves()
+    with pytest.raises(EngineError):
+        run.loop.run()
+    assert saves == [] and saves.ended == 1
+
+
+def test_a_checkpoint_knows_the_metrics_of_its_step(tmp_path):
+    world = World()
+    world.accuracy = 0.25
+    run = Run(tmp_path, world, steps=2, checkpoint={"every_steps": 1}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 1})
+    measured = []
+    run.saves.save = lambda progress: measured.append((progress.step, progress.metrics["eval/heldout/accuracy"]))
+    run.loop.run()
+    assert measured == [(1, 0.25), (2, 0.25)]
 
 
 def test_a_resumed_run_that_is_stopped_at_once_does_not_save_again(tmp_path):

@@ -47,6 +47,8 @@ def test_a_sound_configuration_passes(base):
         (['data.train=["none.jsonl"]'], "none.jsonl does not exist"),
         (["model.path=/nonexistent"], "is not a directory"),
         (["eval.stop_at=0.5"], "eval.every_steps above 0"),
+        (["checkpoint.keep_last=1", "checkpoint.keep_best=1", 'checkpoint.best_metric="eval/none/accuracy"', "eval.every_steps=1"], "would never be measured.*there is none"),
+        (["checkpoint.keep_last=1", "checkpoint.keep_best=1", 'checkpoint.best_metric="eval/heldout/accuracy"', 'eval.sets={heldout="h.jsonl"}'], "would never be measured.*every_steps"),
         (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "algorithm.kl_coef = 0.1 has no meaning.*leave it out"),
     ],
 )
