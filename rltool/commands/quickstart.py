@@ -15,7 +15,7 @@ from rltool.quickstart.compose import WARM_UP_STEPS, Result, run_quickstart
 def quickstart(
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     seed: Annotated[int, typer.Option(help="One seed for all of it.")] = 0,
-    steps: Annotated[int, typer.Option(min=12, help="GRPO rollouts.")] = 75,
+    steps: Annotated[int, typer.Option(min=12, help="GRPO rollouts.")] = 100,
     warm_up_steps: Annotated[int, typer.Option(min=1, help="Steps of the supervised warm start.")] = WARM_UP_STEPS,
 ) -> None:
     """Train a tiny model with GRPO against two vLLM engines behind a router, on the CPU, and see it learn."""

@@ -90,7 +90,9 @@ loss = "policy"
 normalize_std = true
 
 [optimizer]
-lr = 2e-4
+lr = 3e-4
+min_lr = 3e-5
+decay_style = "linear"
 warmup_steps = 10  # Adam's first steps are taken on a noisy second moment: without this the reward falls at once
 
 [trainer]
