@@ -143,8 +143,8 @@ class Loop:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
         config, longest = self.config, self.config.rollout.max_response_tokens
         metrics: dict[str, float] = {}
-        # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
         trains_policy = not (config.algorithm.uses_critic and self.progress.step < config.critic.warmup_rollouts)
+        # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
         fresh = config.algorithm.loss == "policy" and trains_policy and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
         if config.algorithm.loss == "policy":
             with timed(metrics, "time/logprobs_seconds"):
