@@ -46,8 +46,10 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
 
 def value_is_clipped(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """[R] bool: where the clipped loss is the larger one, so that no gradient pulls the value further from the old one."""
-    limited = old_values + (values - old_values).clamp(-clip, clip)
-    return (limited - targets).square() > (values - targets).square()
+    moved = values - old_values
+    limited = old_values + moved.clamp(-clip, clip)
+    # Where nothing was limited the two losses still differ by rounding.
+    return (moved.abs() > clip) & ((limited - targets).square() > (values - targets).square())
 
 
 def explained_variance(values: Tensor, targets: Tensor, loss_mask: Tensor) -> float:

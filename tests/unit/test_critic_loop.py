@@ -137,6 +137,8 @@ def test_a_value_is_clipped_where_its_loss_has_no_gradient():
     value_loss(values, old, targets, clip=0.3).sum().backward()
     assert torch.equal(value_is_clipped(values.detach(), old, targets, clip=0.3), values.grad == 0)
     assert 0 < (values.grad == 0).sum() < 200
+    near = old + 1e-3 * torch.randn(200, generator=generator)
+    assert not value_is_clipped(near, old, targets, clip=0.3).any(), "rounding is no clipping"
 
 
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant_one():
