@@ -60,6 +60,7 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             for t in loss_tokens(batch, i):
                 penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
     result = [[0.0] * int(n) for n in batch.lengths]
+    values = cut(batch.values, batch.lengths) if a.advantage == "gae" else None
     group = {i: [j for j in range(count) if batch.group_ids[j] == batch.group_ids[i]] for i in range(count)}
     whole = [rewards[i] + sum(penalty[i]) for i in range(count)]
     for i in range(count):
@@ -79,10 +80,14 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
                     final -= statistics.fmean(rewards[j] for j in members)
                 later = [s for s in loss_tokens(batch, i) if s >= t]
                 value = sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
+            elif a.advantage == "gae":
+                own = loss_tokens(batch, i)
+                given = [penalty[i][s] + (rewards[i] if s == own[-1] else 0.0) for s in own]
+                value = gae(given, [float(values[i][s]) for s in own], a.gamma, a.gae_lambda)[own.index(t)]
             else:
                 value = float(teacher[i][t] - old[i][t])
             result[i][t] = value
-    whiten = a.whiten_advantages if a.whiten_advantages is not None else a.advantage.startswith("reinforce_pp")
+    whiten = a.whiten_advantages if a.whiten_advantages is not None else a.advantage.startswith("reinforce_pp") or a.advantage == "gae"
     if whiten:
         every = [result[i][t] for i in range(count) for t in loss_tokens(batch, i)]
         mean, std = statistics.fmean(every), statistics.stdev(every)

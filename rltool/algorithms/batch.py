@@ -35,6 +35,9 @@ class TrainBatch:
     teacher_logprobs: [T] float32, teacher's; None without a teacher
     token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where loss_mask is 0, None without
     is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py); None: 1
+    values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this rollout; 0 where
+        loss_mask is 0, None without a critic
+    value_targets: [T] float32, what the critic is trained towards (algorithms/gae.py); None without a critic
     """
 
     tokens: Tensor
@@ -50,6 +53,8 @@ class TrainBatch:
     teacher_logprobs: Tensor | None = None
     token_rewards: Tensor | None = None
     is_weights: Tensor | None = None
+    values: Tensor | None = None
+    value_targets: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_samples = int(self.lengths.sum()), len(self.lengths)

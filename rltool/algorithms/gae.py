@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -40,3 +42,20 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
         return 0.5 * plain
     limited = old_values + (values - old_values).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain, (limited - targets).square())
+
+
+def value_is_clipped(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
+    """[R] bool: where the clipped loss is the larger one, so that no gradient pulls the value further from the old one."""
+    moved = values - old_values
+    limited = old_values + moved.clamp(-clip, clip)
+    # Where nothing was limited the two losses still differ by rounding.
+    return (moved.abs() > clip) & ((limited - targets).square() > (values - targets).square())
+
+
+def explained_variance(values: Tensor, targets: Tensor, loss_mask: Tensor) -> float:
+    """1 - Var(target - value) / Var(target) over the loss tokens: 1 for a perfect critic, 0 for a constant one; NaN without variance."""
+    chosen = loss_mask > 0
+    value, target = values[chosen].double(), targets[chosen].double()
+    if len(target) < 2 or not bool(target.var() > 0):
+        return math.nan
+    return float(1 - (target - value).var() / target.var())

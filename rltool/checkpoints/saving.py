@@ -22,6 +22,7 @@ from rltool.checkpoints.carried import carry
 from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import SaveFailed
+from rltool.megatron.critic import Critic
 from rltool.megatron.save_plan import SavePlan, plan_save
 from rltool.megatron.trainer import MegatronTrainer
 
@@ -36,8 +37,8 @@ class CheckpointSaver:
     second thread could meet another rank's training in the wrong order.
     """
 
-    def __init__(self, trainer: MegatronTrainer, *, asynchronous: bool) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: MegatronTrainer, *, asynchronous: bool, critic: Critic | None = None) -> None:
+        self._trainer, self._critic = trainer, critic
         self._asynchronous = asynchronous
         self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -60,7 +61,7 @@ class CheckpointSaver:
         partial = directories.partial_of(final)
         trainer.runtime.on_rank_zero(lambda: _begin(final), f"creating {partial}")
         try:
-            plan = plan_save(trainer.runtime, trainer.sharded_state(loading=False), partial / STATE)
+            plan = plan_save(trainer.runtime, self._state(), partial / STATE)
             staged = _attempt(lambda: plan.stage(copy=self._asynchronous), plan.bytes)
         except BaseException:
             if trainer.coordinates.rank == 0:
@@ -70,6 +71,12 @@ class CheckpointSaver:
         self._writing = self._worker.submit(self._write, plan, staged, final, partial, complete, started)
         if not self._asynchronous:
             futures.wait([self._writing])
+
+    def _state(self) -> dict[str, Any]:
+        state = self._trainer.sharded_state(loading=False)
+        if self._critic is not None:
+            state["critic"] = self._critic.sharded_state(loading=False)
+        return state
 
     @property
     def has_ended(self) -> bool:

@@ -15,6 +15,7 @@ from rltool.checkpoints.completion import EXTRA, STATE, finish
 from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.saving import CheckpointSaver
 from rltool.errors import UsageError
+from rltool.megatron.critic import HEAD_NAME, STATE_PREFIX, Critic
 from rltool.megatron.hf_weights import load_hf
 from rltool.megatron.runtime import Runtime
 from rltool.megatron.state import model_state
@@ -22,12 +23,12 @@ from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
-__all__ = ["STATE", "finish", "load_checkpoint", "load_model", "load_teacher", "load_weights", "open_verified", "save_checkpoint"]
+__all__ = ["STATE", "finish", "load_checkpoint", "load_critic", "load_model", "load_teacher", "load_weights", "open_verified", "save_checkpoint"]
 
 
-def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, Any]) -> None:
+def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, Any], *, critic: Critic | None = None) -> None:
     """One checkpoint, complete on return: see `CheckpointSaver.save`. A run keeps a saver instead."""
-    saver = CheckpointSaver(trainer, asynchronous=False)
+    saver = CheckpointSaver(trainer, asynchronous=False, critic=critic)
     try:
         saver.save(directory, extra)
         saver.wait()
@@ -35,11 +36,11 @@ def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, 
         saver.close()
 
 
-def load_checkpoint(trainer: MegatronTrainer, directory: Path) -> dict[str, Any]:
+def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic | None = None) -> dict[str, Any]:
     """Restores everything that a `CheckpointSaver` saved, under any layout of ranks, and returns its `extra`.
 
     With a KL term load the initial weights first: they become the reference, and this call does not change it. Under another
-    layout the random generators start anew. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint
+    layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint
     of another model or without training state.
     """
     manifests.read(directory)
@@ -48,10 +49,16 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path) -> dict[str, Any]
         if manifest.kind != "training":
             raise UsageError(f"{directory} holds weights only; resuming needs a checkpoint that a training run saved")
         check_optimizer(manifest, trainer, directory)
+        if critic is not None:
+            check_has_critic(directory)
         state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.layout)
+        if critic is not None:
+            state["critic"] = critic.sharded_state(loading=True)
         with trainer.runtime.mode():
             loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
         trainer.restore(loaded)
+        if critic is not None:
+            critic.restore(loaded["critic"])
         return json.loads((Path(directory) / EXTRA).read_text(encoding="utf-8"))
 
 
@@ -64,6 +71,28 @@ def check_optimizer(manifest: Manifest, trainer: MegatronTrainer, directory: Pat
             f"states of one kind cannot be read by the other; resume with the setting of the checkpoint, or start a new run from its weights "
             f"(model.path = {directory})"
         )
+
+
+def check_has_critic(directory: Path) -> None:
+    """UsageError when the run that saved this checkpoint trained none."""
+    tensors = dist_checkpointing.load_tensors_metadata(str(Path(directory) / STATE))
+    if not any(name.startswith(STATE_PREFIX) for name in tensors):
+        raise UsageError(
+            f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the setting of the checkpoint, or '
+            f"start a new run from its weights (model.path = {directory})"
+        )
+
+
+def load_critic(critic: Critic, path: Path) -> None:
+    """Initial weights of the critic from a Hugging Face directory or from the policy of a checkpoint of ours; its value head stays."""
+    if not manifests.is_checkpoint(path):
+        critic.load_hf_weights(path)
+        return
+    with directories.reading(path):
+        open_verified(critic.runtime, critic.family, path)
+        load_model(critic.runtime, critic.gpt, path, without=HEAD_NAME)
+    with critic.runtime.mode():
+        critic.weights_changed()
 
 
 def load_weights(trainer: MegatronTrainer, path: Path) -> None:
@@ -90,12 +119,12 @@ def load_teacher(trainer: MegatronTrainer, path: Path) -> None:
         trainer.load_teacher(lambda: load_hf(trainer.gpt, trainer.family, path, trainer.runtime))
 
 
-def load_model(runtime: Runtime, model: GPTModel, directory: Path) -> None:
-    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`."""
+def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: str | None = None) -> None:
+    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`. without: as for `load_hf`."""
     with runtime.mode():
-        state = {"model": model_state(model)}
+        state = {"model": {name: value for name, value in model_state(model).items() if name.split(".")[0] != without}}
         loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
-        model.load_state_dict(loaded["model"])
+        model.load_state_dict(loaded["model"], strict=without is None)
 
 
 def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest:

@@ -135,7 +135,7 @@ class AlgorithmConfig(Config):
     """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
 
     advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path. `package.module:function`: f(batch: TrainBatch,
+    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch: TrainBatch,
     algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
@@ -210,6 +210,10 @@ class AlgorithmConfig(Config):
         return ":" in self.objective
 
     @property
+    def uses_critic(self) -> bool:
+        return self.loss == "policy" and self.advantage == "gae"
+
+    @property
     def uses_reference(self) -> bool:
         return self.loss == "policy" and self.kl_coef > 0
 
@@ -223,6 +227,23 @@ class AlgorithmConfig(Config):
         """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training forward."""
         kl_in_reward = self.uses_reference and self.kl_in == "reward"
         return self.loss == "policy" and (self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage)
+
+
+class CriticConfig(Config):
+    """The critic of algorithm.advantage = "gae": a model of its own on the trainer's ranks, in the trainer's layout and dtype, with
+    gradients and an optimizer of its own. It costs the memory of a second trained model. Betas, eps and weight decay are [optimizer]'s."""
+
+    path: Path | None = None
+    """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with the policy's
+    vocabulary; None: model.path."""
+    lr: float = Field(1e-5, gt=0)
+    """Learning rate, constant."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Limit of the gradient norm of the critic; 0 does not clip."""
+    warmup_rollouts: int = Field(0, ge=0)
+    """In the first so many steps of the run only the critic trains."""
+    updates_per_optimizer_step: int = Field(1, ge=1)
+    """Updates of the critic on the samples of each optimizer step of the policy."""
 
 
 class RolloutConfig(Config):
@@ -406,6 +427,7 @@ class TrainConfig(Config):
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
     rollout: RolloutConfig = RolloutConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
@@ -414,3 +436,9 @@ class TrainConfig(Config):
     checkpoint: CheckpointConfig = CheckpointConfig()
     ray: RayConfig = RayConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    @property
+    def policy_optimizer_steps(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        only_critic = self.critic.warmup_rollouts if self.algorithm.uses_critic else 0
+        return (self.steps - only_critic) * self.optimizer_steps_per_rollout

@@ -110,8 +110,12 @@ def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
 
 
 @torch.no_grad()
-def load_hf(model: GPTModel, family: Family, directory: Path, runtime: Runtime) -> None:
+def load_hf(
+    model: GPTModel, family: Family, directory: Path, runtime: Runtime, *, without: str | None = None
+) -> None:
     """Fills every parameter of this rank from the directory: read, merge, cut, check the shape, copy (and cast).
+
+    without: a part of the model, by its attribute's name, that is no part of the family and is left as it is.
 
     UsageError for unknown or missing tensors, ShapeMismatch for shapes that config.json does not imply.
     """
@@ -119,6 +123,8 @@ def load_hf(model: GPTModel, family: Family, directory: Path, runtime: Runtime) 
     with HFTensors(directory) as tensors:
         check_tensors(family, tensors, directory)
         for name, target in global_names(model).items():
+            if name.split(".")[0] == without:
+                continue
             parameter = family.parameter(name)
             shard = parameter.shard(tensors.merged(parameter), at.tp_rank, at.tp_size)
             if shard.shape != target.shape:

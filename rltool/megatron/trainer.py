@@ -7,18 +7,13 @@ the same methods in the same order, from one thread each. Files of checkpoints a
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -29,33 +24,27 @@ from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
-from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch, prepare
-from rltool.megatron.model import build_model, forward, global_names, output_hidden_states, output_weight
+from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
-from rltool.megatron.runtime import Coordinates, Runtime, to_device
+from rltool.megatron.runtime import Coordinates, Runtime
+from rltool.megatron.trained import TrainedModel, in_row
 from rltool.models.registry import family_for, read_hf_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _in_megatron(method: F) -> F:
-    """Every public method that touches Megatron runs inside the runtime's mode."""
+def in_megatron(method: F) -> F:
+    """A method of something with a `runtime` that touches Megatron: it runs inside the runtime's mode."""
 
     @functools.wraps(method)
-    def wrapped(self: MegatronTrainer, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         with self.runtime.mode():
             return method(self, *args, **kwargs)
 
     return wrapped  # type: ignore[return-value]
-
-
-def _in_row(micro: MicroBatch, values: Tensor) -> Tensor:
-    """[R] values of micro.rows -> [tokens of the batch], 0 elsewhere, without waiting for the device."""
-    row = torch.zeros(len(micro.batch.tokens), device=values.device)
-    return row.index_copy(0, to_device(micro.rows, values.device), values)
 
 
 class MegatronTrainer:
@@ -113,21 +102,9 @@ class MegatronTrainer:
         compile_on_cuda(self.config.compile)
         self.gpt = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(self.gpt)
-        gradients = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            # A non-finite gradient is for optimizer_step to see and skip, not for Megatron to stop at.
-            check_for_nan_in_grad=False,
-            use_distributed_optimizer=self.config.distributed_optimizer,
+        self.trained = TrainedModel(
+            self.gpt, optimizer, self.runtime, self.dtype, distributed=self.config.distributed_optimizer, total_optimizer_steps=total_optimizer_steps
         )
-        self.ddp = DistributedDataParallel(self.gpt.config, gradients, self.gpt)
-        # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
-        self.gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(
-            model, None, **kwargs
-        )
-        self.optimizer = optim.build_optimizer(
-            self.ddp, optimizer, self.dtype, distributed=self.config.distributed_optimizer
-        )
-        self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -146,7 +123,7 @@ class MegatronTrainer:
             "distributed_optimizer": int(self.config.distributed_optimizer),
         }
 
-    @_in_megatron
+    @in_megatron
     def load_hf_weights(self, path: Path) -> None:
         """Weights of a Hugging Face directory. UsageError for unknown, missing or misshapen tensors."""
         hf_weights.load_hf(self.gpt, self.family, path, self.runtime)
@@ -154,11 +131,11 @@ class MegatronTrainer:
 
     def weights_changed(self, *, initial: bool) -> None:
         """After the parameters were overwritten: refreshes fp32 master weights; `initial` also makes them the reference."""
-        self.optimizer.reload_model_params()
+        self.trained.optimizer.reload_model_params()
         if initial and self.algorithm.uses_reference:
             self._frozen["reference"] = self._copy_of_weights()
 
-    @_in_megatron
+    @in_megatron
     def load_teacher(self, load: Callable[[], None]) -> None:
         """Keeps on the CPU, as the teacher, what `load` writes into the model; the policy's weights are put back after it."""
         with self._policy_put_back():
@@ -194,7 +171,7 @@ class MegatronTrainer:
             self._put_weights(self._frozen[weights])
             yield
 
-    @_in_megatron
+    @in_megatron
     @torch.no_grad()
     def compute_logprobs(self, micro_batches: list[TrainBatch], *, weights: Weights = "policy") -> list[Tensor] | None:
         """Per micro-batch [T] float32 on the CPU: log p(tokens[t] | before) at the run's temperature, 0 for first tokens.
@@ -206,11 +183,11 @@ class MegatronTrainer:
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
             logprobs, _ = self._token_logprobs(micro, hidden)
-            return _in_row(micro, logprobs)
+            return in_row(micro, logprobs)
 
         prepared = self._prepare(micro_batches, loss.predicted_rows)
         with self._with_weights(weights):
-            results = self._run(prepared, result, forward_only=True)
+            results = self.trained.run(prepared, result, forward_only=True)
         return [values.cpu() for values in results] if self.coordinates.returns_logprobs else None
 
     def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
@@ -243,30 +220,12 @@ class MegatronTrainer:
         logprobs, entropy = sum_over_context_ranks(spread, self.runtime.cp_group)
         return logprobs, entropy
 
-    def _run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `last(micro_batch, hidden)` runs on the last pipeline stage."""
-
-        def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro = next(batches)
-            return forward(model, micro.tokens, micro.packed), partial(last, micro)
-
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
-            model=self.ddp,
-            num_microbatches=len(micro_batches),
-            seq_length=max(len(micro.tokens) for micro in micro_batches),
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
     def train_step(self, micro_batches: list[TrainBatch], *, global_loss_tokens: int) -> dict[str, float]:
         """`forward_backward` and `optimizer_step` in one: metrics of both."""
         _, metrics = self.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens)
         return metrics | self.optimizer_step()
 
-    @_in_megatron
+    @in_megatron
     def forward_backward(
         self, micro_batches: list[TrainBatch], *, global_loss_tokens: int, fresh: bool = False
     ) -> tuple[list[Tensor] | None, dict[str, float]]:
@@ -282,7 +241,7 @@ class MegatronTrainer:
 
         def step_loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
             logprobs, entropy = self._token_logprobs(micro, hidden)
-            logprobs_of.append(_in_row(micro, logprobs.detach()))
+            logprobs_of.append(in_row(micro, logprobs.detach()))
             count = torch.zeros((), dtype=torch.int)
             if len(micro.rows) == 0:
                 # Still part of the graph: earlier pipeline stages wait for this micro-batch's gradient.
@@ -293,34 +252,25 @@ class MegatronTrainer:
         if global_loss_tokens < 1:
             raise ValueError(f"global_loss_tokens is {global_loss_tokens}: a global batch without loss tokens cannot train")
         self.discard_gradients()
-        sums = self._run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
+        sums = self.trained.run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
         metrics = self._reduce(sums, global_loss_tokens)
         self._loss = metrics["train/loss"]
         return [values.cpu() for values in logprobs_of] if self.coordinates.returns_logprobs else None, metrics
 
-    @_in_megatron
+    @in_megatron
     def optimizer_step(self) -> dict[str, float]:
         """One step with the gradients of the last `forward_backward`.
 
         A non-finite loss or gradient skips the update on all ranks: parameters, optimizer and schedule stay as they were.
         Returns train/lr, train/grad_norm, train/skipped (0 or 1), equal on all ranks.
         """
-        metrics = {"train/lr": float(self.optimizer.param_groups[0]["lr"])}
-        self.optimizer.prepare_grads()
-        metrics["train/grad_norm"] = float(self.optimizer.get_grad_norm())
-        broken = not (math.isfinite(self._loss) and math.isfinite(metrics["train/grad_norm"]))
-        (skip,) = self.runtime.max_over_world([float(broken)])
-        metrics["train/skipped"] = skip
-        if not skip:
-            self.optimizer.step()
-            self.schedule.step(1)
-        return metrics
+        metrics, made = self.trained.step(self._loss)
+        return {f"train/{name}": value for name, value in metrics.items()} | {"train/skipped": float(not made)}
 
-    @_in_megatron
+    @in_megatron
     def discard_gradients(self) -> None:
         """Forgets what `forward_backward` left, as if it had not been."""
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        self.trained.discard_gradients()
 
     def _reduce(self, sums: list[dict[str, Any]], global_loss_tokens: int) -> dict[str, float]:
         names = loss.metric_names(self.algorithm)
@@ -340,38 +290,24 @@ class MegatronTrainer:
         iterator to its end (others may). Tensors may alias parameters: use them before the next step."""
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
 
-    @_in_megatron
+    @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
         """What a training checkpoint holds, for megatron.core.dist_checkpointing."""
-        model = state.model_state(self.gpt)
-        sharded = {"model": model, "optimizer": state.optimizer_state(self.optimizer, model, loading=loading)}
+        sharded = self.trained.sharded_state(loading=loading)
         if with_rng:
             sharded["rng"] = state.rng_state(self.runtime)
-        if not loading:
-            sharded["schedule"] = self.schedule.state_dict()
         return sharded
 
-    @_in_megatron
+    @in_megatron
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
-        self.gpt.load_state_dict(loaded["model"])
-        optim.keep_configured_values(loaded["optimizer"], self.optimizer)
-        self.optimizer.load_state_dict(loaded["optimizer"])
-        self.schedule.load_state_dict(loaded["schedule"])
-        self.schedule.step(0)
+        self.trained.restore(loaded)
         if "rng" in loaded:
             state.restore_rng(loaded["rng"])
 
     def parameter_hash(self) -> str:
         """sha256 over the bytes of all parameters of all ranks, the same on every rank. Depends on the layout of ranks."""
-        digest = hashlib.sha256()
-        for name, parameter in sorted(global_names(self.gpt).items()):
-            digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(self.runtime.device)
-        everyone = [torch.empty_like(own) for _ in range(self.coordinates.world_size)]
-        dist.all_gather(everyone, own)
-        return hashlib.sha256(torch.cat(everyone).cpu().numpy().tobytes()).hexdigest()
+        return self.trained.parameter_hash()
 
     def close(self) -> None:
         """Leaves the process groups. Idempotent."""

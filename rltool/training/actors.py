@@ -6,6 +6,7 @@ with WeightControl.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -57,6 +58,7 @@ class TrainerActor:
         self.rank = rank
         self.sender = WeightSender(config.weights)
         self.trainer: Any = None
+        self.critic: Any = None
         self.saver: Any = None
         self.recorder: Any = None
 
@@ -80,11 +82,23 @@ class TrainerActor:
             rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
             total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.rollout.temperature,
         )  # fmt: skip
-        self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save)
+        if config.algorithm.uses_critic:
+            from rltool.megatron.critic import Critic
+
+            updates = config.steps * config.optimizer_steps_per_rollout * config.critic.updates_per_optimizer_step
+            self.critic = Critic(self.trainer, config.critic, config.optimizer, config.algorithm, total_optimizer_steps=updates)
+        self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
+        from rltool.checkpoints.torch_dist import load_critic
+
+        self._load_policy()
+        if self.critic is not None:
+            load_critic(self.critic, self.critic.path)
+
+    def _load_policy(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
 
         self._load_teacher()
@@ -101,10 +115,10 @@ class TrainerActor:
         from rltool.checkpoints.torch_dist import load_checkpoint
 
         if self.config.algorithm.uses_reference:
-            self.load_weights()
+            self._load_policy()
         else:
             self._load_teacher()
-        return load_checkpoint(self.trainer, directory)
+        return load_checkpoint(self.trainer, directory, critic=self.critic)
 
     # -- training
 
@@ -123,8 +137,18 @@ class TrainerActor:
     def discard_gradients(self) -> None:
         self.trainer.discard_gradients()
 
+    def compute_values(self, micro_batches: list[TrainBatch]) -> Any:
+        return self.critic.compute_values(micro_batches)
+
+    def critic_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
+        return self.critic.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+
     def parameter_hash(self) -> str:
-        return self.trainer.parameter_hash()
+        """Of the policy; with a critic, of both."""
+        policy = self.trainer.parameter_hash()
+        if self.critic is None:
+            return policy
+        return hashlib.sha256(f"{policy} {self.critic.parameter_hash()}".encode()).hexdigest()
 
     # -- weights
 

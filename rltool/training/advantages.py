@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rltool.algorithms import advantages, corrections, kl
+from rltool.algorithms import advantages, corrections, gae, kl
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.overlong import overlong_reward, response_lengths
-from rltool.algorithms.ragged import broadcast_to_tokens
+from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens
 from rltool.algorithms.reduction import token_loss_weights
 from rltool.config.import_path import load_callable
 from rltool.config.train import AlgorithmConfig
@@ -22,15 +22,20 @@ Measured = tuple[TrainBatch, dict[str, float]]
 
 
 def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> Measured:
-    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, and those of the reference or
-    teacher where the configuration does."""
+    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, those of the reference or
+    teacher, and the critic's values, where the configuration does; with a critic also fills in value_targets."""
     metrics: dict[str, float] = {}
     if algorithm.overlong_buffer:
         batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
     if algorithm.uses_reference and algorithm.kl_in == "reward":
         batch, measured = _with_kl_penalty(batch, algorithm)
         metrics.update(measured)
-    values = estimate_advantages(batch, algorithm)
+    if algorithm.uses_critic:
+        values, targets, measured = _critic_advantages(batch, algorithm)
+        batch = batch.replace(value_targets=targets)
+        metrics.update(measured)
+    else:
+        values = estimate_advantages(batch, algorithm)
     if whitens(algorithm):
         values = advantages.whiten(values, batch.loss_mask)
     chosen = values[batch.loss_mask > 0]
@@ -40,7 +45,7 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
 
 
 def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """The configured estimator before whitening: [T] float32, 0 where loss_mask is 0.
+    """The configured estimator without a critic, before whitening: [T] float32, 0 where loss_mask is 0.
 
     A penalty per token (KL in the reward) becomes part of the return behind it in reinforce_pp and its baseline variant, and
     is summed into the sample's reward for grpo and rloo, whose advantages belong to whole samples.
@@ -62,6 +67,18 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
         per_sample = advantages.group_advantages(rewards, batch.group_ids, normalize_std=algorithm.normalize_std)
         return broadcast_to_tokens(per_sample, lengths, mask)
     raise ValueError(f"no estimator of advantages named {name!r}")
+
+
+def _critic_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Advantages and value targets, [T] each, before whitening. A penalty per token (KL in the reward) is that token's reward."""
+    lengths, mask = batch.lengths, batch.loss_mask
+    rewards = at_last_loss_token(batch.rewards, lengths, mask)
+    if batch.token_rewards is not None:
+        rewards = rewards + batch.token_rewards
+    values = _present(batch, "values")
+    estimated, targets = gae.gae(rewards, values, lengths, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
+    metrics = {"train/value_mean": _mean(values[mask > 0]), "train/explained_variance": gae.explained_variance(values, targets, mask)}
+    return estimated, targets, metrics
 
 
 def whitens(algorithm: AlgorithmConfig) -> bool:

@@ -143,14 +143,18 @@ class Loop:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
         config, longest = self.config, self.config.rollout.max_response_tokens
         metrics: dict[str, float] = {}
+        trains_policy = not (config.algorithm.uses_critic and self.progress.step < config.critic.warmup_rollouts)
         # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
-        fresh = config.algorithm.loss == "policy" and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
+        fresh = config.algorithm.loss == "policy" and trains_policy and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
         if config.algorithm.loss == "policy":
             with timed(metrics, "time/logprobs_seconds"):
                 if not fresh:
                     batch = batch.replace(old_logprobs=self.trainer.logprobs(batch))
                     metrics.update(self._judge_gap(batch.old_logprobs, batch))
                 batch = self._with_frozen_logprobs(batch)
+            if config.algorithm.uses_critic:
+                with timed(metrics, "time/values_seconds"):
+                    batch = batch.replace(values=self.trainer.values(batch))
             batch, shaped = with_advantages(batch, config.algorithm, max_response_tokens=longest)
             batch, corrected = with_corrections(batch, config.algorithm)
             metrics.update({**shaped, **corrected})
@@ -160,14 +164,23 @@ class Loop:
         # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
         for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
             part = with_loss_weights(batch.select(samples), config.algorithm, max_response_tokens=longest)
-            collected.append(self._fresh_step(part) if fresh else self.trainer.train_step(part))
+            measured: dict[str, float] = {}
+            if trains_policy:
+                measured = self._fresh_step(part) if fresh else self.trainer.train_step(part)
+            if config.algorithm.uses_critic:
+                measured |= self._critic_steps(part)
+            collected.append(measured)
         self.between_updates = False
+        skipped = [any([result.pop(name, 0.0) for name in ("train/skipped", "train/critic_skipped")]) for result in collected]
         metrics.update(_mean(collected))
-        metrics["train/skipped_steps"] = sum(result["train/skipped"] for result in collected)
-        metrics.pop("train/skipped", None)
-        for result in collected:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if result["train/skipped"] else 0
+        metrics["train/skipped_steps"] = float(sum(skipped))
+        for skip in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         return metrics
+
+    def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
+        """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""
+        return _mean([self.trainer.critic_step(batch) for _ in range(self.config.critic.updates_per_optimizer_step)])
 
     def _fresh_step(self, batch: TrainBatch) -> dict[str, float]:
         """Forward and backward, the gate, and only then the optimizer: after a gap every weight is as it was."""

@@ -161,7 +161,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             stop.arm()
             group = stack.enter_context(placed(prepared.plan, config.ray.placement_timeout))
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
-            trainer.start(config.steps * config.optimizer_steps_per_rollout)
+            trainer.start(config.policy_optimizer_steps)
             stack.push(_closing(trainer))
             progress, version = _load(prepared, run, trainer, attempt_of(log))
         engines = _engine_side(prepared, trainer, version, log_dir, console, stack)

@@ -124,6 +124,18 @@ class TrainerGroup:
     def discard_gradients(self) -> None:
         self._all(lambda rank: rank.discard_gradients.remote())
 
+    def values(self, batch: TrainBatch) -> Tensor:
+        """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""
+        plan, dealt = self._deal(batch)
+        results = get_all([rank.compute_values.remote(dealt[place.dp_rank]) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
+        return self._in_order(batch, plan, results)
+
+    def critic_step(self, batch: TrainBatch) -> dict[str, float]:
+        """One optimizer step of the critic on a global batch with values and value_targets, cut as the policy's is."""
+        _, dealt = self._deal(batch)
+        tokens = batch.num_loss_tokens
+        return get_all([rank.critic_step.remote(dealt[place.dp_rank], tokens) for rank, place in zip(self.ranks, self.coordinates, strict=True)])[0]
+
     def parameter_hash(self) -> str:
         return self._all(lambda rank: rank.parameter_hash.remote())[0]
 

@@ -112,6 +112,8 @@ def check_model(config: TrainConfig) -> None:
     family = family_for(read_hf_config(config.model.path))
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
+    if config.critic.path is not None:
+        check_critic(family, config.model.path, config.critic.path)
 
 
 def check_teacher(family: Family, model: Path, teacher: Path) -> None:
@@ -122,6 +124,17 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
         raise UsageError(
             f"model.teacher_path: {teacher} has other tensors than model.path ({model}); a teacher takes the model's place while it scores, so it "
             f"must be of the same architecture, size and vocabulary: the same model, trained further"
+        )
+
+
+def check_critic(family: Family, model: Path, critic: Path) -> None:
+    """The critic reads the tokens that the policy writes. Architecture and size are its own."""
+    check_model_directory(critic, setting="critic.path")
+    theirs = family_for(read_hf_config(critic)).vocab_size
+    if theirs != family.vocab_size:
+        raise UsageError(
+            f"critic.path: {critic} has a vocabulary of {theirs} tokens, model.path ({model}) one of {family.vocab_size}; the critic reads the policy's "
+            f"tokens, so it must be of the same tokenizer"
         )
 
 

@@ -6,10 +6,11 @@ Pure but for importing the functions that the configuration names.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig, TrainConfig
+from rltool.config.train import AlgorithmConfig, CriticConfig, TrainConfig
 from rltool.errors import UsageError
 
 
@@ -66,6 +67,7 @@ def check_algorithm(config: TrainConfig) -> None:
         needs = EFFECTIVE.get(name)
         if needs is not None and not needs.holds(algorithm):
             raise UsageError(f"algorithm.{name} = {_toml(value)} would have no effect: it needs {needs.words}; set that, or leave algorithm.{name} out")
+    _check_critic(config)
     if config.algorithm.loss == "policy":
         _check_policy(config)
     if config.model.teacher_path is not None:
@@ -79,11 +81,6 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
 
 def _check_policy(config: TrainConfig) -> None:
     algorithm, rollout = config.algorithm, config.rollout
-    if algorithm.advantage == "gae":
-        raise UsageError(
-            'algorithm.advantage = "gae" needs a critic, which is not built yet; use "reinforce_pp" (no baseline), or "grpo", "rloo" or '
-            '"reinforce_pp_baseline" (the prompt group is the baseline)'
-        )
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_unbiased:
         raise UsageError(
             'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, which does not depend on '
@@ -109,6 +106,18 @@ def _check_policy(config: TrainConfig) -> None:
             load_callable(getattr(algorithm, name), setting=f"algorithm.{name}")
 
 
+def _check_critic(config: TrainConfig) -> None:
+    """[critic] is there for gae alone, and leaves the policy a step to train in."""
+    if not config.algorithm.uses_critic:
+        for name, field in CriticConfig.model_fields.items():
+            if (value := getattr(config.critic, name)) != field.default:
+                raise UsageError(f'critic.{name} = {_toml(value)} would have no effect: it needs algorithm.advantage = "gae"; set that, or leave [critic] out')
+    elif config.critic.warmup_rollouts >= config.steps:
+        raise UsageError(
+            f"critic.warmup_rollouts = {config.critic.warmup_rollouts} leaves the policy no step to train in: the run has steps = {config.steps}; lower the one or raise the other"
+        )
+
+
 def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
     if algorithm.loss == "policy" and (algorithm.advantage == "distill" or algorithm.own_advantage or algorithm.own_objective):
         return
@@ -116,4 +125,4 @@ def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+    return f'"{value}"' if isinstance(value, str | Path) else str(value).lower() if isinstance(value, bool) else str(value)

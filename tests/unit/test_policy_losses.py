@@ -31,6 +31,8 @@ def current(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
 def prepared(algorithm: AlgorithmConfig) -> TrainBatch:
     """What the driver makes of a rollout."""
     batch = example_batch().replace(token_rewards=None)
+    if algorithm.uses_critic:
+        batch = batch.replace(values=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(4)))
     if algorithm.loss == "policy":
         batch, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
         batch, _ = with_corrections(batch, algorithm)
@@ -71,6 +73,8 @@ LOSSES = [
     *({"kl_coef": 0.3, "kl_estimator": k, "kl_unbiased": True} for k in ("k1", "k2", "k3")),
     {"advantage": "distill", "is_weights": "sequence", "is_cap": 1.2, "is_mask": "geometric", "is_mask_low": 0.95, "is_mask_high": 1.05},
     {"advantage": "reinforce_pp", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1", "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
 ]
 REDUCTIONS = [{"loss_reduction": "token"}, {"loss_reduction": "sample"}, {"loss_reduction": "group"}, {"loss_reduction": "constant"}, {"loss_reduction": "constant", "loss_length": 9}]
@@ -107,6 +111,7 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "gamma": ({"advantage": "reinforce_pp"}, {"gamma": 0.9}),
     "overlong_buffer": ({"normalize_std": False}, {"overlong_buffer": 3}),
     "overlong_penalty": ({"normalize_std": False, "overlong_buffer": 3}, {"overlong_penalty": 0.5}),
+    "gae_lambda": ({"advantage": "gae"}, {"advantage": "gae", "gae_lambda": 0.5}),
     "objective": ({}, {"objective": "cispo"}),
     "ratio": ({}, {"ratio": "sequence"}),
     "clip_low": ({}, {"clip_low": 0.01}),
@@ -125,12 +130,12 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "is_mask_low": ({"is_mask": "token"}, {"is_mask_low": 0.95}),
     "is_mask_high": ({"is_mask": "token"}, {"is_mask_high": 1.02}),
 }
-NOT_YET = {"gae_lambda", "value_clip"}
-"""Belong to the critic; refused at start until there is one (test_validate_algorithm.py)."""
+OF_THE_CRITIC = {"value_clip"}
+"""Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
 
 
 def test_every_setting_has_its_case_below():
-    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | NOT_YET
+    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | OF_THE_CRITIC
 
 
 @pytest.mark.parametrize("name", EFFECTS)
@@ -142,7 +147,7 @@ def test_every_setting_changes_the_gradient(name):
     assert differs > 1e-4
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "tests.unit.own_algorithms:centred"])
+@pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae", "tests.unit.own_algorithms:centred"])
 def test_every_estimator_has_a_gradient_of_its_own(advantage):
     assert (loss_and_gradients(AlgorithmConfig())[1] - loss_and_gradients(AlgorithmConfig(advantage=advantage))[1]).abs().max() > 1e-3
 

@@ -20,6 +20,7 @@ def check(*sets: str) -> None:
         ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.gamma=0.9"],
         ['algorithm.advantage="tests.unit.own_algorithms:centred"', "algorithm.gamma=0.9", "algorithm.normalize_std=false", "model.teacher_path=teacher"],
         ['algorithm.objective="tests.unit.own_algorithms:reinforce"', 'algorithm.ratio="sequence"'],
+        ['algorithm.advantage="gae"', "rollout.samples_per_prompt=1", "algorithm.gae_lambda=1.0", "critic.lr=1e-4", "critic.warmup_rollouts=2", "steps=3"],
         ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
     ],
     ids=str,
@@ -31,7 +32,12 @@ def test_combinations_that_make_sense_pass(sets):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (['algorithm.advantage="gae"'], 'needs a critic, which is not built yet; use "reinforce_pp"'),
+        (["critic.lr=1e-4"], 'critic.lr = 0.0001 would have no effect: it needs algorithm.advantage = "gae"'),
+        (["critic.path=critic", 'algorithm.advantage="reinforce_pp"'], 'critic.path = "critic" would have no effect'),
+        (['algorithm.loss="sft"', "critic.warmup_rollouts=1"], "critic.warmup_rollouts = 1 would have no effect"),
+        (['algorithm.loss="sft"', 'algorithm.advantage="gae"'], 'algorithm.advantage = "gae" has no meaning with algorithm.loss = "sft"'),
+        (['algorithm.advantage="gae"', "model.teacher_path=teacher"], "model.teacher_path would have no effect"),
+        (['algorithm.advantage="gae"', "critic.warmup_rollouts=3", "steps=3"], "leaves the policy no step to train in: the run has steps = 3"),
         (["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"'], 'does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased'),
         (['algorithm.advantage="distill"'], "needs model.teacher_path"),
         (["model.teacher_path=teacher"], "model.teacher_path would have no effect"),
