@@ -29,6 +29,7 @@ from typing import Any
 import psutil
 
 from rltool.processes.run_directory import RUNS_VARIABLE
+from rltool.processes.signals import termination_interrupts
 from rltool.quickstart.compose import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, WARM_UP_STEPS, warm_up_toml
 from rltool.quickstart.task import TaskFiles, make_task
 from rltool.quickstart.tiny_model import make_tiny_model
@@ -61,14 +62,16 @@ class Settings:
 
 @dataclass
 class Block:
-    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that others used just before."""
+    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that others used
+    just before; load: averages of one minute."""
 
     side: str
     seconds: list[float]
     rewards: list[float]
     phases: list[dict[str, float]]
     busy_before: float
-    load_before: tuple[float, float, float]
+    load_before: float
+    load_after: float = 0.0
     versions: dict[str, Any] = field(default_factory=dict)
 
 
@@ -145,13 +148,16 @@ class Bench:
         return path
 
     def block(self, side: str, number: int, settings: Settings, model: Path, data: Path) -> Block:
-        busy, load = psutil.cpu_percent(interval=2.0) / 100, os.getloadavg()
-        print(f"--- {side}, round {number}: load {load[0]:.2f}, cores busy {busy:.0%}", file=sys.stderr)
+        busy, load = psutil.cpu_percent(interval=2.0) / 100, os.getloadavg()[0]
+        print(f"--- {side}, round {number}: load {load:.2f}, cores busy {busy:.0%}", file=sys.stderr)
         block = Block(side, [], [], [], busy, load)
         run = self._rltool_block if side == "rltool" else self._trl_block
         run(block, f"{side}-{number}", settings, model, data)
+        block.load_after = os.getloadavg()[0]
         if len(block.rewards) != settings.steps:
             raise RuntimeError(f"{side} ended after {len(block.rewards)} of {settings.steps} steps; its output is above")
+        with (self.work / "blocks.jsonl").open("a") as file:  # so that an interrupted benchmark leaves what it measured
+            file.write(json.dumps({"pid": os.getpid(), **asdict(block)}) + "\n")
         return block
 
     def _rltool_block(self, block: Block, name: str, settings: Settings, model: Path, data: Path) -> None:
@@ -268,7 +274,7 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
             "reward_first": [statistics.fmean(block.rewards[:3]) for block in own],
             "reward_last": [statistics.fmean(block.rewards[-10:]) for block in own],
             "busy_before": [block.busy_before for block in own],
-            "load_before": [block.load_before[0] for block in own],
+            "load": [[block.load_before, block.load_after] for block in own],
             "versions": own[0].versions,
         }
     ratios = {}
@@ -281,13 +287,14 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps | cores busy before |", "|---|---|---|---|---|---|"]
+    lines = ["| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps | cores busy before | load average before and after |", "|---|---|---|---|---|---|---|"]
     for side, found in result["sides"].items():
         rounds = ", ".join(f"{value:.1f}" for value in found["steps_per_minute_by_round"])
         quartiles = " / ".join(f"{value:.2f}" for value in found["step_seconds_quartiles"])
         rewards = "; ".join(f"{first:.2f} -> {last:.2f}" for first, last in zip(found["reward_first"], found["reward_last"], strict=True))
         busy = ", ".join(f"{value:.0%}" for value in found["busy_before"])
-        lines.append(f"| {side} | {found['steps_per_minute']:.1f} | {rounds} | {quartiles} | {rewards} | {busy} |")
+        load = "; ".join(f"{before:.1f}, {after:.1f}" for before, after in found["load"])
+        lines.append(f"| {side} | {found['steps_per_minute']:.1f} | {rounds} | {quartiles} | {rewards} | {busy} | {load} |")
     lines.append("")
     for name, ratio in result["ratios"].items():
         lines.append(f"{name}: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f} over the rounds)  ")
@@ -318,7 +325,8 @@ def main() -> None:
     settings = Settings(steps=chosen.steps, seed=chosen.seed, max_response_tokens=chosen.max_response_tokens)
     bench = Bench(chosen.work, build_trl_environment(chosen.trl_venv), chosen.num_engines, chosen.rltool_threads)
     model, data = bench.prepare(settings, chosen.warm_up_steps)
-    blocks = [bench.block(side, number, settings, model, data) for number in range(chosen.rounds) for side in chosen.sides]
+    with termination_interrupts():  # a TERM must not leave engines behind
+        blocks = [bench.block(side, number, settings, model, data) for number in range(chosen.rounds) for side in chosen.sides]
     result = {"settings": asdict(settings), "cores": os.cpu_count(), **summary(blocks, chosen.exclude)}
     print(json.dumps(result))
     print(markdown(result))
