@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,22 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(r
     sick.heal()
     rig.sync.sync(str(FIRST.next().next()))
     assert rig.states() == [State.READY, State.READY]
+
+
+def test_an_engine_that_only_the_trainer_saw_failing_is_not_given_the_version(rig):
+    rig.sync.sync(str(FIRST))
+    sick, healthy = rig.engines
+    plain = rig.trainer.sender.send
+
+    def send(stream, buckets, skip):
+        report = plain(stream, buckets, skip)
+        return replace(report, failures={sick.url: "sending weights: connection lost at the last byte"})
+
+    rig.trainer.sender.send = send
+    with pytest.raises(WeightSyncFailed, match="connection lost"):
+        rig.sync.sync(str(FIRST.next()))
+    assert sick.version != str(FIRST.next()) and rig.fleet.member(sick.url).state is State.STALE
+    assert healthy.version == str(FIRST.next()) and rig.fleet.serving() == (healthy.url,)
 
 
 def test_an_engine_that_refuses_the_group_is_named_and_nobody_is_paused(rig):

@@ -17,7 +17,7 @@ from rltool.errors import EngineError, SaveFailed, TrainingStopped
 from rltool.training.loop import Loop, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.sources import SourcedBatch
-from rltool.training.stopping import StopRequested, StopSignal
+from rltool.training.stopping import StopSignal
 
 
 def make_batch(groups=(0, 0, 1, 1)) -> TrainBatch:
@@ -216,11 +216,7 @@ def test_a_failure_between_the_optimizer_steps_of_one_rollout_saves_nothing(tmp_
 
 def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_position_before_it(tmp_path):
     world = World()
-    world.fail_on_call = 1
     run = Run(tmp_path, world, steps=9)
-
-    class Interrupt(StopRequested):
-        pass
 
     def rollout(step, max_staleness):
         if world.position == 1:
