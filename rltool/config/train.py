@@ -48,6 +48,8 @@ class TrainerConfig(Config):
     """Interleaved pipeline stages; only 1 is accepted."""
     distributed_optimizer: bool = False
     """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
+    overlap_grad_reduce: bool = True
+    """Sum gradients over data-parallel ranks while the backward pass of the last micro-batch goes on, in place of after it."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
     full: whole layers, only their inputs are kept."""

@@ -198,7 +198,7 @@ class _Temporary(Exception):
 def _dialect_of(endpoint: EngineEndpoint):
     if endpoint.dialect is None:
         raise RuntimeError(f"the dialect of {endpoint.url} is not known yet: probe it first")
-    return dialect(endpoint.dialect)
+    return dialect(endpoint.dialect, plugin=endpoint.plugin)
 
 
 def _first(errors: BaseExceptionGroup) -> BaseException:

@@ -11,12 +11,19 @@ NAMES = ("vllm", "sglang")
 
 
 @cache
-def dialect(name: str) -> Dialect:
-    """The dialect called `name`. Raises UsageError for an unknown one."""
+def dialect(name: str, *, plugin: bool = False) -> Dialect:
+    """The dialect called `name`. Raises UsageError for an unknown one.
+
+    plugin: whether rltool's plugin runs in the server. With "sglang" that is a router to vLLM servers only.
+    """
     if name == "vllm":
         from rltool.engines.vllm import VllmDialect
 
         return VllmDialect()
+    if name == "sglang" and plugin:
+        from rltool.engines.routed_vllm import RoutedVllmDialect
+
+        return RoutedVllmDialect()
     if name == "sglang":
         from rltool.engines.sglang import SglangDialect
 

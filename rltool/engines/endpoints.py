@@ -64,12 +64,14 @@ class ModelEndpoints(Config):
     def data_endpoint(self) -> EngineEndpoint | None:
         """The router, addressed like an engine that speaks SGLang's /generate; None where there is none.
 
-        It demands the key of the first engine: serve-engines makes one key for engines, router and client.
+        It demands the key of the first engine: serve-engines makes one key for engines, router and client. plugin: where all
+        engines behind it are known to be vLLM servers with rltool's plugin.
         """
         if self.data_url is None:
             return None
         key_file = next((engine.key_file for engine in self.engines if engine.key_file), None)
-        return EngineEndpoint(url=self.data_url, dialect="sglang", key_file=key_file)
+        plugin = bool(self.engines) and all(engine.dialect == "vllm" and engine.plugin for engine in self.engines)
+        return EngineEndpoint(url=self.data_url, dialect="sglang", plugin=plugin, key_file=key_file)
 
 
 class Endpoints(Config):

@@ -11,6 +11,7 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode
+from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -28,6 +29,9 @@ CPU_MAX_MODEL_LEN = 2048
 CPU_BATCHED_TOKENS = 4096
 """Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being cut."""
 
+CPU_BUSY_LOOP_SECONDS = "0.002"
+"""A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they sleep."""
+
 
 class VllmDialect:
     """See rltool.engines.dialect.Dialect."""
@@ -37,7 +41,7 @@ class VllmDialect:
     # -- generation
 
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
-        return [self._generate_chunk(request, start, count) for start, count in _chunks(request)]
+        return [self._generate_chunk(request, start, count) for start, count in sample_chunks(request)]
 
     def _generate_chunk(self, request: GenerateRequest, start: int, count: int) -> HttpRequest:
         sampling = request.sampling
@@ -61,7 +65,7 @@ class VllmDialect:
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         completions = []
-        for (_, count), reply in zip(_chunks(request), replies, strict=True):
+        for (_, count), reply in zip(sample_chunks(request), replies, strict=True):
             choices = reply.get("choices") if isinstance(reply, dict) else None
             if not isinstance(choices, list) or len(choices) != count:
                 found = len(choices) if isinstance(choices, list) else "no"
@@ -209,6 +213,7 @@ class VllmDialect:
         }
         if launch.device == "cpu":
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
         return environment
 
 
@@ -228,7 +233,7 @@ def parse_choice(choice: Mapping[str, Any]) -> Completion:
     return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans)
 
 
-def _chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
+def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
     """(first sample, samples) of each HTTP request: at most MAX_N_PER_REQUEST, and none across the end of the seeds."""
     start = 0
     while start < request.n:

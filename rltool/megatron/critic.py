@@ -81,9 +81,7 @@ class Critic:
             own = OptimizerConfig(
                 lr=config.lr, clip_grad=config.clip_grad, weight_decay=optimizer.weight_decay, beta1=optimizer.beta1, beta2=optimizer.beta2, eps=optimizer.eps
             )
-            self.trained = TrainedModel(
-                gpt, own, self.runtime, trainer.dtype, distributed=trainer.config.distributed_optimizer, total_optimizer_steps=total_optimizer_steps
-            )
+            self.trained = TrainedModel(gpt, own, self.runtime, trainer.dtype, trainer.config, total_optimizer_steps=total_optimizer_steps)
 
     @property
     def gpt(self) -> GPTModel:

@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rltool.config.train import OptimizerConfig
+from rltool.config.train import OptimizerConfig, TrainerConfig
 from rltool.megatron import optimizer as optim
 from rltool.megatron import state
 from rltool.megatron.micro_batch import MicroBatch
@@ -30,20 +30,25 @@ class TrainedModel:
     """The parts that belong to one set of weights. `gpt` is the model, `ddp` the same with its gradients' buffers around it."""
 
     def __init__(
-        self, gpt: GPTModel, optimizer: OptimizerConfig, runtime: Runtime, dtype: torch.dtype, *, distributed: bool, total_optimizer_steps: int
+        self, gpt: GPTModel, optimizer: OptimizerConfig, runtime: Runtime, dtype: torch.dtype, trainer: TrainerConfig, *, total_optimizer_steps: int
     ) -> None:
-        """distributed: see `optim.build_optimizer`. Raises UsageError for a schedule that does not fit the number of steps."""
+        """Raises UsageError for a schedule that does not fit the number of steps."""
         self.gpt, self.runtime = gpt, runtime
         gradients = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             # A non-finite gradient is for `step` to see and skip, not for Megatron to stop at.
             check_for_nan_in_grad=False,
-            use_distributed_optimizer=distributed,
+            use_distributed_optimizer=trainer.distributed_optimizer,
+            overlap_grad_reduce=trainer.overlap_grad_reduce and runtime.coordinates.replica_size > 1,
         )
         self.ddp = DistributedDataParallel(gpt.config, gradients, gpt)
+        if gradients.overlap_grad_reduce:
+            # The schedule runs all micro-batches but the last in this context. Without it Megatron would start a reduction
+            # with each of them, and fail at the second.
+            gpt.config.no_sync_func = self.ddp.no_sync
         # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
         gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
-        self.optimizer = optim.build_optimizer(self.ddp, optimizer, dtype, distributed=distributed)
+        self.optimizer = optim.build_optimizer(self.ddp, optimizer, dtype, distributed=trainer.distributed_optimizer)
         self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
     def run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:

@@ -102,9 +102,7 @@ class MegatronTrainer:
         compile_on_cuda(self.config.compile)
         self.gpt = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(self.gpt)
-        self.trained = TrainedModel(
-            self.gpt, optimizer, self.runtime, self.dtype, distributed=self.config.distributed_optimizer, total_optimizer_steps=total_optimizer_steps
-        )
+        self.trained = TrainedModel(self.gpt, optimizer, self.runtime, self.dtype, self.config, total_optimizer_steps=total_optimizer_steps)
 
     @property
     def coordinates(self) -> Coordinates:

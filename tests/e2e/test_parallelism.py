@@ -17,6 +17,7 @@ OPTIONS = {"algorithm": {"kl_coef": 0.05, "entropy_coef": 0.01}, "temperature": 
 
 TWO_RANKS = {
     "DP2": {},
+    "DP2 with gradients summed after the backward pass": {"trainer": {"overlap_grad_reduce": False}},
     "TP2": {"tp": 2},
     "TP2 with sequence parallelism": {"tp": 2, "trainer": {"sequence_parallel": True}},
     "PP2": {"pp": 2},

@@ -153,6 +153,14 @@ def test_the_router_is_addressed_with_the_key_of_its_engines(tmp_path):
     assert ModelEndpoints().data_endpoint() is None
 
 
+@pytest.mark.parametrize(
+    ("engines", "plugin"), [((), False), (("vllm", "vllm"), True), (("vllm", "sglang"), False), (("vllm", "stock"), False), ((None,), False)]
+)
+def test_a_router_to_nothing_but_vllm_with_the_plugin_is_known_as_one(engines, plugin):
+    behind = [EngineEndpoint(url="http://a:1", dialect=kind and kind.replace("stock", "vllm"), plugin=kind == "vllm") for kind in engines]
+    assert ModelEndpoints(data_url="http://r:1", engines=tuple(behind)).data_endpoint().plugin is plugin
+
+
 def test_a_key_that_cannot_be_read_or_is_empty_names_its_file(tmp_path):
     engine = EngineEndpoint(url="http://a:1", key_file=tmp_path / "key")
     with pytest.raises(UsageError, match="cannot read the key file"):

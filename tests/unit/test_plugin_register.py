@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 import types
 
 import pytest
 
 from rltool.engines import plugin
+from rltool.engines.plugin import idle
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 
 
@@ -46,6 +48,46 @@ def test_registering_twice_registers_once(monkeypatch):
     plugin.register()
     plugin.register()
     assert Factory._registry == {"rltool": ("rltool.engines.plugin.receiver", "WeightReceiver")}
+
+
+class Condition:
+    """Has what vLLM's SpinCondition has of it."""
+
+    busy_loop_s = 1.0
+
+    def __init__(self, quiet):
+        self.last_read, self.asked = time.monotonic() - quiet, []
+
+    def wait(self, timeout_ms=None):
+        self.asked.append(timeout_ms)
+
+
+@pytest.fixture
+def condition(monkeypatch):
+    """A fresh class, in the place where the plugin looks for vLLM's."""
+    module = types.ModuleType("vllm.distributed.device_communicators.shm_broadcast")
+    module.SpinCondition = type("SpinCondition", (Condition,), {"wait": Condition.wait})
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(parts[depth - 1]))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.SpinCondition
+
+
+@pytest.mark.parametrize(("quiet", "naps"), [(0.0, False), (0.5, True), (2.0, False)])
+def test_a_reader_naps_between_polling_and_the_socket(condition, monkeypatch, quiet, naps):
+    slept = []
+    monkeypatch.setattr(idle.time, "sleep", slept.append)
+    for _ in range(2):  # vLLM loads plugins more than once in a process
+        idle.limit_busy_loop({idle.BUSY_LOOP_VARIABLE: "0.1"})
+    reader = condition(quiet)
+    reader.wait(timeout_ms=7)
+    assert slept == ([idle.NAP_SECONDS] if naps else []) and reader.asked == ([] if naps else [7])
+
+
+def test_without_the_variable_readers_are_left_alone(condition):
+    idle.limit_busy_loop({})
+    assert condition.wait is Condition.wait
 
 
 class Receiver:
