@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -90,16 +90,12 @@ class TorchDistReader:
         return memory
 
 
-class _StreamedSave(SaveShardedStrategy):
+class _StreamedSave(TorchDistSaveShardedStrategy):
     """Megatron's torch_dist format by torch's own single-threaded file writer."""
 
     def __init__(self, layout: ShardedLayout, read: Callable[[Parameter], Tensor]) -> None:
         super().__init__("torch_dist", 1)
         self._planner = _LazyPlanner(layout, read)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         # The state dict has the tensors without memory and is ignored but for the objects: the planner knows the rest.

@@ -21,6 +21,7 @@ from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, Rot
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import (
     Coordinates,
+    mlp_submodules,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
     route_without_transformer_engine,
@@ -192,7 +193,7 @@ def _block_spec(family: Family, config: TransformerConfig) -> TransformerBlockSu
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     if family.sandwich_norms:
         attention.submodules.linear_proj = NormedRowParallelLinear
-        layer.submodules.mlp.submodules.linear_fc2 = NormedRowParallelLinear
+        mlp_submodules(layer).linear_fc2 = NormedRowParallelLinear
     if family.sliding_windows:
         windows = {"sliding_windows": family.sliding_windows}
         attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=windows)

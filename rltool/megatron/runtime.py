@@ -263,6 +263,12 @@ def recompute_without_transformer_engine() -> None:
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+def mlp_submodules(layer: Any) -> Any:
+    """The submodules of the MLP in the spec of a dense layer: 0.16 has another spec there, 0.19 a partial of the class."""
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+
+
 def rotate_in_one_kernel() -> None:
     """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between."""
     from megatron.core.transformer import attention
