@@ -55,6 +55,8 @@ class TrainerConfig(Config):
     full: whole layers, only their inputs are kept."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
+    attention: Literal["auto", "torch", "transformer_engine"] = "auto"
+    """The kernel on CUDA in bf16. auto: Transformer Engine's where it is installed and gives torch's results on a trial at the start, else torch's."""
     compile: bool = True
     """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one compiled kernel each (needs Triton and a C compiler)."""
     head_chunk_tokens: int = Field(2048, ge=1)

@@ -12,10 +12,10 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from rltool.megatron.attention import Backend, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import has_varlen_attention, varlen_attention
 
 
 class RMSNorm(torch.nn.Module):
@@ -81,7 +81,7 @@ class PackedCausalAttention(MegatronModule):
     """Causal core attention over packed sequences with grouped queries; no token sees another sequence.
 
     With context parallelism each rank holds two chunks of every sequence (see `pack`) and gathers all keys and values.
-    On CUDA in 16 bit by torch's variable-length kernel. Elsewhere the row is spread to [sequences, longest] and one
+    On CUDA in 16 bit by a variable-length kernel, see `attention`. Elsewhere the row is spread to [sequences, longest] and one
     scaled_dot_product_attention call serves all: with right padding and a causal mask no real token sees the padding.
     """
 
@@ -94,10 +94,12 @@ class PackedCausalAttention(MegatronModule):
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         sliding_windows: tuple[int | None, ...] = (),
+        backend: Backend = "auto",
         **_: Any,
     ) -> None:
-        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
+        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`; backend: the kernel's."""
         super().__init__(config=config)
+        self.backend = backend
         self.scale = softmax_scale
         self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
@@ -120,20 +122,9 @@ class PackedCausalAttention(MegatronModule):
             # parts that its blocks of queries see.
             both = gather_from_context_ranks(torch.stack([key, value], dim=1), get_context_parallel_group())
             key, value = both.index_select(0, packed.keys).unbind(1)
-        if has_varlen_attention(query):
-            out = varlen_attention(
-                query,
-                key,
-                value,
-                packed.cu_seqlens_q,
-                packed.max_seqlen_q,
-                self.scale,
-                self._window(packed),
-                packed.cu_seqlens_kv,
-                packed.max_seqlen_kv,
-            )
-        else:
-            out = self._padded(query, key, value, packed)
+        window = self._window(packed)
+        kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)
+        out = self._padded(query, key, value, packed) if kernel is None else kernel(query, key, value, packed, self.scale, window)
         return out.flatten(1).unsqueeze(1)
 
     def _window(self, packed: PackedSequences) -> int | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rltool.config.train import TrainerConfig
 from rltool.errors import UsageError
+from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import (
@@ -121,18 +122,20 @@ def build_model(
 
     trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
     """
+    trainer = trainer or TrainerConfig()
     check_parallelism(
         family,
         tensor_parallel=coordinates.tp_size,
         pipeline_parallel=coordinates.pp_size,
         expert_parallel=coordinates.ep_size,
-        sequence_parallel=trainer is not None and trainer.sequence_parallel,
+        sequence_parallel=trainer.sequence_parallel,
     )
-    config = transformer_config(family, coordinates, dtype, trainer or TrainerConfig())
+    check_backend(trainer.attention, device, dtype)
+    config = transformer_config(family, coordinates, dtype, trainer)
     rotate_in_one_kernel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(family, config),
+        transformer_layer_spec=_block_spec(family, config, trainer.attention),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.tp_size),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
@@ -174,7 +177,7 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
             parameter.partition_stride = 1
 
 
-def _block_spec(family: Family, config: TransformerConfig) -> TransformerBlockSubmodules:
+def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> TransformerBlockSubmodules:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         num_experts=family.num_experts or None,
@@ -188,17 +191,17 @@ def _block_spec(family: Family, config: TransformerConfig) -> TransformerBlockSu
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention
-    attention.submodules.core_attention = PackedCausalAttention
+    attention.submodules.core_attention = ModuleSpec(
+        PackedCausalAttention, params={"sliding_windows": family.sliding_windows, "backend": backend}
+    )
     if config.qk_layernorm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
     if family.sandwich_norms:
         attention.submodules.linear_proj = NormedRowParallelLinear
         mlp_submodules(layer).linear_fc2 = NormedRowParallelLinear
-    if family.sliding_windows:
-        windows = {"sliding_windows": family.sliding_windows}
-        attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=windows)
-        if family.sliding_inverse_frequencies is not None:
-            attention.module, attention.params = TwoRopeSelfAttention, {**attention.params, **windows}
+    if family.sliding_inverse_frequencies is not None:
+        attention.module = TwoRopeSelfAttention
+        attention.params = {**attention.params, "sliding_windows": family.sliding_windows}
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     num_layers = config.num_layers // config.pipeline_model_parallel_size
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

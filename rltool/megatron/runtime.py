@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 import queue
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -278,64 +276,6 @@ def rotate_in_one_kernel() -> None:
     attention.apply_rotary_pos_emb = lambda x, angles, *_, **__: rotate(x, angles)
 
 
-@functools.cache
-def _varlen_parameters() -> frozenset[str]:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy that does not hold up the host: from ordinary memory it would wait until the device has done all that is queued."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
-def varlen_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float | None,
-    window: int | None = None,
-    cu_seqlens_kv: torch.Tensor | None = None,
-    max_seqlen_kv: int | None = None,
-) -> torch.Tensor:
-    """Causal attention over packed sequences by torch's own kernel (CUDA, 16 bit): [T, heads, d] -> [T, heads, d].
-
-    cu_seqlens_kv, max_seqlen_kv: where a sequence has more keys than queries; the last query then belongs to the last key.
-    window: how many tokens a token sees, itself included; None: all before it. Needs torch 2.13.
-    Torch spells "causal" `is_causal` up to 2.11 and `window_size=(-1, 0)` later; older ones have no grouped queries.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    known = _varlen_parameters()
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if window is not None:
-        if "window_size" not in known:
-            raise NotImplementedError("this torch's varlen_attn has no sliding window; torch 2.13 or newer has")
-        options = {"window_size": (window - 1, 0)}
-    if "scale" in known:
-        options["scale"] = scale
-    elif scale is not None and not math.isclose(scale, query.size(-1) ** -0.5):
-        raise NotImplementedError("this torch's varlen_attn has no scale argument; torch 2.11 or newer has")
-    if query.size(1) != key.size(1):
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            repeats = query.size(1) // key.size(1)
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    boundaries = cu_seqlens if cu_seqlens_kv is None else cu_seqlens_kv
-    longest = max_seqlen if max_seqlen_kv is None else max_seqlen_kv
-    return varlen_attn(query, key, value, cu_seqlens, boundaries, max_seqlen, longest, **options)
-
-
-def has_varlen_attention(tensor: torch.Tensor) -> bool:
-    """Whether torch's variable-length kernel serves tensors like this one."""
-    if tensor.device.type != "cuda" or tensor.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: F401
-    except ImportError:
-        return False
-    return True

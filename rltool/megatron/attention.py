@@ -1,0 +1,236 @@
+"""Kernels for causal attention over packed sequences on a GPU, and which of them to trust.
+
+Torch's own is always there. Transformer Engine's, where it is installed, brings cuDNN's and FlashAttention 3's, which are faster on
+long sequences. Much can go wrong between two packages and a driver without an error, so another kernel than torch's is used only
+after it gave torch's results, gradients included, on a small batch of the shape at hand.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from rltool.errors import RltoolError, UsageError
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "torch", "transformer_engine"]
+
+Kernel = Callable[[Tensor, Tensor, Tensor, PackedSeqParams, float | None, int | None], Tensor]
+"""f(query [T, heads, d], key and value [K, groups, d], packed, scale, window) -> [T, heads, d].
+
+`packed` has the boundaries of the blocks of queries and of the keys that each block sees; the last query of a block belongs to its
+last key. window: how many keys a query sees, its own included; None: all before it.
+"""
+
+TOLERANCE = 0.02
+"""Largest relative difference (2-norm) of results and gradients in 16 bit: two right kernels differ by a few thousandths."""
+
+PROBE_LENGTHS = ((33, 33), (1, 1), (70, 70))
+PROBE_BLOCKS = ((16, 48), (5, 5), (24, 96))
+"""(queries, keys) of each block of the batch that kernels are compared on; blocks see more keys under context parallelism."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is chosen for. blocks: whether blocks of queries may see more keys than they have queries."""
+
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    groups: int
+    dim: int
+    scale: float | None
+    window: int | None
+    blocks: bool
+
+
+def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
+    """UsageError when Transformer Engine is demanded where it cannot serve or be imported."""
+    if backend != "transformer_engine":
+        return
+    if device.type != "cuda" or dtype is torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        raise UsageError(f'trainer.attention = "transformer_engine" needs a GPU and model.dtype = "bfloat16"; this is {name} on {device.type}')
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # an installation that does not fit this torch or driver fails with anything
+        raise UsageError(
+            f'trainer.attention = "transformer_engine", but that package cannot be imported here ({type(error).__name__}: {error}); '
+            'install one that fits this torch, or leave trainer.attention at "auto"'
+        ) from error
+
+
+def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend) -> Kernel | None:
+    """The kernel for tensors like these; None where no GPU kernel serves (CPU, fp32).
+
+    backend "auto": Transformer Engine's where it can be imported and agrees with torch's. RltoolError when it is demanded and
+    disagrees.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if backend == "torch":
+        return torch_attention
+    blocks = packed.cu_seqlens_kv is not packed.cu_seqlens_q
+    shape = Shape(query.device, query.dtype, query.size(1), key.size(1), query.size(2), scale, window, blocks)
+    return judged(shape, demanded=backend == "transformer_engine")
+
+
+@functools.cache
+def judged(shape: Shape, *, demanded: bool) -> Kernel:
+    """Transformer Engine's kernel if it agrees with torch's, else torch's; RltoolError if the former is demanded."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception:
+        return torch_attention
+    try:
+        error = disagreement(transformer_engine_attention, torch_attention, shape)
+        problem = None if error <= TOLERANCE else f"differs from torch's by a relative {error:.2g} (allowed: {TOLERANCE:g})"
+    except Exception as failure:
+        problem = f"fails: {type(failure).__name__}: {failure}"
+    if problem is None:
+        return transformer_engine_attention
+    message = f"Transformer Engine's attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
+    if demanded:
+        raise RltoolError(f'{message}; set trainer.attention = "torch"')
+    logger.warning("%s; torch's is used", message)
+    return torch_attention
+
+
+def disagreement(kernel: Kernel, reference: Kernel, shape: Shape) -> float:
+    """Largest relative difference of output and gradients on a small batch; inf where something is not finite."""
+    sizes = PROBE_BLOCKS if shape.blocks else PROBE_LENGTHS
+    if shape.window is not None:
+        sizes = (*sizes, (40, shape.window + 50) if shape.blocks else (shape.window + 50,) * 2)
+    queries, keys = (torch.tensor([size[i] for size in sizes]) for i in (0, 1))
+    boundaries = [torch.cat([n.new_zeros(1), n.cumsum(0)]).to(shape.device, torch.int32) for n in (queries, keys)]
+    packed = PackedSeqParams(
+        cu_seqlens_q=boundaries[0],
+        cu_seqlens_kv=boundaries[1] if shape.blocks else boundaries[0],
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_kv=int(keys.max()),
+    )
+    # Its own generator: training's random numbers are not to depend on which kernels were tried.
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int, heads: int) -> Tensor:
+        return torch.randn(count, heads, shape.dim, generator=generator).to(shape.device, shape.dtype)
+
+    inputs = draw(int(queries.sum()), shape.heads), draw(int(keys.sum()), shape.groups), draw(int(keys.sum()), shape.groups)
+    by_output = draw(int(queries.sum()), shape.heads)
+
+    def run(attend: Kernel) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        with torch.enable_grad():
+            output = attend(*leaves, packed, shape.scale, shape.window)
+            return [output.detach(), *torch.autograd.grad(output, leaves, by_output)]
+
+    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(run(kernel), run(reference), strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+@functools.cache
+def _varlen_parameters() -> frozenset[str]:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _causal() -> dict[str, Any]:
+    return {"window_size": (-1, 0)} if "window_size" in _varlen_parameters() else {"is_causal": True}
+
+
+def torch_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None) -> Tensor:
+    """By torch's variable-length kernel. A `Kernel`.
+
+    Torch spells "causal" `is_causal` or `window_size=(-1, 0)`, by version; NotImplementedError where it lacks what is asked for.
+    """
+    known = _varlen_parameters()
+    options = _causal()
+    if window is not None:
+        if "window_size" not in known:
+            raise NotImplementedError("this torch's varlen_attn has no sliding window: update torch")
+        options = {"window_size": (window - 1, 0)}
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None and not math.isclose(scale, query.size(-1) ** -0.5):
+        raise NotImplementedError("this torch's varlen_attn has no scale argument: update torch")
+    if query.size(1) != key.size(1):
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        elif not _takes_grouped_queries(query.device, query.dtype):
+            key, value = _repeated(key, query), _repeated(value, query)
+    return _varlen(query, key, value, packed, **options)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, **options: Any) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, **options)
+
+
+def _repeated(grouped: Tensor, query: Tensor) -> Tensor:
+    return grouped.repeat_interleave(query.size(1) // grouped.size(1), 1)
+
+
+@functools.cache
+def _takes_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a varlen_attn without `enable_gqa` takes grouped queries all the same: torch 2.11 checks nothing, and the kernel
+    below may. Repeating the keys instead costs memory for each layer."""
+
+    def repeating(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *_: Any) -> Tensor:
+        return _varlen(query, _repeated(key, query), _repeated(value, query), packed, **_causal())
+
+    def grouped(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *_: Any) -> Tensor:
+        return _varlen(query, key, value, packed, **_causal())
+
+    try:
+        return disagreement(grouped, repeating, Shape(device, dtype, 4, 2, 64, None, None, False)) <= TOLERANCE
+    except RuntimeError:
+        return False
+
+
+def transformer_engine_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
+) -> Tensor:
+    """By Transformer Engine's DotProductAttention in its "thd" layout (transformer_engine.pytorch). A `Kernel`."""
+    module = _dot_product_attention(query.size(1), key.size(1), query.size(2), scale, window)
+    same = packed.cu_seqlens_kv is packed.cu_seqlens_q
+    output = module(
+        query,
+        key,
+        value,
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_kv=packed.cu_seqlens_kv,
+        max_seqlen_q=packed.max_seqlen_q,
+        max_seqlen_kv=packed.max_seqlen_kv,
+        attn_mask_type="padding_causal" if same else "padding_causal_bottom_right",
+    )
+    return output.view_as(query)
+
+
+@functools.cache
+def _dot_product_attention(heads: int, groups: int, dim: int, scale: float | None, window: int | None) -> torch.nn.Module:
+    """One for all layers, outside of the model: it has no parameters, but would add entries of its own to checkpoints.
+
+    It gets this rank's heads and knows nothing of tensor or context parallelism, which are dealt with around it.
+    """
+    from transformer_engine.pytorch import DotProductAttention
+
+    return DotProductAttention(
+        heads,
+        dim,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        qkv_format="thd",
+        attn_mask_type="padding_causal",
+        window_size=None if window is None else (window - 1, 0),
+        softmax_scale=scale,
+    )

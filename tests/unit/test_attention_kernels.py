@@ -1,0 +1,174 @@
+"""Which attention kernel is chosen on a GPU. The kernels are written in plain torch here, so that the choice runs on the CPU."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+from rltool.errors import RltoolError, UsageError
+from rltool.megatron import attention
+from rltool.megatron.attention import Shape, check_backend, disagreement, judged
+
+CPU = torch.device("cpu")
+
+
+def shape(**changed):
+    return Shape(**{"device": CPU, "dtype": torch.bfloat16, "heads": 4, "groups": 2, "dim": 8, "scale": None, "window": None, "blocks": False, **changed})
+
+
+def reference(query, key, value, packed, scale=None, window=None, *, top_left=False):
+    """Block after block, in the definition's own terms."""
+    outputs = []
+    for block in range(len(packed.cu_seqlens_q) - 1):
+        q = query[packed.cu_seqlens_q[block] : packed.cu_seqlens_q[block + 1]].transpose(0, 1)
+        k, v = (x[packed.cu_seqlens_kv[block] : packed.cu_seqlens_kv[block + 1]].transpose(0, 1) for x in (key, value))
+        before = 0 if top_left else k.size(1) - q.size(1)
+        at, seen_by = torch.arange(k.size(1)), before + torch.arange(q.size(1))[:, None]
+        mask = at <= seen_by
+        if window is not None:
+            mask &= at > seen_by - window
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1))
+    return torch.cat(outputs)
+
+
+class DotProductAttention(torch.nn.Module):
+    """Takes what Transformer Engine's takes. `wrong` is how it misbehaves."""
+
+    wrong = ""
+
+    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size, softmax_scale):
+        super().__init__()
+        if self.wrong == "unsupported":
+            raise ValueError("no kernel for this configuration")
+        assert (qkv_format, attention_dropout) == ("thd", 0.0)
+        self.window = None if window_size is None else window_size[0] + 1
+        self.scale = softmax_scale
+
+    def forward(self, query, key, value, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type):
+        packed = types.SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
+        if self.wrong == "one sequence":
+            packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens_q[[0, -1]]
+        if self.wrong == "gradient":
+            key = key.detach() + 0 * key
+        window = None if self.wrong == "no window" else self.window
+        top_left = attn_mask_type == "padding_causal" or self.wrong == "top left"
+        out = reference(query, key, value, packed, self.scale, window, top_left=top_left)
+        return (out * math.nan if self.wrong == "nan" else out).flatten(1)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Transformer Engine, and a torch kernel to compare it with; no choice is remembered from elsewhere."""
+    for cached in (attention.judged, attention._dot_product_attention, attention._varlen_parameters, attention._takes_grouped_queries):
+        cached.cache_clear()
+    package, module = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    module.DotProductAttention = type("DotProductAttention", (DotProductAttention,), {})
+    package.pytorch = module
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
+    monkeypatch.setattr(attention, "torch_attention", reference)
+    yield module.DotProductAttention
+    for cached in (attention.judged, attention._dot_product_attention, attention._varlen_parameters, attention._takes_grouped_queries):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+def test_transformer_engine_is_used_where_it_agrees(installed, case):
+    assert judged(shape(**case), demanded=False) is attention.transformer_engine_attention
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case"),
+    [("one sequence", {}), ("gradient", {}), ("nan", {}), ("no window", {"window": 20}), ("no window", {"window": 300}), ("top left", {"blocks": True}), ("unsupported", {})],
+)
+def test_it_is_not_used_where_it_is_wrong_and_the_log_says_so(installed, caplog, wrong, case):
+    installed.wrong = wrong
+    assert judged(shape(**case), demanded=False) is reference
+    assert "4 heads in 2 groups of 8" in caplog.text and "torch's is used" in caplog.text
+    with pytest.raises(RltoolError, match='set trainer.attention = "torch"'):
+        judged(shape(**case), demanded=True)
+
+
+def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    assert judged(shape(), demanded=False) is reference and not caplog.text
+    with pytest.raises(UsageError, match="cannot be imported here"):
+        check_backend("transformer_engine", torch.device("cuda"), torch.bfloat16)
+    check_backend("auto", torch.device("cuda"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
+def test_demanding_it_where_it_cannot_serve_is_refused(installed, device, dtype):
+    with pytest.raises(UsageError, match="needs a GPU and model.dtype"):
+        check_backend("transformer_engine", torch.device(device), dtype)
+
+
+def test_trying_kernels_leaves_trainings_random_numbers_alone(installed):
+    state = torch.get_rng_state()
+    disagreement(reference, reference, shape())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+class Varlen:
+    """torch's varlen_attn of some version: `grouped` is what it makes of fewer key heads than query heads."""
+
+    def __init__(self, grouped):
+        self.grouped, self.key_heads = grouped, []
+
+    def of_2_11(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+        self.key_heads.append(key.size(1))
+        if key.size(1) != query.size(1) and self.grouped == "refuses":
+            raise RuntimeError("number of heads must match")
+        if key.size(1) != query.size(1) and self.grouped == "wrong":
+            key, value = key.flip(1), value.flip(1)
+        packed = types.SimpleNamespace(cu_seqlens_q=cu_seq_q, cu_seqlens_kv=cu_seq_k)
+        assert window_size != (-1, -1)
+        return reference(query, key, value, packed, scale, None if window_size[0] < 0 else window_size[0] + 1)
+
+    def of_2_13(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert enable_gqa == (query.size(1) != key.size(1))
+        return self.of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    def older(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        assert is_causal
+        return self.of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size=(-1, 0))
+
+
+@pytest.fixture
+def varlen(installed, monkeypatch):
+    def use(kind, grouped="right"):
+        chosen = Varlen(grouped)
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", getattr(chosen, kind))
+        return chosen
+
+    monkeypatch.undo()
+    return use
+
+
+@pytest.mark.parametrize(
+    ("kind", "grouped", "heads"), [("of_2_11", "right", 2), ("of_2_11", "refuses", 4), ("of_2_11", "wrong", 4), ("of_2_13", "right", 2), ("older", "right", 2)]
+)
+@pytest.mark.parametrize("groups", [2, 4])
+def test_torchs_kernel_gets_keys_repeated_only_where_it_must(varlen, kind, grouped, heads, groups):
+    used = varlen(kind, grouped)
+    assert disagreement(attention.torch_attention, reference, shape(groups=groups)) < 0.01
+    assert used.key_heads[-1] == (heads if groups == 2 else 4)
+
+
+@pytest.mark.parametrize("case", [{"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+@pytest.mark.parametrize("kind", ["of_2_11", "of_2_13"])
+def test_torchs_kernel_is_told_all_that_matters(varlen, kind, case):
+    varlen(kind)
+    assert disagreement(attention.torch_attention, reference, shape(**case)) < 0.01
+
+
+@pytest.mark.parametrize("case", [{"window": 20}, {"scale": 0.3}])
+def test_an_old_torch_that_cannot_is_refused(varlen, case):
+    varlen("older")
+    with pytest.raises(NotImplementedError, match="update torch"):
+        disagreement(attention.torch_attention, reference, shape(**case))
