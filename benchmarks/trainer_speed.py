@@ -207,6 +207,8 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
         if args.profile is not None and rank == 0:
             write_profile(args.profile, lambda: step(mine[:2]), cuda)
+        elif args.profile is not None:
+            step(mine[:2])  # the profiled step needs all ranks
         return result if rank == 0 else None
 
 
