@@ -113,7 +113,8 @@ def torch_dist_to_hf(
     directories.refuse_existing(target)
     chosen = _dtype(dtype or manifests.read(source).dtype)
     checked: list[tuple[int, float]] = []
-    with _single_process() as runtime:
+    # A run that is still going may delete the checkpoint by its retention, unless somebody reads it.
+    with directories.reading(source), _single_process() as runtime:
         report(f"checking the hashes of {source}")
         open_verified(runtime, family, source)
         read = TorchDistReader(ShardedLayout(family, chosen, runtime), source / STATE).read

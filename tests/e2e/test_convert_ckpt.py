@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from rltool.checkpoints import convert, manifest
+from rltool.checkpoints import convert, manifest, verify
+from rltool.checkpoints import directory as directories
 from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
 from rltool.checkpoints.manifest import CheckpointDamaged
 from rltool.checkpoints.verify import ConversionMismatch
 from rltool.errors import UsageError
+from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import KINDS, hf_model, save_hf
 
 pytestmark = pytest.mark.e2e
@@ -178,3 +180,32 @@ def test_damaged_torch_dist_directory_is_refused_before_it_is_loaded(tmp_path, s
     with pytest.raises(CheckpointDamaged, match="its sha256 differs"):
         torch_dist_to_hf(tmp_path / "dist", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("largest", "difference", "passes"), [(0.5, 9e-5, True), (0.5, 2e-4, False), (30.0, 2e-3, True), (30.0, 4e-3, False)])
+def test_the_allowed_difference_grows_with_the_logits(source, monkeypatch, largest, difference, passes):
+    logits = torch.zeros(4, 8)
+    logits[0, 0] = largest
+    monkeypatch.setattr(verify, "transformers_logits", lambda *_: logits)
+    monkeypatch.setattr(verify, "megatron_logits", lambda *_: logits + difference)
+    compare = lambda: verify.compare_logits(family_for(read_hf_config(source)), None, None, source, torch.float32)  # noqa: E731
+    if passes:
+        assert compare() == pytest.approx(difference, rel=1e-2)
+    else:
+        with pytest.raises(ConversionMismatch, match="logits differ"):
+            compare()
+
+
+def test_a_checkpoint_is_not_deleted_while_it_is_converted(tmp_path, source, monkeypatch):
+    hf_to_torch_dist(source, tmp_path / "dist", verify=False)
+    kept = []
+    right = convert.write_hf_directory
+
+    def write(*arguments, **options):
+        kept.append(not directories.remove_unread(tmp_path / "dist"))
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(convert, "write_hf_directory", write)
+    torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", verify=False)
+    assert kept == [True]
+    assert directories.remove_unread(tmp_path / "dist"), "the lock outlived the conversion"
