@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import io
 import queue
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -238,6 +240,37 @@ def save_without_manager_process() -> None:
 
     if getattr(filesystem_async, "_results_queue", False) is None:
         filesystem_async._results_queue = queue.SimpleQueue()
+
+
+def asynchronous_save_options() -> dict[str, Any]:
+    """Further arguments of an asynchronous dist_checkpointing.save: 0.19's default needs another package."""
+    from megatron.core import dist_checkpointing
+
+    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+
+
+@contextmanager
+def unsharded_state_kept(kept: list[bytes]) -> Iterator[None]:
+    """Megatron-core 0.16 writes the unsharded state on rank 0 in the middle of planning a save, where a full disk would leave the
+    other ranks waiting: here it comes into `kept`. 0.19 has no such file; all of it is sharded."""
+    from megatron.core.dist_checkpointing.strategies import common
+
+    strategy = getattr(common, "TorchCommonSaveStrategy", None)
+    if strategy is None:
+        yield
+        return
+    original = strategy.save_common
+
+    def keep(self: Any, state: Any, directory: Any) -> None:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        kept.append(buffer.getvalue())
+
+    strategy.save_common = keep
+    try:
+        yield
+    finally:
+        strategy.save_common = original
 
 
 def route_without_transformer_engine() -> None:

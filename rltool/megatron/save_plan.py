@@ -7,12 +7,8 @@ plan: every rank its own files, in threads, then rank 0 the description of the w
 
 from __future__ import annotations
 
-import inspect
-import io
 import queue
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +21,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
-from rltool.megatron.runtime import Runtime, save_without_manager_process
+from rltool.megatron.runtime import (
+    Runtime,
+    asynchronous_save_options,
+    save_without_manager_process,
+    unsharded_state_kept,
+)
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
 
@@ -43,28 +44,6 @@ class _Discarded:
 
     def __init__(self) -> None:
         self.finalize_fns: list[Any] = []
-
-
-@contextmanager
-def _common_kept(kept: list[bytes]) -> Iterator[None]:
-    """Megatron-core 0.16 writes the unsharded state on rank 0 in the middle of its plan, where a full disk would leave the other
-    ranks waiting: here it comes into memory. 0.19 has no such file; all of it is sharded."""
-    strategy = getattr(common, "TorchCommonSaveStrategy", None)
-    if strategy is None:
-        yield
-        return
-    original = strategy.save_common
-
-    def keep(self: Any, state: Any, directory: Any) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        kept.append(buffer.getvalue())
-
-    strategy.save_common = keep
-    try:
-        yield
-    finally:
-        strategy.save_common = original
 
 
 @dataclass
@@ -142,9 +121,7 @@ def plan_save(runtime: Runtime, state: dict[str, Any], directory: Path) -> SaveP
     """
     save_without_manager_process()
     strategy, kept = _PlanOnly(BACKEND, BACKEND_VERSION), []
-    # 0.19's default needs another package.
-    options = {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-    with runtime.mode(), _common_kept(kept):
-        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, **options)
+    with runtime.mode(), unsharded_state_kept(kept):
+        dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, **asynchronous_save_options())
     common_state = kept[0] if kept and runtime.coordinates.rank == 0 else None
     return SavePlan(Path(directory), strategy.writer, strategy.metadata, common_state)

@@ -27,6 +27,9 @@ TWO_RANKS = {
     "CP2 with full recompute": {"cp": 2, "trainer": {"recompute": "full"}},
 }
 FOUR_RANKS = {
+    "TP2 x PP2": {"tp": 2, "pp": 2},
+    "DP2 x PP2": {"pp": 2},
+    "DP2 x TP2 with sequence parallelism": {"tp": 2, "trainer": {"sequence_parallel": True}},
     "CP2 x TP2 with sequence parallelism": {"cp": 2, "tp": 2, "trainer": {"sequence_parallel": True}},
     "CP2 x PP2": {"cp": 2, "pp": 2},
     "DP2 x CP2": {"cp": 2},
