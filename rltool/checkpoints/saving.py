@@ -182,7 +182,8 @@ def _begin(final: Path) -> None:
 
 def _write_share(plan: SavePlan, partial: Path) -> _Share:
     results = plan.write()
-    files = {f"{STATE}/{name}": manifests.describe_file(partial / STATE / name) for name in plan.files}
+    described = manifests.side_by_side(manifests.describe_file, [partial / STATE / name for name in plan.files])
+    files = {f"{STATE}/{name}": entry for name, entry in zip(plan.files, described, strict=True)}
     return _Share(results, files, plan.bytes)
 
 

@@ -128,9 +128,10 @@ def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: s
 
 
 def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest:
-    """The manifest, after rank 0 has checked every hash. UsageError when the checkpoint is of another model."""
+    """The manifest, after the ranks have checked all hashes together. UsageError when the checkpoint is of another model."""
     manifest = manifests.read(directory)
-    runtime.on_rank_zero(lambda: manifests.verify(directory, manifest), f"checking {directory}")
+    at = runtime.coordinates
+    runtime.on_every_rank(lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.world_size), f"checking {directory}")
     saved = family_for(read_hf_config(directory))
     if saved.hf_tensors() != family.hf_tensors():
         raise UsageError(

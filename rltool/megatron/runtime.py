@@ -190,21 +190,27 @@ class Runtime:
         return largest.tolist()
 
     def on_rank_zero(self, action: Callable[[], T], what: str) -> T | None:
-        """Runs `action` on rank 0; if it raises, all ranks raise: its own error there, OtherRankFailed elsewhere.
+        """Runs `action` on rank 0; if it raises, all ranks raise: its own error there, OtherRankFailed elsewhere."""
+        return self.on_every_rank(action if self.coordinates.rank == 0 else lambda: None, what)
+
+    def on_every_rank(self, action: Callable[[], T], what: str) -> T:
+        """Runs `action`, which talks to no other rank; if it raises anywhere, all ranks raise: its own error there, OtherRankFailed
+        elsewhere.
 
         Without this the others would wait in the next collective until its deadline.
         """
-        result, failure = None, None
-        if self.coordinates.rank == 0:
-            try:
-                result = action()
-            except Exception as error:
-                failure = error
-        (failed,) = self.max_over_world([float(failure is not None)])
+        failure: Exception | None = None
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+        rank, failed = self.coordinates.rank, [0.0] * self.coordinates.world_size
+        failed[rank] = float(failure is not None)
+        failed = self.max_over_world(failed)
         if failure is not None:
             raise failure
-        if failed:
-            raise OtherRankFailed(f"{what} failed on rank 0; its own error says why")
+        if any(failed):
+            raise OtherRankFailed(f"{what} failed on rank {failed.index(1.0)}; its own error says why")
         return result
 
     def close(self) -> None:

@@ -39,6 +39,27 @@ def test_one_changed_byte_is_found(tmp_path):
         manifests.verify(final, manifests.read(final))
 
 
+@pytest.mark.parametrize("damaged", ["a.bin", "b.bin", "c.bin"])
+def test_of_several_that_share_the_hashing_one_finds_the_damage_and_all_find_what_is_missing(tmp_path, damaged):
+    for name, size in (("a.bin", 10), ("b.bin", 30), ("c.bin", 20)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    manifest = Manifest("weights", "Qwen2ForCausalLM", "float32", files=manifests.describe_files(tmp_path))
+    for part in (0, 1):
+        manifests.verify(tmp_path, manifest, part=part, parts=2)
+    (tmp_path / damaged).write_bytes(b"y" * manifest.files[damaged]["bytes"])
+    found = []
+    for part in (0, 1):
+        try:
+            manifests.verify(tmp_path, manifest, part=part, parts=2)
+        except CheckpointDamaged as error:
+            found.append(str(error))
+    assert len(found) == 1 and damaged in found[0]
+    (tmp_path / damaged).unlink()
+    for part in (0, 1):
+        with pytest.raises(CheckpointDamaged, match="is missing"):
+            manifests.verify(tmp_path, manifest, part=part, parts=2)
+
+
 def test_missing_short_and_added_files_are_found(tmp_path):
     manifest = manifests.read(final := write_checkpoint(tmp_path / "step_3"))
     (final / "evil.pkl").write_bytes(b"")
