@@ -52,7 +52,7 @@ class TrainerConfig(Config):
     """Sum gradients over data-parallel ranks while the backward pass of the last micro-batch goes on, in place of after it."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
-    full: whole layers, only their inputs are kept."""
+    full: whole layers, only their inputs are kept, and the gated activation of the others."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
     attention: Literal["auto", "torch", "transformer_engine"] = "auto"

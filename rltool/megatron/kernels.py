@@ -6,7 +6,8 @@ Written once, in fp32 inside; eager on the CPU, where compiling would cost more 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# One kernel serves every length: without this each new number of packed tokens would compile again, until torch gives up.
-_compiled = functools.partial(torch.compile, dynamic=True)
+# Widths are constants of the kernels: as variables (dynamic=True) they cost vector loads and a division for every element, and
+# the kernels move half the bytes a second. The number of tokens is a variable, or every new packing would compile again.
+_compiled = functools.partial(torch.compile, dynamic=False)
 
+VARIANTS = 64
+"""Of one function, before torch gives up and runs it eager: widths, layouts, with and without gradients, single tokens."""
 
 _eager = False
 
@@ -29,18 +33,31 @@ def compile_on_cuda(wanted: bool) -> None:
 
 
 def on_cuda_compiled(function: Function) -> Function:
-    """`function` as it is for CPU tensors, compiled at its first use for CUDA tensors; the first argument decides."""
+    """`function` as it is for CPU tensors, compiled at its first use for CUDA tensors; the first argument decides.
+
+    Tensors have one row a token, but for those named `weight`.
+    """
     fast: list[Any] = []
+    by_token = [name != "weight" for name in inspect.signature(function).parameters]
 
     @functools.wraps(function)
-    def chosen(first: Tensor, *rest: Any) -> Any:
-        if _eager or not first.is_cuda:
-            return function(first, *rest)
+    def chosen(*arguments: Any) -> Any:
+        if _eager or not arguments[0].is_cuda:
+            return function(*arguments)
         if not fast:
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
             fast.append(_compiled(function))
-        return fast[0](first, *rest)
+        return fast[0](*rows_vary(arguments, by_token))
 
     return chosen  # type: ignore[return-value]
+
+
+def rows_vary(arguments: Sequence[Any], by_token: Sequence[bool]) -> Sequence[Any]:
+    """The arguments, marked for the compiler: the first dimension of the tensors that have one row a token is a variable."""
+    for argument, varies in zip(arguments, by_token, strict=True):
+        if varies and isinstance(argument, Tensor):
+            torch._dynamo.maybe_mark_dynamic(argument, 0)
+    return arguments
 
 
 @on_cuda_compiled
@@ -56,11 +73,14 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @on_cuda_compiled
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions (Su et al. 2021), halves paired as Hugging Face has them. x: [..., d]; angles: [..., d], fp32, broadcast."""
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotary positions (Su et al. 2021), halves paired as Hugging Face has them.
+
+    x: [T, ..., d]; turn: fp32, broadcast to x: cosines of the d / 2 angles, then their sines.
+    """
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * angles.cos() + turned * angles.sin()).to(x.dtype)
+    cos, sin = turn.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 @on_cuda_compiled

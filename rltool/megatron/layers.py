@@ -37,10 +37,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU as one kernel; `recompute = "selective"` does not keep its output for the backward pass.
+    """Megatron's MLP with SwiGLU as one kernel. Its output is a third of what the MLP keeps for the backward pass, and costs one
+    small kernel to compute again: with `recompute_gated` it is not kept."""
 
-    That output is half as wide again as all else that a dense layer keeps, and costs one kernel to compute again.
-    """
+    recompute_gated = False
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
@@ -48,7 +48,7 @@ class GatedMLP(MLP):
         gated, bias = self.linear_fc1(hidden_states)
         if per_token_scale is not None or bias is not None:
             raise NotImplementedError("a gated MLP with a bias or a scale per token")
-        if self.config.recompute_granularity != "selective" or not torch.is_grad_enabled():
+        if not self.recompute_gated or not torch.is_grad_enabled():
             return self.linear_fc2(swiglu(gated))
         checkpoint = CheckpointWithoutOutput()
         output, output_bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gated))
@@ -57,9 +57,10 @@ class GatedMLP(MLP):
 
 
 class RotaryPositions(torch.nn.Module):
-    """Angles of the rotary embedding at each token's own position, for packed rows. Interface of Megatron's RotaryEmbedding.
+    """Cosines and sines of the rotary embedding at each token's own position, for packed rows: [T, 1, 1, d], see `kernels.rotate`.
 
-    Megatron asks for a length and passes it to `forward`; here that "length" is the [T] positions themselves.
+    Once for all layers and heads. The interface is that of Megatron's RotaryEmbedding: it is asked for a length, which is passed to
+    `forward`; here that "length" is the [T] positions themselves.
     """
 
     def __init__(self, inverse_frequencies: Tensor, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class RotaryPositions(torch.nn.Module):
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
         angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
 
 
 class PackedCausalAttention(MegatronModule):
@@ -115,7 +116,8 @@ class PackedCausalAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
-        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        # Values come as a view into the one product of queries, keys and values, all of which would be kept for the backward pass.
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
         packed = packed_seq_params
         if packed.keys is not None:
             # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads the
@@ -136,6 +138,9 @@ class PackedCausalAttention(MegatronModule):
             x = x if gather is None else x.index_select(0, gather)
             return x.view(packed.num_sequences, longest, *x.shape[1:]).transpose(1, 2)
 
+        if query.is_cuda and query.size(1) != key.size(1):
+            # For fp32 on a GPU torch has a kernel without grouped queries, and else keeps the probabilities of every layer.
+            key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
         out = F.scaled_dot_product_attention(
             spread(query, packed.gather, packed.max_seqlen_q),

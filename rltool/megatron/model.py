@@ -102,8 +102,8 @@ def transformer_config(
 def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig) -> dict[str, Any]:
     if trainer.recompute == "none":
         return {}
+    recompute_without_transformer_engine()
     if trainer.recompute == "selective":
-        recompute_without_transformer_engine()
         # The gated activation is `GatedMLP`'s own part.
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     held = family.num_layers // coordinates.pp_size
@@ -150,10 +150,12 @@ def build_model(
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
         scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
         model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
-    for layer in model.decoder.layers:
+    whole = config.recompute_num_layers or 0
+    for index, layer in enumerate(model.decoder.layers):
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
         if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
             layer.mlp.__class__ = GatedMLP
+            layer.mlp.recompute_gated = trainer.recompute != "none" and index >= whole
     _mark_sharded(model, family)
     return model.to(device)
 

@@ -291,13 +291,22 @@ def route_without_transformer_engine() -> None:
 
 
 def recompute_without_transformer_engine() -> None:
-    """Lets Megatron compute norms and activations again where Transformer Engine is not installed.
+    """Lets Megatron compute norms and activations again where neither Transformer Engine nor a C++ compiler is installed.
 
-    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine.
+    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine. That of 0.19 compiles an
+    extension in the first backward pass, to give one tensor another's memory; a copy, as in 0.16, costs little.
     """
     from megatron.core.tensor_parallel import random
 
     random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+    if hasattr(random, "_get_share_storage"):
+        random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
+    memory = target.untyped_storage()
+    memory.resize_(source.untyped_storage().size())
+    memory.copy_(source.untyped_storage())
 
 
 def mlp_submodules(layer: Any) -> Any:
@@ -307,12 +316,15 @@ def mlp_submodules(layer: Any) -> Any:
 
 
 def rotate_in_one_kernel() -> None:
-    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between."""
+    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between.
+
+    What it hands over as angles is what `RotaryPositions` made.
+    """
     from megatron.core.transformer import attention
 
     from rltool.megatron.kernels import rotate
 
-    attention.apply_rotary_pos_emb = lambda x, angles, *_, **__: rotate(x, angles)
+    attention.apply_rotary_pos_emb = lambda x, turn, *_, **__: rotate(x, turn)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ class NormedRowParallelLinear(RowParallelLinear):
 
 
 class TwoRotaryPositions(torch.nn.Module):
-    """Angles for the layers without and with a sliding window, stacked: [2, T, 1, 1, head_dim]."""
+    """Of the layers without and with a sliding window, stacked: [2, T, 1, 1, head_dim]."""
 
     def __init__(self, full: Tensor, sliding: Tensor, device: torch.device) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TwoRotaryPositions(torch.nn.Module):
 
 
 class TwoRopeSelfAttention(SelfAttention):
-    """Takes from the stacked angles those of its own kind of layer."""
+    """Takes from what is stacked the part of its own kind of layer."""
 
     def __init__(self, *args: Any, sliding_windows: tuple[int | None, ...], layer_number: int, **options: Any) -> None:
         super().__init__(*args, layer_number=layer_number, **options)

@@ -3,6 +3,8 @@
 On CUDA they run compiled. Here the tracing is tested with the compiler that needs no C++; the arithmetic, eager.
 """
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,7 +25,7 @@ def ids(count):
 CASES = {
     "rms_norm": lambda n: (randn(n, 1, 16, dtype=BF16), randn(16, dtype=BF16), 1e-6),
     "rms_norm_zero_centered": lambda n: (randn(n, 1, 16, dtype=BF16), randn(16, dtype=BF16), 1e-6),
-    "rotate": lambda n: (randn(n, 1, 4, 16, dtype=BF16), randn(n, 1, 1, 16)),
+    "rotate": lambda n: (randn(n, 1, 4, 16, dtype=BF16), randn(n, 1, 1, 16).sin()),
     "swiglu": lambda n: (randn(n, 1, 32, dtype=BF16),),
     "vocabulary_statistics": lambda n: (randn(n, 30), ids(n), 0.7),
     "vocabulary_gradient": lambda n: (randn(n, 30), randn(n) + 5, randn(n), ids(n), randn(n), randn(n), 0.7, BF16),
@@ -47,11 +49,19 @@ def test_one_graph_serves_every_length(name):
         counted.append(graph)
         return graph.forward
 
-    compiled = torch.compile(plain, dynamic=True, fullgraph=True, backend=backend)
+    fast = torch.compile(plain, dynamic=False, fullgraph=True, backend=backend)
+    by_token = [parameter != "weight" for parameter in inspect.signature(plain).parameters]
+
+    def compiled(*arguments):
+        return fast(*kernels.rows_vary(arguments, by_token))
+
     for length in (5, 9, 23):
         for found, expected in zip(values_and_gradients(compiled, CASES[name](length)), values_and_gradients(plain, CASES[name](length)), strict=True):
             assert torch.equal(found, expected)
     assert len(counted) == 1
+    traced = [node.meta["example_value"] for node in counted[0].graph.nodes if torch.is_tensor(node.meta.get("example_value"))]
+    assert any(not isinstance(value.shape[0], int) for value in traced), "the number of tokens is a constant of the kernel"
+    assert all(isinstance(size, int) for value in traced for size in value.shape[1:]), "a width is a variable of the kernel"
 
 
 def test_rms_norm_is_that_of_torch():
@@ -65,7 +75,7 @@ def test_rotation_keeps_lengths_and_depends_on_differences_of_positions_only():
     query, key = randn(1, 4), randn(1, 4, seed=1)
 
     def at(x, position):
-        return kernels.rotate(x, torch.cat((position * frequencies, position * frequencies))[None])
+        return kernels.rotate(x, torch.cat(((position * frequencies).cos(), (position * frequencies).sin()))[None])
 
     assert torch.allclose(at(query, 5).norm(), query.norm())
     assert torch.allclose((at(query, 7) * at(key, 3)).sum(), (at(query, 14) * at(key, 10)).sum(), atol=1e-6)
