@@ -22,6 +22,7 @@ from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, Rot
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import (
     Coordinates,
+    fuse_weight_gradients,
     mlp_submodules,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
@@ -63,9 +64,9 @@ def check_parallelism(
 
 
 def transformer_config(
-    family: Family, coordinates: Coordinates, dtype: torch.dtype, trainer: TrainerConfig
+    family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device, trainer: TrainerConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off."""
+    """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off, or our own."""
     return with_known_fields(
         TransformerConfig,
         **family.transformer,
@@ -90,7 +91,7 @@ def transformer_config(
         perform_initialization=False,
         optional=dict(
             persist_layer_norm=False,
-            gradient_accumulation_fusion=False,
+            gradient_accumulation_fusion=fuse_weight_gradients(device),
             masked_softmax_fusion=False,
             bias_activation_fusion=False,
             bias_dropout_fusion=False,
@@ -131,7 +132,7 @@ def build_model(
         sequence_parallel=trainer.sequence_parallel,
     )
     check_backend(trainer.attention, device, dtype)
-    config = transformer_config(family, coordinates, dtype, trainer)
+    config = transformer_config(family, coordinates, dtype, device, trainer)
     rotate_in_one_kernel()
     model = GPTModel(
         config=config,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.cpu_mode import cpu_mode
+from rltool.megatron.products import add_product
 
 T = TypeVar("T")
 
@@ -307,6 +309,21 @@ def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     memory = target.untyped_storage()
     memory.resize_(source.untyped_storage().size())
     memory.copy_(source.untyped_storage())
+
+
+def fuse_weight_gradients(device: torch.device) -> bool:
+    """Lets Megatron's linear layers add the gradients of their weights to fp32 `main_grad` as they are computed, by `add_product` in
+    the place of Apex's extension: less traffic, and no rounding to bf16 in between. False where Megatron cannot: it makes a
+    stand-in for the gradient on the current CUDA device."""
+    from megatron.core.tensor_parallel import layers
+
+    if device.type != "cuda":
+        return False
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=lambda inputs, gradient, total: add_product(total, gradient.t(), inputs)
+    )
+    layers._grad_accum_fusion_available = True
+    return True
 
 
 def mlp_submodules(layer: Any) -> Any:

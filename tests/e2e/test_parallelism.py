@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 
+from rltool.megatron import model
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed, RankPool
 
@@ -54,6 +58,25 @@ def case_gradients(place, path, layout, batch):
                 parameter.copy_(parameter.main_grad)
         pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
         return metrics, dict(pairs) if trainer.coordinates.rank == 0 else None
+
+
+def case_fused_gradients(place, path, layout, batch):
+    """As `case_gradients`, with weight gradients added to main_grad by Megatron's linear layers, as on a GPU."""
+    calls = []
+
+    def fuse(_device):
+        assert right(torch.device("cuda"))
+        add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=lambda *given: (calls.append(1), add(*given)))
+        return True
+
+    right = model.fuse_weight_gradients
+    # Megatron makes its stand-in for the gradient there.
+    with patch.object(model, "fuse_weight_gradients", fuse), patch.object(torch.cuda, "current_device", lambda: "cpu"):
+        result = case_gradients(place, path, layout, batch)
+    layers._grad_accum_fusion_available = False
+    assert calls, "no layer took the fused path"
+    return result
 
 
 def case_steps(place, path, layout, batch, steps):
@@ -135,6 +158,21 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(ranks, alone, layout, tied
     results = ranks.run(case_gradients, 2, paths[tied], TWO_RANKS[layout], batch)
     assert all(metrics == results[0][0] for metrics, _ in results), "metrics differ between ranks"
     assert_same_gradients(results[0], expected[tied], layout)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, TWO_RANKS["TP2 with sequence parallelism"]), (2, TWO_RANKS["DP2 with selective recompute"])])
+def test_gradients_added_where_they_are_summed_are_the_same(ranks, alone, world, layout, tied):
+    paths, batch, expected = alone
+    assert_same_gradients(ranks.run(case_fused_gradients, world, paths[tied], layout, batch)[0], expected[tied], layout)
+
+
+def test_in_bf16_gradients_added_where_they_are_summed_are_no_less_exact(ranks, alone):
+    paths, batch, exact = alone
+    plain, fused = (ranks.run(case, 1, paths[True], {"dtype": "bfloat16"}, batch)[0][1] for case in (case_gradients, case_fused_gradients))
+    for name, gradient in exact[True][1].items():
+        errors = [(found[name].float() - gradient).norm() / gradient.norm() for found in (plain, fused)]
+        assert errors[1] < 1.1 * errors[0] + 0.002, f"{name}: {errors}"
 
 
 @pytest.mark.parametrize("layout", ["DP2", "TP2 with sequence parallelism", "PP2", "CP2"])
