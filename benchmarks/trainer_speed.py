@@ -70,20 +70,24 @@ def lengths_of(args: argparse.Namespace, count: int) -> list[int]:
 
 
 def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch:
-    """Samples of these lengths, of which the first `real` tokens are no padding."""
+    """Samples of these lengths, of which the first `real` tokens are no padding.
+
+    Padding has log-probabilities too, of weight 0: a trainer that pads computes the logits of all that it is given.
+    """
     total = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     sizes, genuine = torch.tensor(lengths), torch.tensor(real)
     position = torch.arange(total) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-    mask = ((position > 0) & (position < genuine.repeat_interleave(sizes))).float()
+    mask = (position > 0).float()
+    weights = mask * (position < genuine.repeat_interleave(sizes))
     return TrainBatch(
         tokens=torch.randint(0, vocabulary, (total,), generator=generator),
         lengths=sizes,
         loss_mask=mask,
         rewards=torch.zeros(len(lengths)),
         group_ids=torch.arange(len(lengths)),
-        loss_weights=mask,
-        advantages=torch.randn(total, generator=generator) * mask,
+        loss_weights=weights,
+        advantages=torch.randn(total, generator=generator) * weights,
     )
 
 
@@ -150,8 +154,8 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         lengths = lengths_of(args, args.samples * shards)
         everyone = micro_batches_of(args, lengths, shards, model["vocab_size"])
         mine = everyone[trainer.coordinates.dp_rank]
-        loss_tokens = sum(micro.num_loss_tokens for rank in everyone for micro in rank)
-        samples = sum(int(micro.loss_mask.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
+        loss_tokens = int(sum(micro.loss_weights.sum() for rank in everyone for micro in rank))
+        samples = sum(int(micro.loss_weights.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
         real_tokens = loss_tokens + samples
 
         def step(batches: list[TrainBatch]) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import io
+import os
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,9 @@ from rltool.megatron.cpu_mode import cpu_mode
 from rltool.megatron.products import add_product
 
 T = TypeVar("T")
+
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""torch's settings of its memory on the GPU; a user's own are left alone."""
 
 
 class RendezvousFailed(RltoolError):
@@ -233,6 +237,9 @@ def _pick_device(wanted: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError("trainer.device is cuda, but torch finds no CUDA device here; use device = cpu or auto")
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        # Read at the first allocation. Packed rows differ in length: without it, memory that is free comes in pieces too small.
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

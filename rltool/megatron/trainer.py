@@ -91,6 +91,7 @@ class MegatronTrainer:
             seed=seed,
         )
         self._frozen: dict[str, dict[str, Tensor]] = {}
+        self._waiting: dict[str, Tensor] | None = None
         try:
             with self.runtime.mode():
                 self._build(optimizer, total_optimizer_steps)
@@ -140,22 +141,33 @@ class MegatronTrainer:
             load()
             self._frozen["teacher"] = self._copy_of_weights()
 
-    def _copy_of_weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().to("cpu", copy=True) for name, parameter in global_names(self.gpt).items()}
+    def _copy_of_weights(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """On the CPU, from a GPU in memory that it copies to and from at full speed. into: an earlier copy, which is overwritten."""
+        pinned = self.runtime.device.type == "cuda"
+        copies = into or {}
+        with torch.no_grad():
+            for name, parameter in global_names(self.gpt).items():
+                if name not in copies:
+                    copies[name] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
+                copies[name].copy_(parameter, non_blocking=pinned)
+        if pinned:
+            torch.cuda.current_stream().synchronize()
+        return copies
 
     def _put_weights(self, weights: dict[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in global_names(self.gpt).items():
-                parameter.copy_(weights[name])
+                parameter.copy_(weights[name], non_blocking=True)
 
     @contextmanager
     def _policy_put_back(self) -> Iterator[None]:
         """The policy's weights wait on the CPU, whatever is done to the model's meanwhile; the optimizer's copies stay."""
-        policy = self._copy_of_weights()
+        # Kept for the next time: pinning memory takes longer than the copies.
+        self._waiting = self._copy_of_weights(self._waiting)
         try:
             yield
         finally:
-            self._put_weights(policy)
+            self._put_weights(self._waiting)
 
     @contextmanager
     def _with_weights(self, weights: Weights) -> Iterator[None]:
