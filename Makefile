@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-megatron-0.19 unit lint constraints venv venv-sglang clean
+.PHONY: quickstart test test-megatron-019 unit lint constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -23,10 +23,10 @@ test: venv venv-sglang
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest $(ARGS)
 
 # The trainer's tests on Megatron-core 0.19, which needs Python 3.12; `make test` has 0.16. Not part of it: PYTHON312 names the interpreter.
-test-megatron-0.19:
-	test -x .venv-megatron-0.19/bin/python || $(PYTHON312) -m venv .venv-megatron-0.19
-	.venv-megatron-0.19/bin/python -m pip install --quiet -r requirements/megatron-0.19.txt -e .[train,quickstart,dev]
-	.venv-megatron-0.19/bin/python -m pytest $(TRAINER_TESTS) tests/unit/test_attention_kernels.py tests/unit/test_kernels.py $(ARGS)
+test-megatron-019:
+	test -x .venv-megatron-019/bin/python || $(PYTHON312) -m venv .venv-megatron-019
+	.venv-megatron-019/bin/python -m pip install --quiet -r requirements/megatron-0.19.txt -e .[train,quickstart,dev]
+	.venv-megatron-019/bin/python -m pytest $(TRAINER_TESTS) tests/unit/test_attention_kernels.py tests/unit/test_kernels.py $(ARGS)
 
 unit: venv
 	.venv/bin/python -m pytest tests/unit tests/contract $(ARGS)
