@@ -29,7 +29,11 @@ def model_state(model: GPTModel) -> dict[str, Any]:
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: dict[str, Any], *, loading: bool) -> dict[str, Any]:
-    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=sharding_metadata())
+    metadata = sharding_metadata()
+    if not loading:
+        # Otherwise every rank of a host would hold the whole model's state: 12 bytes a parameter, times its ranks.
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
+    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
 
 
 def rng_state(runtime: Runtime) -> ShardedObject:
