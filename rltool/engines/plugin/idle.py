@@ -24,8 +24,10 @@ def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
     if BUSY_LOOP_VARIABLE not in environment:
         return
     seconds = float(environment[BUSY_LOOP_VARIABLE])
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    except ImportError:  # another vLLM, that waits in another way: an engine that takes a core is better than none
+        return
     ask_again = getattr(SpinCondition.wait, "__wrapped__", SpinCondition.wait)
 
     def wait(self, timeout_ms: int | None = None) -> None:
