@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -55,12 +57,17 @@ def measure(run: Run, extra: list[str], profiles: Path | None, timeout: float) -
     command = [sys.executable, "-m", "benchmarks.trainer_speed", *run.arguments, "--ranks", str(run.gpus), *extra]
     if profiles is not None:
         command += ["--profile", str(profiles / f"{run.name}.txt")]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {timeout:g} s"}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if done.returncode == 0 and lines else {"error": (done.stdout + done.stderr)[-3000:]}
+    # A session of its own, so that a run that is late ends with all its ranks: they would go on, on GPUs that the next run measures.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as child:
+        try:
+            output, errors = child.communicate(timeout=timeout)
+        except BaseException as stopped:
+            os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(stopped, subprocess.TimeoutExpired):
+                return {"error": f"no result within {timeout:g} s"}
+            raise
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if child.returncode == 0 and lines else {"error": (output + errors)[-3000:]}
 
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -234,10 +234,13 @@ def parse_choice(choice: Mapping[str, Any]) -> Completion:
 
 
 def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
-    """(first sample, samples) of each HTTP request: at most MAX_N_PER_REQUEST, and none across the end of the seeds."""
+    """(first sample, samples) of each HTTP request: at most MAX_N_PER_REQUEST, and none across the end of the seeds.
+
+    One at temperature 0, where vLLM refuses more.
+    """
     start = 0
     while start < request.n:
-        count = min(MAX_N_PER_REQUEST, request.n - start)
+        count = min(MAX_N_PER_REQUEST if request.sampling.temperature > 0 else 1, request.n - start)
         if request.seed is not None:
             count = min(count, SEED_MODULUS - (request.seed + start) % SEED_MODULUS)
         yield start, count

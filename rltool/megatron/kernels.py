@@ -23,6 +23,13 @@ _compiled = functools.partial(torch.compile, dynamic=False)
 VARIANTS = 64
 """Of one function, before torch gives up and runs it eager: widths, layouts, with and without gradients, single tokens."""
 
+
+def _allow_variants() -> None:
+    """In every call: torch 2.13 keeps this setting by thread, and recomputed layers run in those of the backward pass."""
+    if torch._dynamo.config.recompile_limit < VARIANTS:
+        torch._dynamo.config.recompile_limit = VARIANTS
+
+
 _eager = False
 
 
@@ -44,8 +51,8 @@ def on_cuda_compiled(function: Function) -> Function:
     def chosen(*arguments: Any) -> Any:
         if _eager or not arguments[0].is_cuda:
             return function(*arguments)
+        _allow_variants()
         if not fast:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
             fast.append(_compiled(function))
         return fast[0](*rows_vary(arguments, by_token))
 

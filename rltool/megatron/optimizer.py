@@ -82,5 +82,11 @@ def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer)
     differ, while 0.16 takes the saved ones in silence. The mixed-precision optimizer nests the groups one level deeper.
     """
     configured = {key: optimizer.param_groups[0][key] for key in CONFIGURED if key in optimizer.param_groups[0]}
-    for group in loaded.get("optimizer", loaded)["param_groups"]:
-        group.update(configured)
+    for part in parts(loaded):
+        for group in part.get("optimizer", part)["param_groups"]:
+            group.update(configured)
+
+
+def parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Of an optimizer's state: itself, or the states of the optimizers that Megatron chains for a mixture of experts, by number."""
+    return list(state.values()) if all(isinstance(key, int) for key in state) else [state]

@@ -53,6 +53,8 @@ class SavePlan:
     directory: Path
     writer: Any
     metadata: Any
+    device: torch.device
+    """Where the model lies."""
     common: bytes | None
     """Rank 0 only: content of Megatron-core 0.16's common.pt."""
 
@@ -62,10 +64,12 @@ class SavePlan:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.writer.write_buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Brings the tensors to the CPU. copy: also those that lie there, so that training may go on and change the parameters.
+        """Brings the tensors to the CPU. copy: also those of a model that lies there, so that training may go on and change them.
 
         Copies from a GPU go through pinned memory, which torch keeps for the next save. On return they are complete.
         """
+        # Beside a model on a GPU what lies on the CPU was gathered for this save.
+        copy = copy and self.device.type == "cpu"
         self.writer.write_buckets = [
             (path, key, (small, [(item, _on_cpu(tensor, copy=copy)) for item, tensor in tensors]))
             for path, key, (small, tensors) in self.writer.write_buckets
@@ -124,4 +128,4 @@ def plan_save(runtime: Runtime, state: dict[str, Any], directory: Path) -> SaveP
     with runtime.mode(), unsharded_state_kept(kept):
         dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, **asynchronous_save_options())
     common_state = kept[0] if kept and runtime.coordinates.rank == 0 else None
-    return SavePlan(Path(directory), strategy.writer, strategy.metadata, common_state)
+    return SavePlan(Path(directory), strategy.writer, strategy.metadata, runtime.device, common_state)

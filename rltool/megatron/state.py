@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from rltool.megatron.optimizer import parts
 from rltool.megatron.runtime import Runtime
 
 
@@ -33,7 +34,11 @@ def optimizer_state(optimizer: MegatronOptimizer, model: dict[str, Any], *, load
     if not loading:
         # Otherwise every rank of a host would hold the whole model's state: 12 bytes a parameter, times its ranks.
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = True
-    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    state = optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
+    for part in parts(state):
+        if part.get("param_state", ...) is None:
+            del part["param_state"]  # not the rank that writes: Megatron would warn that ranks differ
+    return state
 
 
 def rng_state(runtime: Runtime) -> ShardedObject:

@@ -43,8 +43,8 @@ class TrainedModel:
         )
         self.ddp = DistributedDataParallel(gpt.config, gradients, gpt)
         if gradients.overlap_grad_reduce:
-            # The schedule runs all micro-batches but the last in this context. Without it Megatron would start a reduction
-            # with each of them, and fail at the second.
+            # The schedule runs all micro-batches but the last in this context. Without it Megatron counts gradients over all of
+            # them, and fails in the first step with another number of micro-batches than the step before.
             gpt.config.no_sync_func = self.ddp.no_sync
         # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
         gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)

@@ -25,6 +25,7 @@ from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, T
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.collectives import sum_over_context_ranks
+from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
@@ -144,11 +145,10 @@ class MegatronTrainer:
     def _copy_of_weights(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """On the CPU, from a GPU in memory that it copies to and from at full speed. into: an earlier copy, which is overwritten."""
         pinned = self.runtime.device.type == "cuda"
-        copies = into or {}
+        parameters = global_names(self.gpt)
+        copies = into or room_for(parameters, pinned=pinned)
         with torch.no_grad():
-            for name, parameter in global_names(self.gpt).items():
-                if name not in copies:
-                    copies[name] = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=pinned)
+            for name, parameter in parameters.items():
                 copies[name].copy_(parameter, non_blocking=pinned)
         if pinned:
             torch.cuda.current_stream().synchronize()

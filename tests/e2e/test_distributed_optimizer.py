@@ -57,6 +57,15 @@ def test_resumed_steps_are_bit_equal_to_those_never_interrupted(ranks, tmp_path,
     assert ranks.run(case_resume, 2, path, settings, batch, directory) == whole
 
 
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}], ids=["DP2", "EP2"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_mixture_of_experts_resumes_bit_equal(ranks, tmp_path, distributed, layout):
+    path, batch = save_hf(tmp_path / "model", "qwen3_moe"), policy_batch(LENGTHS)
+    settings, directory = options(distributed, **layout), tmp_path / "step_3"
+    whole = ranks.run(case_save, 2, path, settings, batch, directory)
+    assert ranks.run(case_resume, 2, path, settings, batch, directory) == whole
+
+
 @pytest.mark.parametrize(
     ("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})], ids=["one rank", "TP2", "PP2", "CP2"]
 )

@@ -205,6 +205,32 @@ def test_distributed_optimizer_makes_the_steps_of_the_plain_one(ranks, alone, la
         torch.testing.assert_close(tensor, plain[1][name], rtol=0, atol=1e-6, msg=name)
 
 
+def case_varied_steps(place, path, settings, batch):
+    """Four steps of 2, 1, 3 and 2 micro-batches, the last of which has no samples on the last rank."""
+    with closing(make_trainer(place, path, optimizer={"eps": 1e-4, "weight_decay": 0.1}, **settings)) as trainer:
+        at = trainer.coordinates
+        mine, metrics = list(range(batch.num_samples))[at.dp_rank :: at.dp_size], []
+        for count in (2, 1, 3, 2):
+            shares = [mine[i::count] for i in range(count)]
+            if at.dp_rank == at.dp_size - 1 and count > 1:
+                shares = [shares[0] + shares[1], *shares[2:], []]
+            own = [batch.micro_batch(share) for share in shares]
+            metrics.append(trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens))
+        return metrics, trainer.parameter_hash()
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2", {}), ("qwen3_moe", {}), ("qwen3_moe", {"ep": 2})])
+@pytest.mark.parametrize("distributed", [False, True])
+def test_gradients_summed_beside_the_backward_pass_are_the_same(ranks, tmp_path, kind, layout, distributed):
+    # More than one step: Megatron sums those of the first one after the backward pass in any case.
+    path, batch = save_hf(tmp_path, kind, tied=False), policy_batch(LENGTHS)
+    found = []
+    for overlap in (True, False):
+        settings = {**layout, "trainer": {"overlap_grad_reduce": overlap, "distributed_optimizer": distributed}}
+        found.append(ranks.run(case_varied_steps, 2, path, settings, batch))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("layout", [{"cp": 2}, {"tp": 2, "trainer": {"sequence_parallel": True}}])
 def test_logprobs_do_not_depend_on_how_sequences_are_cut(ranks, alone, layout):
     paths, batch, _ = alone

@@ -46,6 +46,13 @@ def test_all_samples_come_back_in_order(n):
     assert [completion.token_ids for completion in SPEAKS.parse_generate(request(n), replies)] == [(index,) for index in range(n)]
 
 
+@pytest.mark.parametrize("speaks", [SPEAKS, dialect("vllm")])
+def test_greedy_samples_are_asked_for_one_by_one(speaks):
+    """vLLM refuses n above 1 at temperature 0, which evaluation may ask for."""
+    sent = speaks.generate(GenerateRequest((5, 6), SamplingParams(4, temperature=0.0), RID, n=3, seed=7))
+    assert [http.body["sampling_params"].get("n", 1) for http in sent] == [1, 1, 1]
+
+
 def test_every_request_carries_the_seed_of_its_first_sample():
     bodies, _ = answered(request(130, seed=2**31 - 1))
     assert [(body["sampling_params"]["seed"], body["sampling_params"].get("n", 1)) for body in bodies] == [(2**31 - 1, 1), (0, 64), (64, 64), (128, 1)]
