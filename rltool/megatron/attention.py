@@ -13,7 +13,8 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -35,6 +36,8 @@ last key. window: how many keys a query sees, its own included; None: all before
 
 TOLERANCE = 0.02
 """Largest relative difference (2-norm) of results and gradients in 16 bit: two right kernels differ by a few thousandths."""
+
+UNFUSED_VARIABLE = "NVTE_UNFUSED_ATTN"
 
 PROBE_LENGTHS = ((33, 33), (1, 1), (300, 300))
 PROBE_BLOCKS = ((16, 48), (5, 5), (120, 360))
@@ -88,8 +91,6 @@ def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: fl
 @functools.cache
 def judged(shape: Shape, *, demanded: bool) -> Kernel:
     """Transformer Engine's kernel if it agrees with torch's, else torch's; RltoolError if the former is demanded."""
-    # Without its last resort, plain products of whole score matrices, which would be right, and take memory by the square of the length.
-    os.environ.setdefault("NVTE_UNFUSED_ATTN", "0")
     try:
         import transformer_engine.pytorch  # noqa: F401
     except Exception:
@@ -207,17 +208,36 @@ def transformer_engine_attention(
     """By Transformer Engine's DotProductAttention in its "thd" layout (transformer_engine.pytorch). A `Kernel`."""
     module = _dot_product_attention(query.size(1), key.size(1), query.size(2), scale, window)
     same = packed.cu_seqlens_kv is packed.cu_seqlens_q
-    output = module(
-        query,
-        key,
-        value,
-        cu_seqlens_q=packed.cu_seqlens_q,
-        cu_seqlens_kv=packed.cu_seqlens_kv,
-        max_seqlen_q=packed.max_seqlen_q,
-        max_seqlen_kv=packed.max_seqlen_kv,
-        attn_mask_type="padding_causal" if same else "padding_causal_bottom_right",
-    )
+    with _without_score_matrices():
+        output = module(
+            query,
+            key,
+            value,
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_kv=packed.cu_seqlens_kv,
+            max_seqlen_q=packed.max_seqlen_q,
+            max_seqlen_kv=packed.max_seqlen_kv,
+            attn_mask_type="padding_causal" if same else "padding_causal_bottom_right",
+        )
     return output.view_as(query)
+
+
+@contextmanager
+def _without_score_matrices() -> Iterator[None]:
+    """Transformer Engine's last resort, plain products, would be right and take memory by the square of the length.
+
+    It asks the environment whenever it chooses. Megatron sets this variable to 1 when it builds a model, and refuses to build
+    one where it is 0: so only for the time of a call.
+    """
+    before = os.environ.get(UNFUSED_VARIABLE)
+    os.environ[UNFUSED_VARIABLE] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[UNFUSED_VARIABLE]
+        else:
+            os.environ[UNFUSED_VARIABLE] = before
 
 
 @functools.cache

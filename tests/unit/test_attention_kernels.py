@@ -1,14 +1,13 @@
 """Which attention kernel is chosen on a GPU. The kernels are written in plain torch here, so that the choice runs on the CPU."""
 
 import math
+import os
 import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-pytest.importorskip("megatron.core")
 
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron import attention
@@ -50,6 +49,7 @@ class DotProductAttention(torch.nn.Module):
         self.scale = softmax_scale
 
     def forward(self, query, key, value, *, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type):
+        assert os.environ["NVTE_UNFUSED_ATTN"] == "0"
         packed = types.SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv)
         if self.wrong == "one sequence":
             packed.cu_seqlens_q = packed.cu_seqlens_kv = cu_seqlens_q[[0, -1]]
@@ -106,6 +106,19 @@ def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypat
 def test_demanding_it_where_it_cannot_serve_is_refused(installed, device, dtype):
     with pytest.raises(UsageError, match="needs a GPU and model.dtype"):
         check_backend("transformer_engine", torch.device(device), dtype)
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_its_kernel_with_whole_score_matrices_is_ruled_out_in_its_calls_alone(installed, monkeypatch, before):
+    """Megatron refuses to build a model where the variable is 0, and sets it to 1 where it is not set."""
+    monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
+    if before is not None:
+        monkeypatch.setenv("NVTE_UNFUSED_ATTN", before)
+    assert judged(shape(), demanded=True) is attention.transformer_engine_attention
+    assert os.environ.get("NVTE_UNFUSED_ATTN") == before
+    installed.wrong = "unsupported"
+    judged(shape(groups=4), demanded=False)
+    assert os.environ.get("NVTE_UNFUSED_ATTN") == before
 
 
 def test_trying_kernels_leaves_trainings_random_numbers_alone(installed):
