@@ -24,6 +24,7 @@ def convert_ckpt(
 ) -> None:
     """Convert a checkpoint: Hugging Face <-> torch_dist, verified."""
     from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
+    from rltool.checkpoints.verify import LOGIT_TOLERANCE
 
     convert = torch_dist_to_hf if to is Target.hf else hf_to_torch_dist
     console = Console()
@@ -39,7 +40,7 @@ def convert_ckpt(
     else:
         lines.append(
             f"verified: {done.tensors_equal} of {done.tensors} tensors bit-equal after a round trip; largest logit difference "
-            f"to transformers {done.logit_difference:.1e} in fp32"
+            f"to transformers {done.logit_difference:.1e} in fp32 (allowed: {LOGIT_TOLERANCE:g})"
         )
     lines.append(f"wrote {out_dir}")
     for line in lines:

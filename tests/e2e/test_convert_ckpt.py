@@ -182,15 +182,15 @@ def test_damaged_torch_dist_directory_is_refused_before_it_is_loaded(tmp_path, s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("largest", "difference", "passes"), [(0.5, 9e-5, True), (0.5, 2e-4, False), (30.0, 2e-3, True), (30.0, 4e-3, False)])
-def test_the_allowed_difference_grows_with_the_logits(source, monkeypatch, largest, difference, passes):
+@pytest.mark.parametrize(("largest", "difference", "passes"), [(0.5, 9e-5, True), (0.5, 2e-4, False), (30.0, 9e-5, True), (30.0, 2e-4, False)])
+def test_logits_agree_within_the_same_bound_whatever_their_size(source, monkeypatch, largest, difference, passes):
     logits = torch.zeros(4, 8)
     logits[0, 0] = largest
     monkeypatch.setattr(verify, "transformers_logits", lambda *_: logits)
     monkeypatch.setattr(verify, "megatron_logits", lambda *_: logits + difference)
     compare = lambda: verify.compare_logits(family_for(read_hf_config(source)), None, None, source, torch.float32)  # noqa: E731
     if passes:
-        assert compare() == pytest.approx(difference, rel=1e-2)
+        assert compare() == pytest.approx(difference, rel=5e-2)
     else:
         with pytest.raises(ConversionMismatch, match="logits differ"):
             compare()
