@@ -22,7 +22,7 @@ quickstart: venv
 test: venv venv-sglang
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest $(ARGS)
 
-# The trainer's tests on Megatron-core 0.19, which needs Python 3.12; `make test` has 0.16. Not part of it: PYTHON312 names the interpreter.
+# The trainer's tests on Megatron-core 0.19, which needs Python 3.12 (PYTHON312 names the interpreter); `make test` has 0.16 and does not run this.
 test-megatron-019:
 	test -x .venv-megatron-019/bin/python || $(PYTHON312) -m venv .venv-megatron-019
 	.venv-megatron-019/bin/python -m pip install --quiet -r requirements/megatron-0.19.txt -e .[train,quickstart,dev]
@@ -45,4 +45,4 @@ constraints: venv
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:
-	rm -rf .venv .venv-sglang build *.egg-info
+	rm -rf .venv .venv-sglang .venv-megatron-019 .venv-benchmark-trl build *.egg-info

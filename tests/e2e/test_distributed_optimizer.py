@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed
@@ -47,6 +49,22 @@ def case_resume(place, path, settings, batch, directory):
     with closing(make_trainer(place, path, load=False, **settings)) as trainer:
         load_checkpoint(trainer, directory)
         return steps(trainer, batch, 2)
+
+
+def case_bytes_of_state(place, path, settings, batch):
+    """Bytes of tensors in this rank's optimizer state for a checkpoint, and the bytes of its parameters in fp32."""
+    with closing(make_trainer(place, path, **settings)) as trainer:
+        steps(trainer, batch, 1)
+        state = trainer.sharded_state(loading=False)["optimizer"]
+        tensors = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor) and entry.data is not None]
+        return sum(t.nbytes for t in tensors), sum(4 * p.numel() for p in trainer.gpt.parameters()), "param_state" in state
+
+
+def test_one_rank_of_those_that_share_the_state_holds_it_for_a_checkpoint(ranks, tmp_path):
+    path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
+    (held, weights, described), (others, _, described_elsewhere) = ranks.run(case_bytes_of_state, 2, path, options(True), batch)
+    assert held > weights and described  # some of it is in factories, which are not counted
+    assert others == 0 and not described_elsewhere
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

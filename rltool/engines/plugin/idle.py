@@ -18,8 +18,8 @@ NAP_SECONDS = 5e-4
 def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
     """Let a reader take naps once it has asked for as long as the environment says; without the variable nothing changes. Idempotent.
 
-    Lowering busy_loop_s would not do: it sends the reader to a socket whose notifications get lost at times, and vLLM looks
-    again only after five seconds.
+    Lowering busy_loop_s would not do: it sends the reader to a socket, and vLLM looks again only after five seconds, which is what one
+    rollout of some twenty took.
     """
     if BUSY_LOOP_VARIABLE not in environment:
         return
