@@ -102,6 +102,8 @@ shuffle = false  # the file is in order
 [rollout]
 prompts_per_step = {settings.prompts}
 samples_per_prompt = {settings.samples}
+
+[sampling]
 temperature = {settings.temperature}
 max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {settings.max_response_tokens}

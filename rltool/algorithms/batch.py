@@ -28,6 +28,8 @@ class TrainBatch:
     advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
     loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the
         configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
+    token_versions: [T] int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0; None where
+        unknown (recorded by an earlier release, synthetic) and for supervised data
     rewards: [N] float32
     group_ids: [N] int64, equal for samples of one prompt
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
@@ -47,6 +49,7 @@ class TrainBatch:
     group_ids: Tensor
     loss_weights: Tensor
     rollout_logprobs: Tensor | None = None
+    token_versions: Tensor | None = None
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
@@ -65,7 +68,7 @@ class TrainBatch:
             expected = num_samples if item.name in ("lengths", "rewards", "group_ids") else num_tokens
             if value.shape != (expected,):
                 raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected ({expected},)")
-            dtype = torch.int64 if item.name in ("tokens", "lengths", "group_ids") else torch.float32
+            dtype = torch.int64 if item.name in ("tokens", "token_versions", "lengths", "group_ids") else torch.float32
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")
 

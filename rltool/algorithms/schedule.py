@@ -52,7 +52,7 @@ def plan_micro_batches(
     if lengths[longest] > max_tokens:
         raise UsageError(
             f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; "
-            f"raise trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least rollout.max_prompt_tokens + rollout.max_response_tokens"
+            f"raise trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least sampling.max_prompt_tokens + sampling.max_response_tokens"
         )
     costs = lengths if costs is None else costs
     plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(costs, data_parallel)]

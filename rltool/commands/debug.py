@@ -57,7 +57,7 @@ def rollout_only(
     check_mode(settings)
     if out is not None:
         check_directory(out)
-    fleet = probe_fleet(resolve_endpoints(settings), settings.rollout.preflight_timeout)
+    fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
     check_fleet(fleet, settings, medium=None)
 
     console = Console()

@@ -27,4 +27,4 @@ def recording_flags(profile_steps: str | None, memory_snapshot: int | None) -> d
 
 def rollout_flags(external: list[str] | None, router: str | None) -> dict[str, tuple[str, Any]]:
     """The flags above as load_config wants them."""
-    return {"rollout.external": ("--rollout-external", tuple(external) if external else None), "rollout.router": ("--router", router)}
+    return {"engines.external": ("--rollout-external", tuple(external) if external else None), "engines.router": ("--router", router)}

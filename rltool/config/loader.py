@@ -90,6 +90,8 @@ def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
 
 
 def _put(values: dict[str, Any], origins: dict[str, str], model: type[BaseModel], key: str, value: Any, origin: str) -> None:
+    if key in model.renamed:
+        raise ConfigError(f"{origin}: {key} is {model.renamed[key]} now: rename it there")
     parts = key.split(".")
     here, section = values, model
     for depth, part in enumerate(parts):

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rltool.config.base import Config
-
-ImportPath = str
-"""`package.module:attribute`"""
-
-OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-"""An import path beside known names: without the colon it is a misspelt name."""
+from rltool.config.renamed import RENAMED
+from rltool.config.rollout import (
+    DataConfig,
+    DeadlinesConfig,
+    EnginesConfig,
+    EvalConfig,
+    OwnFunction,
+    RewardConfig,
+    RolloutConfig,
+    SamplingConfig,
+    WeightsConfig,
+)
 
 
 class ModelConfig(Config):
@@ -153,7 +160,7 @@ class AlgorithmConfig(Config):
     value_clip: float = Field(0.2, gt=0)
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     overlong_buffer: int = Field(0, ge=0)
-    """DAPO's soft length penalty: the reward falls linearly over the last so many of rollout.max_response_tokens; 0: none."""
+    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0: none."""
     overlong_penalty: float = Field(1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
@@ -174,7 +181,7 @@ class AlgorithmConfig(Config):
     """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean; group: mean
     over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr. GRPO)."""
     loss_length: int | None = Field(None, ge=1)
-    """constant: tokens that each sample's sum is divided by; None: rollout.max_response_tokens."""
+    """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
 
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
@@ -184,6 +191,12 @@ class AlgorithmConfig(Config):
     """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r (rltool/algorithms/kl.py)."""
     kl_unbiased: bool = False
     """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
+
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the first optimizer step
+    (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of the weights that sampled each token."""
+    mask_tokens_older_than: int | None = Field(None, ge=0)
+    """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
 
     is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
@@ -250,109 +263,6 @@ class CriticConfig(Config):
     """Updates of the critic on the samples of each optimizer step of the policy."""
 
 
-class RolloutConfig(Config):
-    mode: Literal["external", "managed", "colocate"] = "external"
-    """external: engines that are running already. managed and colocate are planned for, and refused at the start."""
-    external: tuple[str, ...] = ()
-    """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
-    router: str | None = None
-    """URL that generation requests go to instead of the engines."""
-    api_key_file: Path | None = None
-    """Bearer key for addresses given as host:port; endpoints.json names its own."""
-    num_engines: int = Field(1, ge=1)
-    """Managed and colocate only: how many engines to start."""
-    gpus_per_engine: int = Field(1, ge=1)
-    """Managed and colocate only."""
-    prompts_per_step: int = Field(32, ge=1)
-    """Prompts of one rollout; with algorithm.loss sft the rows of one step."""
-    samples_per_prompt: int = Field(8, ge=1)
-    """Samples of each prompt, which form a group; at least 2 for the policy loss; sft takes each row once."""
-    temperature: float = Field(1.0, gt=0)
-    """Of sampling. The trainer divides its logits by it as well."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy training."""
-    top_k: int = -1
-    """-1 keeps all tokens; else as for top_p."""
-    max_prompt_tokens: int = Field(1024, ge=1)
-    """Longer prompts are filtered out when the data set is read, and counted."""
-    max_response_tokens: int = Field(1024, ge=1)
-    """Longer responses are cut, and counted as truncated."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Beside those of generation_config.json and the tokenizer's EOS."""
-    requests_per_engine: int = Field(64, ge=1)
-    """Prompt groups in flight per engine; total concurrency is this times the number of engines found."""
-    request_timeout: float = Field(600.0, gt=0)
-    """Seconds for one generation, its retries included."""
-    generate_function: ImportPath | None = None
-    """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn generation."""
-    dump: bool = False
-    """Write every rollout to RUN/rollouts, for debug train-only to replay."""
-    preflight_timeout: float = Field(30.0, gt=0)
-    """Seconds to wait for each given address to answer."""
-
-
-class DataConfig(Config):
-    """JSONL or Parquet: `prompt` (text) or `messages` (chat), optional `label`, `response`, `metadata`."""
-
-    train: tuple[Path, ...] = ()
-    """Files whose names end in .jsonl, .json or .parquet."""
-    prompt_key: str = "prompt"
-    """Column of the prompt; `messages` is looked for where it is missing."""
-    label_key: str = "label"
-    """Column that rewards compare with: text or a number."""
-    response_key: str = "response"
-    """Column of the target of supervised training; without it the label is the target."""
-    apply_chat_template: bool | None = None
-    """None: for `messages` yes, for `prompt` no."""
-    shuffle: bool = True
-    """In an order that depends on the seed and the epoch alone; false: as in the files."""
-
-
-class RewardConfig(Config):
-    function: ImportPath = "rltool.rollout.rewards:exact_match"
-    """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the decoded response."""
-    max_failure_fraction: float = Field(0.1, ge=0, le=1)
-    """Share of a step's samples whose reward may raise or be non-finite; above it the run stops with a checkpoint."""
-    workers: int = Field(4, ge=1)
-    """Threads for synchronous reward functions."""
-    timeout: float = Field(60.0, gt=0)
-    """Seconds for one call; a later answer counts as a failure."""
-
-
-class EvalConfig(Config):
-    sets: dict[str, Path] = Field(default_factory=dict)
-    """name -> data file; results appear as eval/NAME/accuracy."""
-    every_steps: int = Field(0, ge=0)
-    """0: only before the first and after the last step."""
-    samples_per_prompt: int = Field(1, ge=1)
-    """Samples of each prompt; the accuracy is the mean reward over all of them."""
-    temperature: float = Field(1.0, ge=0)
-    """0 is greedy."""
-    max_prompts: int | None = Field(None, ge=1)
-    """Take only the first so many of each set."""
-    stop_at: float | None = None
-    """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
-
-
-class WeightsConfig(Config):
-    transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
-    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines share; nccl is not built yet."""
-    bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
-    """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
-    timeout: float = Field(120.0, gt=0)
-    """Seconds for each step of a sync; steps that engines and trainer share may take two or three times this."""
-    advertise_host: str | None = None
-    """Address of the trainer as engines see it; None: the local address of the route to each engine."""
-    port_range: tuple[int, int] | None = None
-    """Ports for rendezvous; None picks free ones."""
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight: keep freezes them, wait lets them finish (not on SGLang), abort cuts them off to be taken up again."""
-    disk_dir: Path | None = None
-    """Directory that trainer and engines share, for the disk transport; None: RUN/weights."""
-    verify_tolerance: float = Field(1e-3, gt=0)
-    """Mean |log-probability difference| between engine and trainer allowed in the value check of the first sync."""
-
-
 class CheckpointConfig(Config):
     every_steps: int = Field(0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
@@ -387,8 +297,6 @@ class RayConfig(Config):
     """Address of a running cluster; None starts a local one."""
     num_cpus: float | None = Field(None, gt=0)
     """CPUs declared to a local cluster; None: exactly what the plan needs."""
-    placement_timeout: float = Field(300.0, gt=0)
-    """Seconds to wait for the bundles; the error names what is missing."""
 
 
 class MonitorConfig(Config):
@@ -432,14 +340,19 @@ class TrainConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
+    engines: EnginesConfig = EnginesConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
     data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    deadlines: DeadlinesConfig = DeadlinesConfig()
     ray: RayConfig = RayConfig()
     monitor: MonitorConfig = MonitorConfig()
+
+    renamed: ClassVar[Mapping[str, str]] = RENAMED
 
     @property
     def policy_optimizer_steps(self) -> int:

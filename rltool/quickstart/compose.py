@@ -68,6 +68,8 @@ train = ["{task.warm_start}"]
 
 [rollout]
 prompts_per_step = 128
+
+[sampling]
 max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {MAX_RESPONSE_TOKENS}
 
@@ -104,6 +106,8 @@ train = ["{task.train}"]
 [rollout]
 prompts_per_step = 32
 samples_per_prompt = 8
+
+[sampling]
 temperature = 1.0
 max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {MAX_RESPONSE_TOKENS}

@@ -82,7 +82,7 @@ def supervised_set(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_respo
             kept.append(prompt)
             targets[prompt.index] = target
     if not kept:
-        raise UsageError(f"supervised data: all {len(prompts)} targets are longer than rollout.max_response_tokens = {max_response_tokens}")
+        raise UsageError(f"supervised data: all {len(prompts)} targets are longer than sampling.max_response_tokens = {max_response_tokens}")
     return SupervisedSet(kept, targets, len(prompts) - len(kept))
 
 

@@ -57,7 +57,7 @@ def load_prompts(
                 prompts.append(prompt)
     if not prompts:
         names = ", ".join(str(path) for path in paths) or "no file given: set data.train"
-        why = f"all {too_long} prompts are longer than rollout.max_prompt_tokens = {max_prompt_tokens}" if too_long else "no rows"
+        why = f"all {too_long} prompts are longer than sampling.max_prompt_tokens = {max_prompt_tokens}" if too_long else "no rows"
         raise UsageError(f"the data set is empty ({names}): {why}")
     return PromptSet(prompts, too_long)
 

@@ -87,22 +87,22 @@ class RolloutManager:
         self._config = config
         self._require_versions = require_versions
         self._on_progress = on_progress
-        rollout = config.rollout
+        rollout, sampling = config.rollout, config.sampling
         self.tokenizer: Tokenizer = load_tokenizer(
-            config.model.path, stop_token_ids=rollout.stop_token_ids, trust_remote_code=config.model.trust_remote_code
+            config.model.path, stop_token_ids=sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code
         )
         self._vocab_size = vocab_size or self.tokenizer.vocab_size
         self._reward = load_callable(config.reward.function, setting="reward.function")
         self._generate: GenerateFunction | None = None
         if rollout.generate_function is not None:
             self._generate = load_callable(rollout.generate_function, setting="rollout.generate_function")
-        train = load_prompts(config.data.train, self.tokenizer, config.data, max_prompt_tokens=rollout.max_prompt_tokens)
+        train = load_prompts(config.data.train, self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens)
         self.num_prompts = len(train.prompts)
         self.num_prompts_too_long = train.num_too_long
         self._source = PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._eval_sets: dict[str, list[Prompt]] = {
             name: load_prompts(
-                [path], self.tokenizer, config.data, max_prompt_tokens=rollout.max_prompt_tokens, limit=config.eval.max_prompts
+                [path], self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens, limit=config.eval.max_prompts
             ).prompts
             for name, path in config.eval.sets.items()
         }
@@ -147,7 +147,7 @@ class RolloutManager:
         groups = make_groups(
             self._source.next(rollout.prompts_per_step), samples_per_prompt=rollout.samples_per_prompt, run_seed=self._config.seed, step=step
         )
-        self._thread.run(generate_groups(groups, self._context(rollout.temperature), function=self._generate, on_progress=self._on_progress))
+        self._thread.run(generate_groups(groups, self._context(self._config.sampling.temperature), function=self._generate, on_progress=self._on_progress))
         generated = time.perf_counter()
         finished, aborted = _split([sample for group in groups for sample in group], SampleStatus.ABORTED)
         rewards = self._score(finished)
@@ -191,19 +191,19 @@ class RolloutManager:
         self._thread.stop()
 
     def _context(self, temperature: float) -> GenerateContext:
-        rollout = self._config.rollout
-        sampling = SamplingParams(
-            max_tokens=rollout.max_response_tokens,
+        sampling = self._config.sampling
+        params = SamplingParams(
+            max_tokens=sampling.max_response_tokens,
             temperature=temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
             stop_token_ids=self.tokenizer.stop_ids,
         )
-        return GenerateContext(self._plane.generate, sampling, self._vocab_size, self._require_versions)
+        return GenerateContext(self._plane.generate, params, self._vocab_size, self._require_versions)
 
     def _score(self, samples: Sequence[Sample]) -> RewardStats:
         config = self._config.reward
-        stats = self._thread.run(score_samples(samples, self._reward, self.tokenizer.decode, workers=config.workers, timeout=config.timeout))
+        stats = self._thread.run(score_samples(samples, self._reward, self.tokenizer.decode, workers=config.workers, timeout=self._config.deadlines.reward))
         if stats.failed_fraction > config.max_failure_fraction:
             raise TrainingStopped(
                 f"{stats.describe()}. That is above reward.max_failure_fraction = {config.max_failure_fraction:g}: "
@@ -213,7 +213,7 @@ class RolloutManager:
 
     async def _make_plane(self, targets: Sequence[EngineEndpoint], num_engines: int) -> DataPlane:
         rollout = self._config.rollout
-        reached = [EndpointTarget(self._client, endpoint, rollout.request_timeout) for endpoint in targets]
+        reached = [EndpointTarget(self._client, endpoint, self._config.deadlines.generate) for endpoint in targets]
         return DataPlane(reached, max_in_flight=rollout.requests_per_engine * num_engines)
 
 

@@ -26,7 +26,7 @@ class Tokenizer:
         self.vocab_size = vocab_size
         for token_id in self.stop_ids:
             if not 0 <= token_id < vocab_size:
-                raise UsageError(f"stop token id {token_id} is outside the vocabulary of {vocab_size} tokens: check rollout.stop_token_ids and generation_config.json")
+                raise UsageError(f"stop token id {token_id} is outside the vocabulary of {vocab_size} tokens: check sampling.stop_token_ids and generation_config.json")
 
     def encode_prompt(self, text: str) -> list[int]:
         """Ids of a plain prompt, with BOS where the tokenizer adds one. A trailing EOS that some tokenizers add is removed."""

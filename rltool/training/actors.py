@@ -56,7 +56,7 @@ class TrainerActor:
         redirect_output(log_file)
         self.config = config
         self.rank = rank
-        self.sender = WeightSender(config.weights)
+        self.sender = WeightSender(config.weights, timeout=config.deadlines.sync_step)
         self.trainer: Any = None
         self.critic: Any = None
         self.saver: Any = None
@@ -80,7 +80,7 @@ class TrainerActor:
         self.trainer = MegatronTrainer(
             config.model, config.trainer, config.optimizer, config.algorithm,
             rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
-            total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.rollout.temperature,
+            total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature,
         )  # fmt: skip
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
@@ -229,7 +229,7 @@ class RolloutActor:
     ) -> None:
         redirect_output(log_file)
         self.manager = RolloutManager(config, targets, num_engines=len(engines), vocab_size=vocab_size)
-        self.control = WeightControl(engines, infos, self.manager.client, Fleet(clock=time.monotonic), config.weights)
+        self.control = WeightControl(engines, infos, self.manager.client, Fleet(clock=time.monotonic), config.weights, timeout=config.deadlines.sync_step)
 
     # -- rollouts
 

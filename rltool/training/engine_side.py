@@ -39,7 +39,7 @@ class EngineSide:
         # No GPU and no CPU: the manager waits for sockets. It lives outside the placement group.
         self.actor = RolloutActor.options(num_cpus=0).remote(config, tuple(targets), fleet.endpoints.engines, fleet.infos, vocab_size, log_file)
         self.sync = WeightSync(
-            ActorControl(self.actor), trainer, medium=medium, limit_bytes=config.weights.bucket_bytes, timeout=config.weights.timeout, disk_root=disk_root
+            ActorControl(self.actor), trainer, medium=medium, limit_bytes=config.weights.bucket_bytes, timeout=config.deadlines.sync_step, disk_root=disk_root
         )
         self._started = False
 
@@ -50,9 +50,9 @@ class EngineSide:
     def start(self) -> None:
         """Read the data, and free the engines from what a trainer that died may have left there."""
         facts = get_all([self.actor.data_facts.remote()])[0]
-        left_out = f" ({facts['prompts_too_long']} longer than rollout.max_prompt_tokens were left out)" if facts["prompts_too_long"] else ""
+        left_out = f" ({facts['prompts_too_long']} longer than sampling.max_prompt_tokens were left out)" if facts["prompts_too_long"] else ""
         self.console.print(f"data: {facts['prompts']} prompts{left_out}", highlight=False)
-        failures = get_all([self.actor.clear_leftovers.remote()], 2 * self.config.weights.timeout)[0]
+        failures = get_all([self.actor.clear_leftovers.remote()], 2 * self.config.deadlines.sync_step)[0]
         if failures:
             raise WeightSyncFailed("preflight: " + "; ".join(f"{url}: {reason}" for url, reason in failures.items()))
         self._started = True
@@ -70,8 +70,8 @@ class EngineSide:
         return metrics
 
     def _check_values(self) -> float:
-        request = probe_request(self._vocab_size, self.config.rollout.temperature, self._max_model_len)
-        completions = get_all([self.actor.sample_each.remote(request)], 2 * self.config.weights.timeout)[0]
+        request = probe_request(self._vocab_size, self.config.sampling.temperature, self._max_model_len)
+        completions = get_all([self.actor.sample_each.remote(request)], 2 * self.config.deadlines.sync_step)[0]
         batch = probe_batch(request, list(completions.values()))
         logprobs = self.trainer.logprobs(batch)
         return check_values(list(completions), batch, logprobs, self.config.weights.verify_tolerance).abs_mean
@@ -91,7 +91,7 @@ class EngineSide:
     def close(self) -> None:
         """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not raised."""
         if self._started:
-            timeout = self.config.weights.timeout
+            timeout = self.config.deadlines.sync_step
             failures: Failures = get_all([self.actor.release.remote()], timeout)[0]
             failures.update(get_all([self.actor.disconnect.remote()], timeout)[0])
             for url, reason in failures.items():

@@ -141,7 +141,7 @@ class Loop:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
-        config, longest = self.config, self.config.rollout.max_response_tokens
+        config, longest = self.config, self.config.sampling.max_response_tokens
         metrics: dict[str, float] = {}
         trains_policy = not (config.algorithm.uses_critic and self.progress.step < config.critic.warmup_rollouts)
         # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.

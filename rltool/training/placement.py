@@ -43,11 +43,11 @@ def plan_placement(config: TrainConfig, *, gpu: bool, trains: bool = True, gener
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}
     theirs: Bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpu else {})}
     ranks = tuple(dict(ours) for _ in range(trainer.world_size)) if trains else ()
-    mode = config.rollout.mode
+    mode = config.engines.mode
     if not generates or mode == "external":
         reason = "engines are external: the trainer's world size and nothing more" if generates else "no engines take part"
         return PlacementPlan(ranks, (), reason)
-    engine_gpus = config.rollout.num_engines * config.rollout.gpus_per_engine
+    engine_gpus = sum(group.count * group.tp for group in config.engines.groups)
     beyond = engine_gpus if mode == "managed" else max(0, engine_gpus - len(ranks))
     reason = "managed engines have their own bundles" if mode == "managed" else "colocated engines share the trainer's bundles"
     return PlacementPlan(ranks, tuple(dict(theirs) for _ in range(beyond)), reason)

@@ -36,14 +36,14 @@ class ProbedFleet:
 
 
 def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
-    """The addresses of rollout.external with rollout.router and rollout.api_key_file applied. Raises UsageError."""
-    rollout = config.rollout
-    found = resolve(rollout.external)
-    if rollout.api_key_file is not None:
-        engines = tuple(e if e.key_file else e.model_copy(update={"key_file": rollout.api_key_file}) for e in found.engines)
-        found = found.model_copy(update={"engines": engines})
-    if rollout.router is not None:
-        found = found.model_copy(update={"data_url": rollout.router.rstrip("/")})
+    """The addresses of engines.external with engines.router and engines.api_key_file applied. Raises UsageError."""
+    engines = config.engines
+    found = resolve(engines.external)
+    if engines.api_key_file is not None:
+        keyed = tuple(e if e.key_file else e.model_copy(update={"key_file": engines.api_key_file}) for e in found.engines)
+        found = found.model_copy(update={"engines": keyed})
+    if engines.router is not None:
+        found = found.model_copy(update={"data_url": engines.router.rstrip("/")})
     return found
 
 
@@ -62,7 +62,7 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
         elif isinstance(result, BaseException):
             raise result
     if problems:
-        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they listen? A bare HOST:PORT that demands a key needs rollout.api_key_file.")
+        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they listen? A bare HOST:PORT that demands a key needs engines.api_key_file.")
     engines = tuple(
         e.model_copy(update={"dialect": r.dialect, "plugin": r.plugin, "boot_id": r.boot_id or e.boot_id, "weight_backend": r.weight_backend})
         for e, r in zip(endpoints.engines, results, strict=True)
@@ -113,10 +113,10 @@ def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig
             break
     if info.vocab_size is not None and info.vocab_size != model.get("vocab_size"):
         problems.append(f"has a vocabulary of {info.vocab_size}, the trainer's model one of {model.get('vocab_size')}; token ids would not mean the same")
-    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(
-            f"takes {info.max_model_len} tokens, but rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}; "
+            f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = {longest}; "
             f"restart it with --max-model-len {longest}, or lower these"
         )
     if medium is not None:

@@ -121,7 +121,7 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
     plan = plan_placement(config, gpu=device == "cuda", generates=generates)
     medium, fleet = None, None
     if generates:
-        fleet = probe_fleet(resolve_endpoints(config), config.rollout.preflight_timeout)
+        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
         medium = choose_medium(config, fleet)
         check_fleet(fleet, config, medium)
     if replay is not None:
@@ -159,7 +159,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         with console.status("starting Ray and the trainer"):
             stack.enter_context(ray_cluster(config.ray, prepared.plan))
             stop.arm()
-            group = stack.enter_context(placed(prepared.plan, config.ray.placement_timeout))
+            group = stack.enter_context(placed(prepared.plan, config.deadlines.placement))
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.policy_optimizer_steps)
             stack.push(_closing(trainer))

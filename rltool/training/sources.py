@@ -100,10 +100,10 @@ class FakeRollouts:
         self._vocab_size = family_for(read_hf_config(config.model.path)).vocab_size
 
     def next(self, step: int, max_staleness: int) -> SourcedBatch:
-        rollout = self._config.rollout
+        rollout, sampling = self._config.rollout, self._config.sampling
         samples = synthetic_samples(
             step, seed=self._config.seed, num_prompts=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt,
-            max_prompt_tokens=rollout.max_prompt_tokens, max_response_tokens=rollout.max_response_tokens, vocab_size=self._vocab_size,
+            max_prompt_tokens=sampling.max_prompt_tokens, max_response_tokens=sampling.max_response_tokens, vocab_size=self._vocab_size,
         )  # fmt: skip
         if self._record is not None:
             write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
@@ -121,9 +121,9 @@ class SupervisedData:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.rollout.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
-        loaded = load_prompts(config.data.train, tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
-        self.rows: SupervisedSet = supervised_set(loaded.prompts, tokenizer, max_response_tokens=config.rollout.max_response_tokens)
+        tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
+        loaded = load_prompts(config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
+        self.rows: SupervisedSet = supervised_set(loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens)
         self._source = PromptSource(self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle)
 
     def next(self, step: int, max_staleness: int) -> SourcedBatch:

@@ -20,7 +20,7 @@ from rltool.training.validate_algorithm import check_algorithm
 
 def needs_engines(config: TrainConfig) -> bool:
     """Policy training generates; supervised training uses engines only to evaluate, and only if some were given."""
-    return config.algorithm.loss == "policy" or bool(config.rollout.external and config.eval.sets)
+    return config.algorithm.loss == "policy" or bool(config.engines.external and config.eval.sets)
 
 
 def check_config(config: TrainConfig) -> None:
@@ -50,30 +50,30 @@ def check_best_metric(config: TrainConfig) -> None:
 
 def check_mode(config: TrainConfig) -> None:
     """The relation between engines and trainer."""
-    rollout = config.rollout
-    if rollout.mode == "external":
-        if not rollout.external:
+    engines = config.engines
+    if engines.mode == "external":
+        if not engines.external:
             raise UsageError(
-                "rollout.mode = \"external\" without an address: give --rollout-external HOST:PORT or --rollout-external @runs/NAME/endpoints.json "
+                "engines.mode = \"external\" without an address: give --rollout-external HOST:PORT or --rollout-external @runs/NAME/endpoints.json "
                 "(`rltool serve-engines` starts engines and prints the line to paste)"
             )
         return
-    if rollout.external:
+    if engines.external:
         raise UsageError(
-            f"--rollout-external and rollout.mode = \"{rollout.mode}\" contradict each other: external engines were started by somebody else; "
-            f"leave rollout.mode out, or leave the addresses out"
+            f"--rollout-external and engines.mode = \"{engines.mode}\" contradict each other: external engines were started by somebody else; "
+            f"leave engines.mode out, or leave the addresses out"
         )
     # The plan is made (and tested) all the same, so that --dry-run shows what these modes would ask for.
     plan = plan_placement(config, gpu=True)
     raise UsageError(
-        f"rollout.mode = \"{rollout.mode}\" is planned ({plan.describe()}) but launching engines from train is not built yet: "
+        f"engines.mode = \"{engines.mode}\" is planned ({plan.describe()}) but launching engines from train is not built yet: "
         f"start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
     )
 
 
 def check_batch_arithmetic(config: TrainConfig) -> None:
     """prompts x samples = global batch x optimizer steps, and every data-parallel rank gets a sample in every step."""
-    rollout, steps = config.rollout, config.optimizer_steps_per_rollout
+    rollout, sampling, steps = config.rollout, config.sampling, config.optimizer_steps_per_rollout
     samples_per_prompt = rollout.samples_per_prompt if config.algorithm.loss == "policy" else 1
     samples = rollout.prompts_per_step * samples_per_prompt
     said = f"rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt {samples_per_prompt} = {samples} samples"
@@ -91,17 +91,17 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
     ranks = config.trainer.data_parallel
     if samples // steps < ranks:
         raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
-    if config.algorithm.loss == "policy" and (rollout.top_p < 1 or rollout.top_k > 0):
+    if config.algorithm.loss == "policy" and (sampling.top_p < 1 or sampling.top_k > 0):
         raise UsageError(
-            f"rollout.top_p {rollout.top_p} and rollout.top_k {rollout.top_k}: engines renormalise log-probabilities over the kept tokens, the trainer "
+            f"sampling.top_p {sampling.top_p} and sampling.top_k {sampling.top_k}: engines renormalise log-probabilities over the kept tokens, the trainer "
             f"does not, so the two would differ on every token; train with top_p = 1 and top_k = -1"
         )
-    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     cut = config.trainer.context_parallel
     if longest > config.trainer.micro_batch_tokens:
         shared = f" on each of {cut} context-parallel ranks" if cut > 1 else ""
         raise UsageError(
-            f"rollout.max_prompt_tokens {rollout.max_prompt_tokens} + rollout.max_response_tokens {rollout.max_response_tokens} = {longest} tokens do not fit "
+            f"sampling.max_prompt_tokens {sampling.max_prompt_tokens} + sampling.max_response_tokens {sampling.max_response_tokens} = {longest} tokens do not fit "
             f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
         )
 
@@ -161,9 +161,9 @@ def check_inputs(config: TrainConfig) -> None:
 
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
-    tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.rollout.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
     for path in (*config.data.train, *config.eval.sets.values()):
-        load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.rollout.max_prompt_tokens)
+        load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
     if config.algorithm.loss == "policy" or config.eval.sets:
         load_callable(config.reward.function, setting="reward.function")
         if config.rollout.generate_function is not None:

@@ -80,7 +80,7 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _check_policy(config: TrainConfig) -> None:
-    algorithm, rollout = config.algorithm, config.rollout
+    algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
     if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_unbiased:
         raise UsageError(
             'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, which does not depend on '
@@ -91,9 +91,9 @@ def _check_policy(config: TrainConfig) -> None:
             raise UsageError('algorithm.advantage = "distill" needs model.teacher_path: weights of the same architecture and shape as the model')
         if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
             raise UsageError('algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use algorithm.kl_in = "loss"')
-    if algorithm.overlong_buffer > rollout.max_response_tokens:
+    if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
-            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than rollout.max_response_tokens = {rollout.max_response_tokens}; "
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = {sampling.max_response_tokens}; "
             f"it is the last part of these: lower it"
         )
     if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline") and rollout.samples_per_prompt < 2:

@@ -34,11 +34,12 @@ LEAVE_SECONDS = 5.0
 class WeightControl:
     """endpoints: engines that take weights, dialects known. All methods run on the client's event loop."""
 
-    def __init__(self, endpoints: Sequence[EngineEndpoint], infos: dict[str, EngineInfo], client: EngineClient, fleet: Fleet, config: WeightsConfig) -> None:
+    def __init__(self, endpoints: Sequence[EngineEndpoint], infos: dict[str, EngineInfo], client: EngineClient, fleet: Fleet, config: WeightsConfig, *, timeout: float) -> None:
         self.endpoints = {endpoint.url: endpoint for endpoint in endpoints}
         self.client = client
         self.fleet = fleet
         self.config = config
+        self.timeout = timeout
         self._infos = dict(infos)
         self._connected: set[str] = set()
         for endpoint in endpoints:
@@ -64,8 +65,8 @@ class WeightControl:
         async def clear(endpoint: EngineEndpoint) -> None:
             speaks = dialect(endpoint.dialect)
             with suppress(EngineError):  # there was none; one that cannot be left will say so when the new group is joined
-                await self.client.run(endpoint, speaks.shutdown_transfer(GROUP), timeout=self.config.timeout)
-            await self.client.run(endpoint, speaks.resume(), timeout=self.config.timeout)
+                await self.client.run(endpoint, speaks.shutdown_transfer(GROUP), timeout=self.timeout)
+            await self.client.run(endpoint, speaks.resume(), timeout=self.timeout)
 
         return await self._each(self.endpoints, clear)
 
@@ -78,9 +79,9 @@ class WeightControl:
             connection = by_url[endpoint.url]
             requests = dialect(endpoint.dialect).init_transfer(
                 medium, address=connection.address, port=connection.port, rank_offset=1, world_size=connection.world_size,
-                group=connection.group, timeout_seconds=2 * self.config.timeout,  # see receive
+                group=connection.group, timeout_seconds=2 * self.timeout,  # see receive
             )  # fmt: skip
-            await self.client.run(endpoint, requests, timeout=self.config.timeout)
+            await self.client.run(endpoint, requests, timeout=self.timeout)
 
         failures = await self._each(by_url, init)
         self._connected = set(by_url) - set(failures)
@@ -94,9 +95,9 @@ class WeightControl:
 
         async def pause_and_begin(endpoint: EngineEndpoint) -> None:
             speaks = dialect(endpoint.dialect)
-            await self.client.run(endpoint, speaks.pause(self.config.pause_mode), timeout=self.config.timeout)
+            await self.client.run(endpoint, speaks.pause(self.config.pause_mode), timeout=self.timeout)
             self.fleet.update_began(endpoint.url)
-            await self.client.run(endpoint, speaks.begin_update(), timeout=self.config.timeout)
+            await self.client.run(endpoint, speaks.begin_update(), timeout=self.timeout)
 
         return await self._update_step(urls, pause_and_begin)
 
@@ -114,7 +115,7 @@ class WeightControl:
                 for index, bucket in enumerate(buckets):
                     path = str(paths[index]) if paths else None
                     requests = speaks.update_bucket(medium, bucket, group=GROUP, version=version, path=path)
-                    await self.client.run(endpoint, requests, timeout=2 * self.config.timeout)
+                    await self.client.run(endpoint, requests, timeout=2 * self.timeout)
             except EngineError:
                 with suppress(EngineError):  # the first failure is the one to report
                     await self.client.run(endpoint, speaks.shutdown_transfer(GROUP), timeout=LEAVE_SECONDS)
@@ -129,7 +130,7 @@ class WeightControl:
             self.fleet.update_failed(url, failed[url])
 
         async def close(endpoint: EngineEndpoint) -> None:
-            await self.client.run(endpoint, dialect(endpoint.dialect).finish_update(version), timeout=self.config.timeout)
+            await self.client.run(endpoint, dialect(endpoint.dialect).finish_update(version), timeout=self.timeout)
             self.fleet.update_finished(endpoint.url, WeightVersion.parse(version))
 
         failures = await self._update_step(self._paused(), close)
@@ -141,7 +142,7 @@ class WeightControl:
         """Resume every engine that takes weights, whatever happened before. An engine that was not paused does not mind."""
 
         async def resume(endpoint: EngineEndpoint) -> None:
-            await self.client.run(endpoint, dialect(endpoint.dialect).resume(), timeout=self.config.timeout)
+            await self.client.run(endpoint, dialect(endpoint.dialect).resume(), timeout=self.timeout)
 
         paused = self._paused()
         failures = await self._each(self.endpoints, resume)
@@ -156,7 +157,7 @@ class WeightControl:
         """Have the engines leave their transfer groups."""
 
         async def shutdown(endpoint: EngineEndpoint) -> None:
-            await self.client.run(endpoint, dialect(endpoint.dialect).shutdown_transfer(GROUP), timeout=self.config.timeout)
+            await self.client.run(endpoint, dialect(endpoint.dialect).shutdown_transfer(GROUP), timeout=self.timeout)
 
         connected, self._connected = self._connected, set()
         return await self._each(connected, shutdown)
@@ -164,7 +165,7 @@ class WeightControl:
     async def sample_each(self, request: GenerateRequest) -> dict[str, Completion]:
         """One completion by every serving engine itself (not through the router): what the value check compares."""
         urls = self.fleet.serving()
-        replies = await asyncio.gather(*(self.client.generate(self.endpoints[url], request, timeout=self.config.timeout) for url in urls))
+        replies = await asyncio.gather(*(self.client.generate(self.endpoints[url], request, timeout=self.timeout) for url in urls))
         return {url: completions[0] for url, completions in zip(urls, replies, strict=True)}
 
     # -- the rest is private

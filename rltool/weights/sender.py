@@ -65,8 +65,10 @@ class SendReport:
 class WeightSender:
     """Lives in trainer rank 0. Not thread-safe: one transfer at a time."""
 
-    def __init__(self, config: WeightsConfig) -> None:
+    def __init__(self, config: WeightsConfig, *, timeout: float) -> None:
+        """timeout: seconds for joining a group, and then for each broadcast."""
         self.config = config
+        self.timeout = timeout
         self._hosted: list[tuple[Connection, TCPStore]] = []
         self._groups: dict[str, Any] = {}
 
@@ -75,7 +77,7 @@ class WeightSender:
         self.close()
         for target in targets:
             address = self.config.advertise_host or local_address_towards(target.url)
-            store = _host_store(address, self.config.port_range, self.config.timeout)
+            store = _host_store(address, self.config.port_range, self.timeout)
             self._hosted.append((Connection(target, address, store.port, group), store))
         return [connection for connection, _ in self._hosted]
 
@@ -83,7 +85,7 @@ class WeightSender:
         """Join all hosted groups, side by side with the engines' own joining. Returns URL -> reason for those that failed."""
         failures: dict[str, str] = {}
         with ThreadPoolExecutor(max(1, len(self._hosted))) as pool:
-            waiting = [(connection, pool.submit(open_group, connection, store, self.config.timeout)) for connection, store in self._hosted]
+            waiting = [(connection, pool.submit(open_group, connection, store, self.timeout)) for connection, store in self._hosted]
             for connection, future in waiting:
                 try:
                     self._groups[connection.target.url] = future.result()

@@ -27,8 +27,8 @@ def configure(tmp_path, key_file):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": FakeVllm().vocab_size}))
 
     def config(*addresses: str, sets: tuple[str, ...] = (), key=key_file) -> TrainConfig:
-        values = [f'model.path="{tmp_path}"', f"rollout.external={json.dumps(addresses)}", "rollout.max_prompt_tokens=16", "rollout.max_response_tokens=16"]
-        values += [f'rollout.api_key_file="{key}"'] if key else []
+        values = [f'model.path="{tmp_path}"', f"engines.external={json.dumps(addresses)}", "sampling.max_prompt_tokens=16", "sampling.max_response_tokens=16"]
+        values += [f'engines.api_key_file="{key}"'] if key else []
         return load_config(TrainConfig, [], [*values, *sets]).config
 
     return config

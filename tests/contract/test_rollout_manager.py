@@ -119,7 +119,9 @@ def config(model_dir, data_file):
         {
             "model": {"path": model_dir},
             "seed": 3,
-            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 8, "max_response_tokens": 8, "request_timeout": 20},
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, },
+            "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+            "deadlines": {"generate": 20},
             "data": {"train": [data_file]},
             "eval": {"sets": {"words": data_file}, "samples_per_prompt": 2},
         }
@@ -197,7 +199,7 @@ def test_aborted_responses_are_finished(open_manager, config, engines):
 
 
 def test_long_responses_are_truncated_and_counted(open_manager, config):
-    result = open_manager(with_(config, rollout={"max_response_tokens": 2})).generate(0)
+    result = open_manager(with_(config, sampling={"max_response_tokens": 2})).generate(0)
     assert result.metrics["rollout/truncated_fraction"] == 1.0
     assert {len(sample.response_ids) for sample in result.samples} == {2}
 
@@ -284,7 +286,7 @@ def config_file(tmp_path, model_dir, data_file):
     path = tmp_path / "run.toml"
     path.write_text(
         f'seed = 3\nsteps = 5\n[model]\npath = "{model_dir}"\n[optimizer]\nlr = 1e-3\n[data]\ntrain = ["{data_file}"]\n'
-        "[rollout]\nprompts_per_step = 4\nsamples_per_prompt = 4\nmax_prompt_tokens = 8\nmax_response_tokens = 8\n"
+        "[rollout]\nprompts_per_step = 4\nsamples_per_prompt = 4\n[sampling]\nmax_prompt_tokens = 8\nmax_response_tokens = 8\n"
     )
     return path
 
@@ -306,7 +308,7 @@ def test_rollout_only_records_what_the_manager_generates(config_file, tmp_path, 
     [
         ((), "without an address"),
         (("--rollout-external", "127.0.0.1:9", "--set", "trainer.world_size=2"), "trainer.world_size (--set)"),
-        (("--rollout-external", "127.0.0.1:9", "--set", "rollout.preflight_timeout=2"), "http://127.0.0.1:9"),
+        (("--rollout-external", "127.0.0.1:9", "--set", "deadlines.preflight=2"), "http://127.0.0.1:9"),
     ],
 )
 def test_rollout_only_refuses_what_cannot_work_and_starts_nothing(config_file, tmp_path, arguments, message):

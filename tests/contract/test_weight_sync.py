@@ -52,7 +52,7 @@ class Trainer:
     """One rank."""
 
     def __init__(self, config: WeightsConfig, pool: ThreadPoolExecutor, model_files: Path) -> None:
-        self.sender, self._pool, self._model_files = WeightSender(config), pool, model_files
+        self.sender, self._pool, self._model_files = WeightSender(config, timeout=TIMEOUT), pool, model_files
         self.tensors = dict(TENSORS)
 
     def stream(self):
@@ -93,12 +93,12 @@ class Rig:
         stack.callback(lambda: (loop.call_soon_threadsafe(loop.stop), thread.join(), loop.close()))
         client = on_loop(EngineClient().__aenter__())
         stack.callback(lambda: on_loop(client.__aexit__(None, None, None)))
-        config = WeightsConfig(timeout=TIMEOUT)
+        config = WeightsConfig()
         kinds = {FakeVllm: "vllm", FakeSglang: "sglang"}
         endpoints = [EngineEndpoint(url=e.url, dialect=kinds[type(e)], key_file=key_file, plugin=True) for e in engines]
         infos = {e.url: on_loop(client.probe(e)) for e in endpoints}
         self.fleet = Fleet()
-        self.control = Control(WeightControl(endpoints, infos, client, self.fleet, config), loop, pool)
+        self.control = Control(WeightControl(endpoints, infos, client, self.fleet, config, timeout=TIMEOUT), loop, pool)
         self.trainer = Trainer(config, pool, tmp_path)
         stack.callback(self.trainer.sender.close)
         self.sync = WeightSync(self.control, self.trainer, medium=medium, limit_bytes=24, timeout=TIMEOUT, disk_root=tmp_path / "weights")

@@ -84,9 +84,10 @@ sets = {{ heldout = "{root}/heldout.jsonl" }}
 [rollout]
 prompts_per_step = 8
 samples_per_prompt = 4
+dump = true
+[sampling]
 max_prompt_tokens = 16
 max_response_tokens = 12
-dump = true
 [reward]
 function = "tests.e2e.rewards:lower_case_share"
 [monitor]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import ray
 
-from rltool.config.train import RolloutConfig, TrainConfig, TrainerConfig
+from rltool.config.rollout import EnginesConfig
+from rltool.config.train import TrainConfig, TrainerConfig
 from rltool.errors import UsageError
 from rltool.training.cluster import PlacementTimeout, check_versions, placed
 from rltool.training.placement import plan_placement
@@ -29,7 +30,7 @@ def config(mode: str) -> TrainConfig:
     return TrainConfig(
         model={"path": "m"},
         trainer=TrainerConfig(world_size=2, cpus_per_rank=0.5),
-        rollout=RolloutConfig(mode=mode, num_engines=2, gpus_per_engine=1),
+        engines=EnginesConfig(mode=mode, groups=({"count": 2, "tp": 1},)),
     )
 
 

@@ -181,7 +181,7 @@ BROKEN = [
     (["--set", "optimizer.lrr=1"], "did you mean optimizer.lr"),
     (["--rollout-external", "nonsense"], "malformed address"),
     (["--rollout-external", "127.0.0.1:9"], "127.0.0.1:9"),
-    (["--set", "rollout.mode=\"colocate\""], "contradict each other"),
+    (["--set", "engines.mode=\"colocate\""], "contradict each other"),
     (["--set", "rollout.prompts_per_step=7"], "1 prompts remain"),
     (["--set", "model.path=/nonexistent"], "is not a directory"),
     (["--set", "reward.function=\"nowhere:f\""], "no module named"),

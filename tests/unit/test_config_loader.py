@@ -76,3 +76,16 @@ def test_tables_of_the_users_own_names_merge(tmp_path):
 def test_world_size_that_does_not_divide_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match="world_size 3 is not a multiple of tensor_parallel 2"):
         load_config(TrainConfig, [], ["model.path=a", "trainer.world_size=3", "trainer.tensor_parallel=2"])
+
+
+def test_a_key_of_an_earlier_release_is_refused_with_the_name_that_it_has_now(tmp_path):
+    (tmp_path / "old.toml").write_text('[model]\npath = "m"\n[rollout]\ntemperature = 0.7\n')
+    with pytest.raises(ConfigError, match=r"old.toml: rollout.temperature is sampling.temperature now"):
+        load_config(TrainConfig, [tmp_path / "old.toml"])
+
+
+def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
+    for old, new in TrainConfig.renamed.items():
+        for key, there in ((old, False), (new, True)):
+            section, name = key.split(".")
+            assert (name in TrainConfig.model_fields[section].annotation.model_fields) is there, key

@@ -59,7 +59,7 @@ class ActorCritic:
 
 
 def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, ActorCritic]:
-    common = ["model.path=model", "algorithm.advantage=gae", f"rollout.max_response_tokens={RESPONSE}", "monitor.logprob_gap_limit=10.0"]
+    common = ["model.path=model", "algorithm.advantage=gae", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_gap_limit=10.0"]
     nothing: Any = None
     trainer = ActorCritic(skips=skips)
     config = load_config(TrainConfig, [], [*common, *sets]).config

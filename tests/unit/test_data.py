@@ -146,7 +146,7 @@ def test_empty_data_set_is_an_error_that_says_why(tmp_path):
         load()
     with pytest.raises(UsageError, match="no rows"):
         load(jsonl(tmp_path / "a.jsonl"))
-    with pytest.raises(UsageError, match="all 1 prompts are longer than rollout.max_prompt_tokens = 2"):
+    with pytest.raises(UsageError, match="all 1 prompts are longer than sampling.max_prompt_tokens = 2"):
         load(jsonl(tmp_path / "b.jsonl", {"prompt": "long"}), max_prompt_tokens=2)
     with pytest.raises(UsageError, match="empty"):
         PromptSource([], seed=0)

@@ -1,9 +1,10 @@
-from rltool.config.train import RolloutConfig, TrainConfig, TrainerConfig
+from rltool.config.rollout import EnginesConfig
+from rltool.config.train import TrainConfig, TrainerConfig
 from rltool.training.placement import plan_placement
 
 
 def config(mode: str, world_size: int = 4, engines: int = 2, gpus: int = 3) -> TrainConfig:
-    return TrainConfig(model={"path": "m"}, trainer=TrainerConfig(world_size=world_size), rollout=RolloutConfig(mode=mode, num_engines=engines, gpus_per_engine=gpus))
+    return TrainConfig(model={"path": "m"}, trainer=TrainerConfig(world_size=world_size), engines=EnginesConfig(mode=mode, groups=({"count": engines, "tp": gpus},)))
 
 
 def test_external_engines_ask_for_the_trainers_world_size_and_not_one_bundle_more():

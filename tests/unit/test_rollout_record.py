@@ -11,12 +11,12 @@ from rltool.rollout.sample import Sample
 
 def test_trainer_settings_typed_on_the_command_line_are_refused():
     with pytest.raises(UsageError, match=r"trainer.world_size \(--set\), weights.transport \(--set\)"):
-        check_settings({"trainer.world_size": "--set", "weights.transport": "--set", "rollout.temperature": "--set"})
+        check_settings({"trainer.world_size": "--set", "weights.transport": "--set", "sampling.temperature": "--set"})
 
 
 def test_trainer_settings_of_a_shared_file_are_told():
     assert check_settings({"trainer.world_size": "run.toml", "optimizer.lr": "run.toml", "steps": "--steps"}) == ["not used without a trainer: [optimizer], [trainer]"]
-    assert check_settings({"rollout.temperature": "run.toml"}) == []
+    assert check_settings({"sampling.temperature": "run.toml"}) == []
 
 
 def test_a_directory_with_rollouts_is_not_mixed_with_new_ones(tmp_path):

@@ -16,7 +16,7 @@ from rltool.training.validate import check_config
 def base(tmp_path: Path) -> list[str]:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": 128}))
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
-    return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'rollout.external=["127.0.0.1:1"]']
+    return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'engines.external=["127.0.0.1:1"]']
 
 
 def check(base: list[str], *sets: str) -> None:
@@ -31,17 +31,17 @@ def test_a_sound_configuration_passes(base):
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["rollout.external=[]"], "--rollout-external HOST:PORT"),
-        (['rollout.mode="colocate"'], "contradict each other"),
-        (['rollout.mode="managed"', "rollout.external=[]"], "not built yet.*serve-engines"),
-        (['rollout.mode="colocate"', "rollout.external=[]"], "not built yet"),
+        (["engines.external=[]"], "--rollout-external HOST:PORT"),
+        (['engines.mode="colocate"'], "contradict each other"),
+        (['engines.mode="managed"', "engines.external=[]"], "not built yet.*serve-engines"),
+        (['engines.mode="colocate"', "engines.external=[]"], "not built yet"),
         (["rollout.prompts_per_step=33", "optimizer_steps_per_rollout=2"], "1 prompts remain.*such as 32"),
         (["rollout.prompts_per_step=1", "optimizer_steps_per_rollout=2"], "such as 2"),
         (["global_batch_size=100"], "32 x rollout.samples_per_prompt 8 = 256 samples.*set global_batch_size to 256"),
         (["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.world_size=4"], "2 samples for 4 data-parallel ranks"),
         (["rollout.samples_per_prompt=1"], "nothing would be learned.*reinforce_pp"),
-        (["rollout.top_p=0.9"], "renormalise"),
-        (["rollout.top_k=20"], "renormalise"),
+        (["sampling.top_p=0.9"], "renormalise"),
+        (["sampling.top_k=20"], "renormalise"),
         (["trainer.max_tokens_per_micro_batch=100"], "at least 2048"),
         (["data.train=[]"], "data.train names no file"),
         (['data.train=["none.jsonl"]'], "none.jsonl does not exist"),
@@ -64,7 +64,7 @@ def test_a_model_directory_without_config_is_refused(base, tmp_path):
 
 
 def test_supervised_training_without_evaluation_needs_no_engines(base):
-    check(base, "rollout.external=[]", 'algorithm.loss="sft"')
+    check(base, "engines.external=[]", 'algorithm.loss="sft"')
 
 
 MODEL = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "vocab_size": 128}

@@ -42,7 +42,7 @@ def test_combinations_that_make_sense_pass(sets):
         (['algorithm.advantage="distill"'], "needs model.teacher_path"),
         (["model.teacher_path=teacher"], "model.teacher_path would have no effect"),
         (['algorithm.advantage="distill"', "model.teacher_path=teacher", "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'], "uses no rewards"),
-        (["algorithm.overlong_buffer=2000"], "longer than rollout.max_response_tokens = 1024"),
+        (["algorithm.overlong_buffer=2000"], "longer than sampling.max_response_tokens = 1024"),
         (['algorithm.advantage="rloo"', "rollout.samples_per_prompt=1"], 'nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'),
         (['algorithm.advantage="no.such.module:f"'], "algorithm.advantage = 'no.such.module:f': no module named 'no'"),
         (['algorithm.objective="tests.unit.own_algorithms:reinforse"'], "did you mean 'reinforce'"),

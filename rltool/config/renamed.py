@@ -1,0 +1,24 @@
+"""Keys of earlier releases, each with the key that took its place: the loader refuses them and names the new one."""
+
+from __future__ import annotations
+
+RENAMED: dict[str, str] = {
+    "rollout.mode": "engines.mode",
+    "rollout.external": "engines.external",
+    "rollout.router": "engines.router",
+    "rollout.api_key_file": "engines.api_key_file",
+    "rollout.num_engines": "engines.groups",
+    "rollout.gpus_per_engine": "engines.groups",
+    "rollout.temperature": "sampling.temperature",
+    "rollout.top_p": "sampling.top_p",
+    "rollout.top_k": "sampling.top_k",
+    "rollout.max_prompt_tokens": "sampling.max_prompt_tokens",
+    "rollout.max_response_tokens": "sampling.max_response_tokens",
+    "rollout.stop_token_ids": "sampling.stop_token_ids",
+    "rollout.request_timeout": "deadlines.generate",
+    "rollout.preflight_timeout": "deadlines.preflight",
+    "reward.timeout": "deadlines.reward",
+    "weights.timeout": "deadlines.sync_step",
+    "ray.placement_timeout": "deadlines.placement",
+}
+"""Old dotted key -> new dotted key."""
