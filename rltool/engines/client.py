@@ -27,6 +27,8 @@ HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
 QUOTED_CHARACTERS = 600
 """How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
+ABORTS_SIDE_BY_SIDE = 64
+"""SGLang takes one id per request: a stop of 2,000 requests must not open 2,000 connections."""
 KEEPALIVE_SECONDS = 2.0
 """Idle connections are dropped before uvicorn's 5 s do it, so that a request is not sent into a closing one."""
 
@@ -136,6 +138,33 @@ class EngineClient:
         except* EngineError as errors:
             raise _first(errors) from errors
         return speaks.parse_generate(request, [task.result() for task in tasks])
+
+    def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
+        """What `abort` must be given to end `generate(endpoint, request)`, at whichever engine a router has sent it to."""
+        return _dialect_of(endpoint).request_ids(request)
+
+    async def abort(self, engine: EngineEndpoint, request_ids: Sequence[str], *, timeout: float) -> None:
+        """End exactly these requests at one engine (never a router); ids that it does not have are harmless.
+
+        `generate` then returns what they have, with finish_reason "abort". That comes a moment after this has returned. The
+        first failure is raised after all ids were sent, within `timeout` seconds for all.
+        """
+        key = engine.read_key()
+        slots = asyncio.Semaphore(ABORTS_SIDE_BY_SIDE)
+
+        async def send(http: HttpRequest) -> None:
+            async with slots:
+                await self.request(engine.url, http, key=key, timeout=timeout, retry=True)  # aborting twice is aborting once
+
+        requests = _dialect_of(engine).abort(request_ids)
+        try:
+            async with asyncio.timeout(timeout):
+                outcomes = await asyncio.gather(*map(send, requests), return_exceptions=True)
+        except TimeoutError as error:
+            raise EngineUnreachable(f"{engine.url}: {len(request_ids)} requests were not aborted within {timeout:g} s") from error
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest], *, timeout: float) -> list[Any]:
         """Send control calls in order, each once; `timeout` is for all of them. The first that fails ends it by raising."""

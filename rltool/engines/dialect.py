@@ -5,7 +5,7 @@ A dialect performs no I/O and imports no engine package, so it is tested without
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
@@ -27,6 +27,9 @@ class Dialect(Protocol):
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         """Exactly request.n completions, or EngineError / MissingLogprobs."""
 
+    def request_ids(self, request: GenerateRequest) -> list[str]:
+        """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort` takes."""
+
     # -- probing
     def probe(self) -> Mapping[str, HttpRequest]:
         """Named read-only requests; replies go to parse_probe. A key that ends in '?' may answer 404 (reply None)."""
@@ -39,6 +42,14 @@ class Dialect(Protocol):
     def pause(self, mode: PauseMode) -> list[HttpRequest]: ...
 
     def resume(self) -> list[HttpRequest]: ...
+
+    def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
+        """End exactly these requests, given by the ids of `request_ids`, at one engine; all of them may be sent side by side.
+
+        An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A request
+        that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A request that arrives
+        after the abort is not ended by it.
+        """
 
     # -- weights
     def init_transfer(self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float) -> list[HttpRequest]:

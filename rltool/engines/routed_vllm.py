@@ -27,6 +27,10 @@ class RoutedVllmDialect(SglangDialect):
                 sent[start].body["sampling_params"]["n"] = count
         return [sent[start] for start, _ in chunks]
 
+    def request_ids(self, request: GenerateRequest) -> list[str]:
+        ids = super().request_ids(request)
+        return [ids[start] for start, _ in sample_chunks(request)]
+
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         completions = []
         for (_, count), reply in zip(sample_chunks(request), replies, strict=True):

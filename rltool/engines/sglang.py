@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -75,10 +75,16 @@ class SglangDialect:
         }
         if request.seed is not None:
             parameters["sampling_seed"] = (request.seed + index) % SEED_MODULUS
-        # /abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's id.
-        rid = request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"
-        body = {"rid": rid, "input_ids": list(request.prompt_ids), "sampling_params": parameters, "return_logprob": True}
+        body = {
+            "rid": _request_id(request, index),
+            "input_ids": list(request.prompt_ids),
+            "sampling_params": parameters,
+            "return_logprob": True,
+        }
         return HttpRequest("POST", GENERATE_PATH, body)
+
+    def request_ids(self, request: GenerateRequest) -> list[str]:
+        return [_request_id(request, index) for index in range(request.n)]
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         if len(replies) != request.n:
@@ -144,6 +150,15 @@ class SglangDialect:
 
     def resume(self) -> list[HttpRequest]:
         return [HttpRequest("POST", "/continue_generation", {})]
+
+    def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
+        """One request per id: the route takes one. Its front end knows whole ids alone, its scheduler matches by prefix.
+
+        An empty id is refused here, for it would be a prefix of everybody's.
+        """
+        if "" in request_ids:
+            raise ValueError("an empty request id would abort the requests of everybody")
+        return [HttpRequest("POST", "/abort_request", {"rid": request_id}) for request_id in request_ids]
 
     # -- weights
 
@@ -278,6 +293,11 @@ def check_prompt_ids(request: GenerateRequest, vocab_size: int) -> None:
             f"prompt token {foreign[0]} has id {foreign[1]}, but the model's vocabulary has {vocab_size} tokens: "
             "does the tokenizer belong to this model?"
         )
+
+
+def _request_id(request: GenerateRequest, index: int) -> str:
+    """/abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's id."""
+    return request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"
 
 
 def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:

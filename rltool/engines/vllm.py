@@ -6,7 +6,7 @@ Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/onli
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
@@ -16,6 +16,10 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = "/inference/v1/generate"
+ABORT_PATH = "/inference/v1/abort_requests"
+"""Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's requests."""
+REQUEST_ID_PREFIX = "generate-tokens-"
+"""What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
 
@@ -59,9 +63,11 @@ class VllmDialect:
         if request.seed is not None:
             # vLLM seeds sample i of a request with seed + i (v1/engine/parallel_sampling.py).
             parameters["seed"] = (request.seed + start) % SEED_MODULUS
-        request_id = request.request_id if start == 0 else f"{request.request_id}-{start}"
-        body = {"request_id": request_id, "token_ids": list(request.prompt_ids), "sampling_params": parameters}
+        body = {"request_id": _request_id(request, start), "token_ids": list(request.prompt_ids), "sampling_params": parameters}
         return HttpRequest("POST", GENERATE_PATH, body)
+
+    def request_ids(self, request: GenerateRequest) -> list[str]:
+        return [_request_id(request, start) for start, _ in sample_chunks(request)]
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         completions = []
@@ -126,6 +132,15 @@ class VllmDialect:
 
     def resume(self) -> list[HttpRequest]:
         return [HttpRequest("POST", "/resume")]
+
+    def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
+        """One request. An id stands for all n samples of its request, whether it came by GENERATE_PATH or by the plugin's /generate.
+
+        vLLM answers before it has aborted (a task of the server does it), and unknown ids change nothing.
+        """
+        if not request_ids:
+            return []
+        return [HttpRequest("POST", ABORT_PATH, {"request_ids": [REQUEST_ID_PREFIX + request_id for request_id in request_ids]})]
 
     # -- weights (the wire contract is in rltool.engines.wire)
 
@@ -245,6 +260,10 @@ def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
             count = min(count, SEED_MODULUS - (request.seed + start) % SEED_MODULUS)
         yield start, count
         start += count
+
+
+def _request_id(request: GenerateRequest, start: int) -> str:
+    return request.request_id if start == 0 else f"{request.request_id}-{start}"
 
 
 def _refuse_nccl(medium: Medium) -> None:

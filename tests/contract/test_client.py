@@ -121,6 +121,51 @@ def test_a_control_call_is_sent_once(fake_vllm, engine, fault):
     assert fake_vllm.paths() == ["/start_weight_update"]
 
 
+def test_an_abort_of_many_requests_tries_all_of_them_and_then_tells_of_the_one_that_failed(fake_vllm, engine):
+    as_sglang = engine.model_copy(update={"dialect": "sglang"})  # /abort_request: a vLLM has no such route
+    with pytest.raises(EngineRejected, match="/abort_request answered 404"):
+        run(lambda client: client.abort(as_sglang, [f"{i:032d}" for i in range(100)], timeout=10))
+    assert [recorded.body["rid"] for recorded in fake_vllm.requests] == [f"{i:032d}" for i in range(100)]
+
+
+def test_an_abort_has_one_deadline_for_all_its_requests(fake_vllm, engine):
+    fake_vllm.hang("/inference/v1/abort_requests")
+    with pytest.raises(EngineUnreachable, match=r"within 0.2 s"):
+        run(lambda client: client.abort(engine, ["a" * 32], timeout=0.2))
+
+
+def test_tokens_before_an_update_are_of_the_old_weights_and_tokens_after_it_of_the_new_ones(fake_vllm, engine):
+    fake_vllm.seconds, fake_vllm.version = 0.3, "old"
+
+    async def scenario(client):
+        running = asyncio.create_task(client.generate(engine, request(max_tokens=100), timeout=30))
+        await asyncio.to_thread(fake_vllm.wait_in_flight, 1)
+        await client.run(engine, dialect("vllm").pause("keep"), timeout=5)
+        fake_vllm.version = "new"
+        await client.run(engine, dialect("vllm").resume(), timeout=5)
+        return await running
+
+    (sample,) = run(scenario)
+    assert [span.version for span in sample.versions] == ["old", "new"]
+    assert sample.versions[0].end == sample.versions[1].start and sample.versions[1].end == 100
+    assert sample.finish_reason == "length"
+
+
+def test_an_aborting_pause_cuts_what_runs_and_what_waits(fake_vllm, engine):
+    fake_vllm.seconds, fake_vllm.batch.slots = 30.0, 2
+
+    async def scenario(client):
+        running = [asyncio.create_task(client.generate(engine, request(n=2, max_tokens=100), timeout=30)) for _ in range(2)]
+        while (fake_vllm.batch.running, fake_vllm.batch.waiting) != (2, 2):
+            await asyncio.sleep(0.001)
+        await client.run(engine, dialect("vllm").pause("abort"), timeout=5)
+        return await asyncio.gather(*running)
+
+    started, waited = sorted(run(scenario), key=lambda samples: -len(samples[0].token_ids))
+    assert all(sample.finish_reason == "abort" for sample in [*started, *waited])
+    assert all(0 < len(sample.token_ids) < 100 for sample in started) and all(sample.token_ids == () for sample in waited)
+
+
 def test_a_404_on_a_control_route_is_no_success(fake_vllm, engine):
     fake_vllm.fail("/pause", 404)
     with pytest.raises(EngineRejected, match="no such route") as caught:

@@ -139,7 +139,7 @@ def test_an_engine_that_never_answers_is_given_up_at_the_deadline(engine, key_fi
 
 
 def test_an_engine_that_dies_under_a_request_is_unreachable(engine, key_file):
-    engine.token_seconds = 0.01
+    engine.seconds = 100.0
 
     async def scenario(client):
         running = asyncio.create_task(client.generate(endpoint(engine, key_file), request(max_tokens=10_000), timeout=SECONDS))
@@ -195,7 +195,7 @@ def test_a_paused_engine_can_be_probed_and_says_so(engine, key_file):
 
 
 def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key_file):
-    engine.token_seconds = 0.005
+    engine.seconds = 0.3
 
     async def scenario(client):
         where = endpoint(engine, key_file)
@@ -212,7 +212,7 @@ def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key
 
 
 def test_an_aborted_request_comes_back_with_what_it_has(engine, key_file):
-    engine.token_seconds = 0.005
+    engine.seconds = 50.0
 
     async def scenario(client):
         where = endpoint(engine, key_file)
@@ -221,6 +221,37 @@ def test_an_aborted_request_comes_back_with_what_it_has(engine, key_file):
         await client.run(where, [*SPEAKS.pause("abort"), *SPEAKS.resume()], timeout=SECONDS)
         (sample,) = await running
         assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < 10_000
+
+    play(scenario)
+
+
+def test_an_abort_ends_our_own_requests_alone_and_they_come_back_with_what_they_have(engine, key_file):
+    engine.seconds = 2.0
+
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        ours, theirs = (GenerateRequest((1,), SamplingParams(100), letter * 32, n=2, seed=3) for letter in "ab")
+        tasks = [asyncio.create_task(client.generate(where, asked, timeout=SECONDS)) for asked in (ours, theirs)]
+        await asyncio.to_thread(engine.wait_in_flight, 4)
+        await client.abort(where, [*client.request_ids(where, ours), "c" * 32, "a" * 32], timeout=SECONDS)
+        cut, whole = [await task for task in tasks]
+        assert all(sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < 100 for sample in cut)
+        assert [(sample.finish_reason, len(sample.token_ids)) for sample in whole] == [("length", 100)] * 2
+
+    play(scenario)
+
+
+def test_a_request_that_waits_in_a_paused_engine_is_aborted_with_no_tokens(engine, key_file):
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        await client.run(where, SPEAKS.pause("keep"), timeout=SECONDS)
+        asked = request()
+        waiting = asyncio.create_task(client.generate(where, asked, timeout=SECONDS))
+        while not engine.batch.waiting:
+            await asyncio.sleep(0.001)
+        await client.abort(where, client.request_ids(where, asked), timeout=SECONDS)
+        (sample,) = await waiting
+        assert (sample.token_ids, sample.finish_reason) == ((), "abort")
 
     play(scenario)
 

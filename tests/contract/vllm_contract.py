@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import uuid
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +18,9 @@ from rltool.errors import EngineError, EngineRejected
 
 PROMPT = (40, 41, 17, 90, 33, 5)
 SECONDS = 60.0
+ARRIVAL_SECONDS = 0.5
+"""A request that was sent is known to the server after this; no route tells, and a paused engine's metrics stand still."""
+DIALECT = dialect("vllm")
 
 
 def request(**changes) -> GenerateRequest:
@@ -104,6 +111,70 @@ async def a_pause_is_seen_by_a_probe_and_ends_with_resume(client: EngineClient, 
     assert (await client.probe(engine)).paused is False
 
 
+LONG = {"max_tokens": 240}
+"""Takes the real server some tenths of a second at least."""
+
+
+@contextlib.asynccontextmanager
+async def paused(client: EngineClient, engine: EngineEndpoint) -> AsyncIterator[None]:
+    await client.run(engine, DIALECT.pause("keep"), timeout=SECONDS)
+    try:
+        yield
+    finally:
+        await client.run(engine, DIALECT.resume(), timeout=SECONDS)
+
+
+async def at_work(client: EngineClient, engine: EngineEndpoint, *requests: GenerateRequest) -> list[asyncio.Task[list[Completion]]]:
+    """The requests, sent and all in the engine's hands."""
+    tasks = [asyncio.create_task(client.generate(engine, request, timeout=SECONDS)) for request in requests]
+    await asyncio.sleep(ARRIVAL_SECONDS)
+    return tasks
+
+
+async def an_abort_ends_our_own_requests_alone(client: EngineClient, engine: EngineEndpoint) -> None:
+    """Waiting in a paused engine; 70 samples are two requests, the second with a suffixed id; by either route."""
+    as_sglang = engine.model_copy(update={"dialect": "sglang"})
+    ours, theirs = request(n=70, sampling=LONG), request(n=2, sampling=LONG)
+    async with paused(client, engine):
+        through_plugin, direct = request(n=3, sampling=LONG), ours
+        tasks = [*await at_work(client, as_sglang, through_plugin), *await at_work(client, engine, direct, theirs)]
+        ids = [*client.request_ids(as_sglang, through_plugin), *client.request_ids(engine, direct)]
+        await client.abort(engine, ids, timeout=SECONDS)
+        ended, pending = await asyncio.wait(tasks[:2], timeout=SECONDS)
+        assert not pending and not tasks[2].done()
+    assert [sample.finish_reason for task in tasks[:2] for sample in task.result()] == ["abort"] * 73
+    assert [(sample.finish_reason, len(sample.token_ids)) for sample in await tasks[2]] == [("length", 240)] * 2
+
+
+async def an_aborted_sample_has_its_tokens_so_far(client: EngineClient, engine: EngineEndpoint) -> None:
+    """Frozen in the middle: the tokens are those that an uninterrupted sample begins with."""
+    asked = request(n=2, sampling=LONG)
+    whole = await client.generate(engine, asked, timeout=SECONDS)
+    again = replace(asked, request_id=uuid.uuid4().hex)
+    for seconds in (0.05, 0.02, 0.1, 0.2):  # until a pause meets it half-way, however fast the server is
+        task = asyncio.create_task(client.generate(engine, again, timeout=SECONDS))
+        await asyncio.sleep(seconds)
+        async with paused(client, engine):
+            await client.abort(engine, client.request_ids(engine, again), timeout=SECONDS)
+            cut = await task
+        if 0 < len(cut[0].token_ids) < 240:
+            break
+    assert [sample.finish_reason for sample in cut] == ["abort", "abort"]
+    for part, sample in zip(cut, whole, strict=True):
+        assert 0 < len(part.token_ids) == len(part.logprobs) < 240
+        assert part.token_ids == sample.token_ids[: len(part.token_ids)]
+        assert [(span.start, span.end) for span in part.versions] == [(0, len(part.token_ids))]
+
+
+async def aborting_what_is_not_there_changes_nothing(client: EngineClient, engine: EngineEndpoint) -> None:
+    async with paused(client, engine):
+        asked = request(n=2)
+        (task,) = await at_work(client, engine, asked)
+        await client.abort(engine, [uuid.uuid4().hex, asked.request_id[:-1]], timeout=SECONDS)
+        await client.abort(engine, [], timeout=SECONDS)
+    assert [sample.finish_reason for sample in await task] == ["length", "length"]
+
+
 async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClient, engine: EngineEndpoint) -> None:
     speaks = dialect("vllm")
     await client.run(engine, speaks.shutdown_transfer("g"), timeout=SECONDS)
@@ -135,6 +206,9 @@ CONTRACT = [
     requests_that_cannot_work_are_rejected_with_the_reason,
     a_probe_finds_what_the_engine_is,
     a_pause_is_seen_by_a_probe_and_ends_with_resume,
+    an_abort_ends_our_own_requests_alone,
+    an_aborted_sample_has_its_tokens_so_far,
+    aborting_what_is_not_there_changes_nothing,
     an_update_without_a_transfer_or_a_start_is_an_error,
     the_key_is_demanded_and_unknown_routes_do_not_exist,
 ]

@@ -37,7 +37,7 @@ def test_the_scheme_is_read_in_any_case():
     [
         ("POST", "/collective_rpc"), ("POST", "/sleep"), ("POST", "/v1/load_lora_adapter"), ("GET", "/docs"), ("GET", "/openapi.json"),
         ("POST", "/update_weight_version"), ("POST", "/weight_checker"), ("GET", "/pause"), ("POST", "/pause/"), ("POST", "//pause"),
-        ("POST", "/PAUSE"), ("OPTIONS", "/pause"), ("HEAD", "/version"),
+        ("POST", "/PAUSE"), ("POST", "/abort_requests"), ("OPTIONS", "/pause"), ("HEAD", "/version"),
     ],
 )  # fmt: skip
 def test_what_rltool_does_not_use_does_not_exist_and_without_the_key_nobody_learns_that(route):
@@ -70,6 +70,7 @@ class App:
     async def __call__(self, scope, receive, send):
         message = await receive()
         self.calls.append((scope["method"], scope["path"], message.get("body")))
+        self.headers = dict(scope["headers"])
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": self.reply})
 
@@ -81,10 +82,10 @@ class App:
         self.versions.append(version)
 
 
-def ask(app, method, path, body=b"", key=KEY, kind="http"):
+def ask(app, method, path, body=b"", key=KEY, kind="http", headers=()):
     """(status, decoded reply) of one request to the guarded `app`."""
     sent = []
-    headers = [(b"authorization", key.encode())] if key else []
+    headers = [*headers, *([(b"authorization", key.encode())] if key else [])]
     scope = {"type": kind, "method": method, "path": path, "headers": headers, "app": app, "query_string": b""}
 
     async def receive():
@@ -138,6 +139,12 @@ def test_generate_is_answered_by_the_servers_own_route():
     assert (status, method, path) == (200, "POST", "/inference/v1/generate")
     assert json.loads(inner)["token_ids"] == [5]
     assert reply["output_ids"] == [7] and reply["meta_info"]["id"] == "r"
+
+
+def test_the_rid_names_the_request_whatever_id_a_header_gives_it():
+    app = App(reply=json.dumps(VLLM_REPLY).encode())
+    ask(app, "POST", "/generate", b'{"input_ids": [5], "rid": "r"}', headers=[(b"x-request-id", b"the-routers"), (b"traceparent", b"t")])
+    assert b"x-request-id" not in app.headers and app.headers[b"traceparent"] == b"t"
 
 
 def test_a_refusal_of_the_servers_own_route_passes_through_generate():

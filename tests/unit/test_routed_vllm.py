@@ -63,6 +63,12 @@ def test_no_two_requests_of_a_prompt_share_an_id_or_a_prefix_of_one():
     assert not any(a != b and b.startswith(a) for a in ids for b in ids) and len(set(ids)) == len(ids)
 
 
+@pytest.mark.parametrize("n", [1, 2, 64, 130])
+def test_the_ids_to_abort_are_those_that_the_engine_behind_the_router_sees(n):
+    bodies, _ = answered(request(n))
+    assert SPEAKS.request_ids(request(n)) == [body["request_id"] for body in bodies]
+
+
 def test_a_reply_with_fewer_samples_is_an_error():
     _, [reply] = answered(request(4))
     with pytest.raises(EngineError, match="returned 3 samples where 4"):

@@ -132,6 +132,21 @@ def test_no_request_id_is_a_prefix_of_another_for_aborts_match_prefixes():
     assert all(rid.startswith(RID) for rid in ids)
 
 
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_abort_is_a_request_for_each_sample_with_its_whole_id(n):
+    ids = SPEAKS.request_ids(request(n=n))
+    assert ids == [http.body["rid"] for http in SPEAKS.generate(request(n=n))]
+    aborts = SPEAKS.abort(ids)
+    assert {(http.method, http.path) for http in aborts} == {("POST", "/abort_request")}
+    assert [http.body for http in aborts] == [{"rid": rid} for rid in ids]
+
+
+def test_an_empty_id_is_never_sent_for_it_is_a_prefix_of_all():
+    with pytest.raises(ValueError, match="everybody"):
+        SPEAKS.abort([RID, ""])
+    assert SPEAKS.abort([]) == []
+
+
 def test_a_reply_becomes_a_completion_with_its_spans():
     completion = parse_reply(REPLY)
     assert completion.token_ids == (70, 71, 1)

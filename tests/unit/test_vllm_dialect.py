@@ -50,6 +50,20 @@ def test_token_ids_go_in_with_the_sampled_tokens_logprob_asked_for():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("n", [1, 3, 64, 130])
+def test_an_abort_names_every_request_of_a_prompt_as_vllm_names_it_inside(n):
+    asked = request(n=n)
+    ids = DIALECT.request_ids(asked)
+    assert ids == [http.body["request_id"] for http in DIALECT.generate(asked)]
+    (http,) = DIALECT.abort(ids)
+    assert (http.method, http.path) == ("POST", "/inference/v1/abort_requests")
+    assert http.body == {"request_ids": [f"generate-tokens-{request_id}" for request_id in ids]}
+
+
+def test_aborting_nothing_sends_nothing_for_an_empty_list_may_mean_everybody():
+    assert DIALECT.abort([]) == []
+
+
 def test_without_a_seed_none_is_sent():
     (http,) = DIALECT.generate(request())
     assert "seed" not in http.body["sampling_params"]

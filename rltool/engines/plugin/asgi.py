@@ -13,6 +13,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+REPLACED_HEADERS = (b"content-type", b"content-length", b"transfer-encoding", b"x-request-id")
+"""Of a request whose body we rewrite. vLLM would take x-request-id, which a client of the router may send, for the id of the
+request in place of the body's, and an abort by that one would not find it."""
+
+
 class Disconnected(Exception):
     """The client went away before its body was complete."""
 
@@ -56,7 +61,7 @@ async def call_app(app: App, scope: Scope, receive: Receive, path: str, content:
     inner = dict(scope)
     inner |= {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
     inner["headers"] = [
-        *((key, value) for key, value in scope["headers"] if key not in (b"content-type", b"content-length", b"transfer-encoding")),
+        *((key, value) for key, value in scope["headers"] if key not in REPLACED_HEADERS),
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
     ]

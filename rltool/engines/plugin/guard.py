@@ -38,7 +38,7 @@ ALLOWED_ROUTES = OPEN_ROUTES | frozenset(
         # control
         ("POST", "/pause"),
         ("POST", "/resume"),
-        ("POST", "/abort_requests"),
+        ("POST", "/inference/v1/abort_requests"),
         ("POST", "/reset_prefix_cache"),
         # weights
         ("POST", "/init_weight_transfer_engine"),

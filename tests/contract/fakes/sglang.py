@@ -17,6 +17,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from tests.contract.fakes.generation import Batch, version_spans
+
 VOCAB_SIZE = 100
 EXPECTED_KEY = "fake-key"
 JOIN_SECONDS = 10.0
@@ -39,10 +41,10 @@ class Fault:
 class FakeSglang:
     """`with FakeSglang() as server:` serves on server.url from a thread of its own until the block ends.
 
-    token_seconds: pause after each token; drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
+    seconds: what a response of max_new_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
     """
 
-    token_seconds: float = 0.0
+    seconds: float = 0.0
     drop_logprobs: bool = False
     weight_version: str = "default"
     faults: dict[str, Fault] = field(default_factory=dict)
@@ -50,14 +52,15 @@ class FakeSglang:
     bodies: dict[str, Any] = field(default_factory=dict)
     boot: str = field(default_factory=lambda: uuid.uuid4().hex)
     weights: dict[str, bytes] = field(default_factory=dict)
-    in_flight: int = 0
+    batch: Batch = field(init=False)
     port: int = 0
 
+    def __post_init__(self) -> None:
+        self.batch = Batch((self.weight_version, dict(self.weights)))
+
     def __enter__(self) -> Self:
-        self._paused = False
         self._requests_kept = False
         self._session_open = False
-        self._aborts = 0
         self._groups: dict[str, Any] = {}
         self._start_weight_version = self.weight_version
         self._started = threading.Event()
@@ -82,23 +85,22 @@ class FakeSglang:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(10)
 
-    def wait_in_flight(self, count: int, seconds: float = 10.0) -> None:
-        """Until `count` generations have produced a token and are not finished."""
-        with self._flight:
-            if not self._flight.wait_for(lambda: self.in_flight >= count, seconds):
-                raise AssertionError(f"{self.in_flight} requests are in flight, waited for {count}")
+    def wait_in_flight(self, samples: int) -> None:
+        """From a test: until so many samples have tokens and want more."""
+        self.batch.wait_running(samples)
 
     def logprob(self, seed: int, position: int) -> float:
         """What token `position` of a sample with this seed has under the current weights."""
-        state = zlib.crc32(repr((sorted(self.weights.items()), seed, position)).encode())
-        return -(1 + state % 1000) / 256
+        return _logprob(self.weights, seed, position)
+
+    def _changed(self) -> None:
+        """Tokens from now on come from other weights, or under another name of theirs."""
+        self.batch.note((self.weight_version, dict(self.weights)))
 
     # -- the server
 
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        self._resumed = asyncio.Condition()
-        self._flight = threading.Condition()
         app = web.Application(middlewares=[self._guard])
         for method, path, handler in self._routes():
             app.router.add_route(method, path, handler)
@@ -122,6 +124,7 @@ class FakeSglang:
         yield "GET", "/server_info", self._server_info
         yield "GET", "/v1/models", self._models
         yield "POST", "/generate", self._generate
+        yield "POST", "/abort_request", self._abort
         yield "POST", "/pause_generation", self._pause
         yield "POST", "/continue_generation", self._resume
         yield "POST", "/flush_cache", self._flush
@@ -163,44 +166,25 @@ class FakeSglang:
         if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
             self._stop.set()  # on a CPU the real one dies of it
             await asyncio.Event().wait()
-        async with self._resumed:
-            await self._resumed.wait_for(lambda: not self._paused)
-        seed, aborts = sampling.get("sampling_seed", 42), self._aborts
-        tokens, logprobs, versions = [], [], []
-        try:
-            while len(tokens) < sampling["max_new_tokens"] and aborts == self._aborts:
-                async with self._resumed:
-                    await self._resumed.wait_for(lambda: not self._paused)
-                position = len(tokens)
-                tokens.append(zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE)
-                logprobs.append(self.logprob(seed, position))
-                versions.append(self.weight_version)
-                if position == 0:
-                    self._count_flight(+1)
-                await asyncio.sleep(self.token_seconds)
-        finally:
-            if tokens:
-                self._count_flight(-1)
+        seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
+        generated = await self.batch.generate(body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"]))
+        tokens = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(generated.states))]
+        logprobs = [_logprob(weights, seed, position) for position, (_, weights) in enumerate(generated.states)]
         meta = {
             "id": body["rid"],
-            "finish_reason": {"type": "abort" if aborts != self._aborts else "length"},
+            "finish_reason": {"type": "abort" if len(tokens) < limit else "length"},
             "weight_version": self.weight_version,
-            "weight_versions": _spans(versions),
+            "weight_versions": version_spans([version for version, _ in generated.states]),
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
         }
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
 
-    def _count_flight(self, change: int) -> None:
-        with self._flight:
-            self.in_flight += change
-            self._flight.notify_all()
-
     # -- probing
 
     async def _ready(self, request: web.Request) -> web.Response:
-        return web.Response(status=503 if self._paused else 200)
+        return web.Response(status=503 if self.batch.paused else 200)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -224,29 +208,27 @@ class FakeSglang:
 
     async def _pause(self, request: web.Request) -> web.Response:
         mode = self.bodies[request.path]["mode"]
-        self._paused = True
+        self.batch.freeze()
         self._requests_kept = mode != "abort"
         if mode == "abort":
-            await self._abort_all(paused=True)
+            await self.batch.abort_all()
         return web.json_response({"status": "ok"})
 
-    async def _abort_all(self, *, paused: bool) -> None:
-        self._aborts += 1
-        self._paused = False  # lets requests run to their end
-        async with self._resumed:
-            self._resumed.notify_all()
-        while self.in_flight:
-            await asyncio.sleep(0.001)
-        self._paused = paused
+    async def _abort(self, request: web.Request) -> web.Response:
+        """Its front end passes on ids that it knows, whole; its scheduler then ends all that begin so."""
+        rid = self.bodies[request.path].get("rid") or ""
+        if self.bodies[request.path].get("abort_all"):
+            self.batch.abort_prefix("")
+        elif rid and self.batch.holds(rid):
+            self.batch.abort_prefix(rid)
+        return web.Response()
 
     async def _resume(self, request: web.Request) -> web.Response:
-        async with self._resumed:
-            self._paused = False
-            self._resumed.notify_all()
+        self.batch.resume()
         return web.json_response({"status": "ok"})
 
     async def _flush(self, request: web.Request) -> web.Response:
-        if self.in_flight and not (self._paused and self._requests_kept and "timeout" not in request.query):
+        if self.batch.running and not (self.batch.paused and self._requests_kept and "timeout" not in request.query):
             return web.Response(text="Timed out waiting for idle state." if "timeout" in request.query else "Flush cache failed.", status=400)
         return web.Response(text="Cache flushed.")
 
@@ -288,6 +270,7 @@ class FakeSglang:
         except Exception as error:  # as the real one does
             return _outcome(False, f"Failed to receive weights: {error}")
         self.weights.update(received)
+        self._changed()
         return _outcome(True)
 
     async def _load_directory(self, request: web.Request) -> web.Response:
@@ -298,13 +281,15 @@ class FakeSglang:
             return _outcome(False, "Failed to get weights iterator: Cannot find any model weights.")
         for file in files:
             self.weights.update({name: _bytes(tensor) for name, tensor in load_file(file).items()})
+        self._changed()
         return _outcome(True)
 
     async def _set_version(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]
         if body.get("abort_all_requests", True):
-            await self._abort_all(paused=self._paused)
+            await self.batch.abort_all()
         self.weight_version = body["new_version"]
+        self._changed()
         return _outcome(True)
 
 
@@ -312,13 +297,9 @@ def _outcome(success: bool, message: str = "") -> web.Response:
     return web.json_response({"success": success, "message": "Success" if success else message}, status=200 if success else 400)
 
 
-def _spans(versions: list[str]) -> list[dict[str, Any]]:
-    spans: list[dict[str, Any]] = []
-    for position, version in enumerate(versions):
-        if not spans or spans[-1]["version"] != version:
-            spans.append({"version": version, "start": position, "end": position})
-        spans[-1]["end"] = position + 1
-    return spans
+def _logprob(weights: dict[str, bytes], seed: int, position: int) -> float:
+    state = zlib.crc32(repr((sorted(weights.items()), seed, position)).encode())
+    return -(1 + state % 1000) / 256
 
 
 def _join_as_sglang_does(body: dict[str, Any]):

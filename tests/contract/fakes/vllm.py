@@ -7,9 +7,8 @@ cannot drift apart.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
 import uuid
+import zlib
 from typing import Any
 
 from aiohttp import web
@@ -18,6 +17,7 @@ from rltool.engines import wire
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import Decision, GuardPolicy
 from rltool.engines.types import TensorMeta
+from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
 
 END_TOKEN = 1
@@ -30,6 +30,7 @@ class FakeVllm(FakeServer):
     plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id.
     missing_logprobs: replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
+    seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once, the others wait.
     Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do not depend on anything else.
     """
 
@@ -48,23 +49,35 @@ class FakeVllm(FakeServer):
         self.wrong_count = False
         self.sentinel_logprob = False
         self.accept_versions = True
+        self.seconds = 0.0
         self._policy = GuardPolicy(key) if key else None
         self.forget()
 
     def forget(self) -> None:
         """The state of a process that has just started: call it between `die` and `start` for a revived engine."""
         self.boot_id = uuid.uuid4().hex
-        self.version = "default"
+        self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
         self.medium: str | None = None
         self.updating = False
         self.changed = False
-        self.resumed: asyncio.Event | None = None
         self._group = None
 
     @property
+    def version(self) -> str:
+        return self.batch.state
+
+    @version.setter
+    def version(self, version: str) -> None:
+        self.batch.note(version)
+
+    @property
     def paused(self) -> bool:
-        return self.resumed is not None and not self.resumed.is_set()
+        return self.batch.paused
+
+    def wait_in_flight(self, samples: int) -> None:
+        """From a test: until so many samples have tokens and want more."""
+        self.batch.wait_running(samples)
 
     def authorised(self, recorded: Recorded) -> bool:
         if self._policy is None:
@@ -88,6 +101,7 @@ class FakeVllm(FakeServer):
             ("GET", "/weight_info"): self._weight_info,
             ("GET", "/is_paused"): self._is_paused,
             ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/inference/v1/abort_requests"): self._abort_requests,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
@@ -177,18 +191,29 @@ class FakeVllm(FakeServer):
             return _refusal(f"Token id {beyond[0]} is out of vocabulary")
         if len(ids) >= self.max_model_len:
             return _refusal(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of {self.max_model_len}.")
-        if self.resumed is not None:
-            await self.resumed.wait()
-        length = min(sampling["max_tokens"], self.max_model_len - len(ids))
-        choices = [self._choice(i, ids, sampling, length) for i in range(n - self.wrong_count)]
+        limit = min(sampling["max_tokens"], self.max_model_len - len(ids))
+        planned = [self._plan(i, ids, sampling, limit) for i in range(n - self.wrong_count)]
+        generated = await self.batch.generate(
+            f"generate-tokens-{body.get('request_id') or uuid.uuid4().hex}",
+            length=max(map(len, planned)),
+            token_seconds=self.seconds / sampling["max_tokens"],
+            samples=n,
+            prompt_length=len(ids),
+        )
+        choices = [self._choice(i, tokens, sampling, generated.states) for i, tokens in enumerate(planned)]
         return 200, {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
 
-    def _choice(self, index: int, ids: list[int], sampling: dict[str, Any], length: int) -> dict[str, Any]:
+    def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
+        """The tokens of a sample that nobody interrupts."""
         seed = sampling["seed"] + index if sampling.get("seed") is not None else uuid.uuid4().int
-        tokens = [_hash(str(ids), seed, position) % (self.vocab_size - 2) + 2 for position in range(length)]
+        start = _hash(ids, seed)
+        tokens = [_hash(position, start=start) % (self.vocab_size - 2) + 2 for position in range(limit)]
         stops = [p for p, token in enumerate(tokens) if token in (sampling.get("stop_token_ids") or ())]
-        if stops:
-            tokens = tokens[: stops[0] + 1]
+        return tokens[: stops[0] + 1] if stops else tokens
+
+    def _choice(self, index: int, planned: list[int], sampling: dict[str, Any], versions: list[str]) -> dict[str, Any]:
+        tokens = planned[: len(versions)]
+        stopped = tokens == planned and tokens[-1] in (sampling.get("stop_token_ids") or ())
         content = [{"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": []} for p, t in enumerate(tokens)]
         if self.sentinel_logprob and content:
             content[-1]["logprob"] = -9999.0
@@ -196,25 +221,37 @@ class FakeVllm(FakeServer):
         return {
             "index": index,
             "token_ids": tokens,
-            "finish_reason": "stop" if stops else "length",
-            "stop_reason": tokens[-1] if stops else None,
+            "finish_reason": "abort" if len(tokens) < len(planned) else "stop" if stopped else "length",
+            "stop_reason": tokens[-1] if stopped else None,
             "logprobs": {"content": content} if has_logprobs else None,
-            "weight_versions": [{"version": self.version, "start": 0, "end": len(tokens)}],
+            "weight_versions": version_spans(versions[: len(tokens)]),
         }
 
     # -- control
 
     async def _pause(self, recorded: Recorded) -> web.Response:
-        if recorded.query.get("mode", "abort") not in ("abort", "wait", "keep"):
-            return web.json_response(_refusal("Input should be 'abort', 'wait' or 'keep'")[1], status=400)
-        self.resumed = asyncio.Event()
+        match recorded.query.get("mode", "abort"):
+            case "keep":
+                self.batch.freeze()
+            case "wait":
+                await self.batch.drain()
+            case "abort":
+                self.batch.freeze()
+                await self.batch.abort_all()
+            case _:
+                return web.json_response(_refusal("Input should be 'abort', 'wait' or 'keep'")[1], status=400)
         return web.json_response({"status": "paused"})
+
+    async def _abort_requests(self, recorded: Recorded) -> web.Response:
+        """By the ids that requests have inside vLLM. It answers at once, and aborts afterwards."""
+        if "request_ids" not in (recorded.body or {}):
+            return web.json_response({"detail": "Missing 'request_ids' in request body"}, status=400)
+        asyncio.get_running_loop().call_soon(self.batch.abort, frozenset(recorded.body["request_ids"]))
+        return web.Response()
 
     async def _resume(self, _) -> web.Response:
         self._end_unfinished_update()
-        if self.resumed is not None:
-            self.resumed.set()
-        self.resumed = None
+        self.batch.resume()
         return web.json_response({"status": "resumed"})
 
     async def _reset_prefix_cache(self, _) -> web.Response:
@@ -296,13 +333,14 @@ class FakeVllm(FakeServer):
             self._group = None
 
 
-def _hash(*parts: Any) -> int:
-    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:6], "big")
+def _hash(*parts: Any, start: int = 0) -> int:
+    """32 bits, the same in every process. Not sha256: a fake must be quicker than what it is tested with."""
+    return zlib.crc32(repr(parts).encode(), start)
 
 
 def _logprob(token: int, position: int) -> float:
     """Between -0.01 and -3, the same wherever it is computed."""
-    return -0.01 - math.fmod(_hash(token, position) / 1000.0, 3.0)
+    return -0.01 - _hash(token, position) % 3000 / 1000.0
 
 
 def _refusal(message: str) -> tuple[int, dict[str, Any]]:
