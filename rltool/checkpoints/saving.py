@@ -6,7 +6,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,11 +44,14 @@ class CheckpointSaver:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
-    def save(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def save(
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float] | None = None, files: Mapping[str, bytes] | None = None
+    ) -> None:
         """Model, optimizer, schedule and random state of this moment into `directory`, which must not exist; then `latest` points at it.
 
         extra: what else the run needs to resume; JSON. Its "step", "weight_version" and "config" also go into the manifest, as
-        do `metrics`. The directory must be one that all ranks see.
+        do `metrics`. files: name -> content of further files, such as samples that were not trained on. The directory must be one that
+        all ranks see.
 
         Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` tells how it ended. An
         earlier save is waited for first, and raises here if it failed and nobody has asked. SaveFailed: nothing of that name
@@ -67,7 +70,7 @@ class CheckpointSaver:
             if trainer.coordinates.rank == 0:
                 directories.abandon(partial)
             raise
-        complete = self._completion(final, partial, extra, metrics or {})
+        complete = self._completion(final, partial, extra, metrics or {}, files or {})
         self._writing = self._worker.submit(self._write, plan, staged, final, partial, complete, started)
         if not self._asynchronous:
             futures.wait([self._writing])
@@ -94,7 +97,9 @@ class CheckpointSaver:
         """Waits for a save in flight, whatever comes of it."""
         self._worker.shutdown(wait=True)
 
-    def _completion(self, final: Path, partial: Path, extra: dict[str, Any], metrics: dict[str, float]) -> Callable[[dict[str, Any]], None]:
+    def _completion(
+        self, final: Path, partial: Path, extra: dict[str, Any], metrics: dict[str, float], files: Mapping[str, bytes]
+    ) -> Callable[[dict[str, Any]], None]:
         """What rank 0 does when all files of the state are there. Everything in it is fixed now, at the step of the save."""
         trainer, text = self._trainer, json.dumps(extra)
         manifest = Manifest(
@@ -110,6 +115,8 @@ class CheckpointSaver:
 
         def complete(described: dict[str, Any]) -> None:
             (partial / EXTRA).write_text(text, encoding="utf-8")
+            for name, content in files.items():
+                (partial / name).write_bytes(content)
             carry(trainer.model_path, partial, dtype=manifest.dtype)
             finish(partial, final, manifest, described)
             directories.set_latest(final)

@@ -43,10 +43,10 @@ def rollout_only(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.processes.run_directory import open_run
-    from rltool.rollout.manager import RolloutManager, data_targets
-    from rltool.rollout.record import check_directory, check_settings, record_rollouts
-    from rltool.training.metrics import step_line
+    from rltool.rollout.record import check_directory, check_settings
     from rltool.training.preflight import check_fleet, describe_fleet, probe_fleet, resolve_endpoints
+    from rltool.training.record import record_rollouts
+    from rltool.training.rollout_service import Engines
     from rltool.training.validate import check_files, check_mode
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
@@ -58,22 +58,15 @@ def rollout_only(
     if out is not None:
         check_directory(out)
     fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
-    check_fleet(fleet, settings, medium=None)
+    check_fleet(fleet, settings, transport=None)
 
     console = Console()
     for line in (*notes, describe_fleet(fleet)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    # the engines' weights are whoever's they are: a version is recorded where there is one, and not demanded
-    manager = RolloutManager(settings, data_targets(fleet.endpoints), num_engines=len(fleet.endpoints.engines), require_versions=False)
-    try:
-        directory = out or open_run(run, create=True).rollouts_dir
-        check_directory(directory)
-        record_rollouts(
-            manager, directory, steps=settings.steps, seed=settings.seed,
-            on_step=lambda step, result: console.print(step_line(step, settings.steps, result.metrics), highlight=False, soft_wrap=True),
-        )  # fmt: skip
-    finally:
-        manager.close()
+    directory = out or open_run(run, create=True).rollouts_dir
+    check_directory(directory)
+    engines = Engines(fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint())
+    record_rollouts(settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True))
     console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}", highlight=False, markup=False, soft_wrap=True)
 
 

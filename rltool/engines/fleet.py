@@ -305,6 +305,12 @@ class Fleet:
         member = self._update(member, incidents=member.incidents + 1, last_incident_at=self._clock())
         self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
 
+    def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
+        """A completion bore a version that this engine should not have. READY -> STALE: only a full sync makes it ours again."""
+        member = self._observable(url, sent_at)
+        if member is not None and member.state is State.READY and member.takes_weights:
+            self._move(url, State.STALE, reason, version=None)
+
     def process_exited(self, url: str, reason: str) -> None:
         """The supervisor saw the process end: no threshold applies. The next process at this URL has other weights."""
         member = self._members.get(url)

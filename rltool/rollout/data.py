@@ -175,6 +175,7 @@ class PromptSource:
         if not prompts:
             raise UsageError("the data set is empty")
         self._prompts = list(prompts)
+        self._by_index = {prompt.index: prompt for prompt in self._prompts}
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(self._prompts)
@@ -194,6 +195,10 @@ class PromptSource:
             taken.extend(self._prompts[i] for i in self._order[self._position : end])
             self._position = end
         return taken
+
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of this row of the data set."""
+        return self._by_index[index]
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""

@@ -58,6 +58,16 @@ def dumped_steps(directory: Path) -> list[int]:
 def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None) -> Path:
     """Write one step atomically, replacing an earlier dump of it. Returns the JSON file. DumpError if metadata is not JSON."""
     tensor_path, json_path = dump_paths(directory, step)
+    data, text = encode(tensor_path.name, step=step, seed=seed, samples=samples, info=info)
+    directory.mkdir(parents=True, exist_ok=True)
+    json_path.unlink(missing_ok=True)  # never an old description beside new tensors
+    write_bytes_atomic(tensor_path, data)
+    write_bytes_atomic(json_path, text)
+    return json_path
+
+
+def encode(tensor_file: str, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None) -> tuple[bytes, bytes]:
+    """(content of the tensor file, which is to be called `tensor_file`; content of the JSON file). DumpError if metadata is not JSON."""
     tensors: dict[str, np.ndarray] = {}
     for name, dtype in RAGGED.items():
         values = [getattr(sample, name) for sample in samples]
@@ -70,36 +80,40 @@ def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sampl
         "seed": seed,
         "weight_versions": sorted({span.version for sample in samples for span in sample.versions}),
         "info": info or {},
-        "tensors": {"file": tensor_path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
+        "tensors": {"file": tensor_file, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
         "samples": [_to_json(sample) for sample in samples],
     }
     try:
         text = json.dumps(document, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise DumpError(f"rollout of step {step} cannot be written as JSON ({error}): keep `metadata` to text, numbers, lists and objects") from error
-    directory.mkdir(parents=True, exist_ok=True)
-    json_path.unlink(missing_ok=True)  # never an old description beside new tensors
-    write_bytes_atomic(tensor_path, data)
-    write_bytes_atomic(json_path, text.encode())
-    return json_path
+    return data, text.encode()
 
 
 def read_dump(directory: Path, step: int) -> Dump:
     """Read one step back. DumpError if it is missing, truncated, altered, or of another format version."""
     tensor_path, json_path = dump_paths(directory, step)
-    try:
-        document = json.loads(json_path.read_bytes())
-    except FileNotFoundError:
+    if not json_path.exists():
         there = dumped_steps(directory)
         have = f"it has steps {there[0]} to {there[-1]}" if there else "it has none"
-        raise DumpError(f"no rollout of step {step} in {directory}: {have}") from None
+        raise DumpError(f"no rollout of step {step} in {directory}: {have}")
+    dump = read_files(tensor_path, json_path)
+    if dump.step != step:
+        raise DumpError(f"{json_path} says that it is step {dump.step}: was the file renamed?")
+    return dump
+
+
+def read_files(tensor_path: Path, json_path: Path) -> Dump:
+    """The samples in a pair of files that `encode` made. DumpError as for `read_dump`."""
+    try:
+        document = json.loads(json_path.read_bytes())
+    except OSError as error:
+        raise DumpError(f"cannot read {json_path}: {error.strerror}") from error
     except ValueError as error:
         raise DumpError(f"{json_path} is truncated or not JSON: {error}") from error
     version = document.get("format_version") if isinstance(document, dict) else None
     if version != FORMAT_VERSION:
         raise DumpError(f"{json_path} has format version {version}; this rltool reads {FORMAT_VERSION}")
-    if document["step"] != step:
-        raise DumpError(f"{json_path} says that it is step {document['step']}: was the file renamed?")
     columns = _read_tensors(tensor_path, document["tensors"], len(document["samples"]))
     samples = [_from_json(entry, {name: columns[name][i] for name in RAGGED}) for i, entry in enumerate(document["samples"])]
     for sample in samples:
@@ -107,7 +121,7 @@ def read_dump(directory: Path, step: int) -> Dump:
             sample.validate()
         except ValueError as error:
             raise DumpError(f"{json_path}: {error}") from error
-    return Dump(step, document["seed"], samples, document["weight_versions"], document["info"])
+    return Dump(document["step"], document["seed"], samples, document["weight_versions"], document["info"])
 
 
 def _to_json(sample: Sample) -> dict[str, Any]:

@@ -1,13 +1,11 @@
-"""Rollouts without a trainer: generate, score, write dumps."""
+"""What rollout-only checks beside what train does: settings that mean nothing to it, and a directory that is free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from rltool.errors import UsageError
-from rltool.rollout.dump import dumped_steps, write_dump
-from rltool.rollout.manager import RolloutManager, RolloutResult
+from rltool.rollout.dump import dumped_steps
 
 UNUSED_SECTIONS = ("trainer", "optimizer", "algorithm", "weights", "checkpoint", "ray", "monitor")
 """Sections of the configuration that mean nothing without a trainer."""
@@ -32,11 +30,3 @@ def check_directory(directory: Path, option: str = "--out") -> None:
     steps = dumped_steps(directory)
     if steps:
         raise UsageError(f"{directory} already holds rollouts of steps {steps[0]} to {steps[-1]}: give another {option}, or remove them")
-
-
-def record_rollouts(manager: RolloutManager, directory: Path, *, steps: int, seed: int, on_step: Callable[[int, RolloutResult], None]) -> None:
-    """Write one dump per step, from 0. on_step(step, result) is called after each is on disk."""
-    for step in range(steps):
-        result = manager.generate(step)
-        write_dump(directory, step=step, seed=seed, samples=result.samples, info={"metrics": result.metrics})
-        on_step(step, result)

@@ -23,16 +23,19 @@ if TYPE_CHECKING:
 class SavingTrainer(Protocol):
     """What is asked of the trainer's ranks: rltool/checkpoints/saving.py on each of them."""
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None: ...
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None: ...
 
     def saved(self, *, wait: bool) -> Any: ...
 
 
 class Checkpointer:
-    """Saves of one run, at most one in flight. describe(progress): what a resume needs beside the trainer's state; JSON."""
+    """Saves of one run, at most one in flight.
+
+    describe(progress): what a resume needs beside the trainer's state, as JSON, and further files of the checkpoint.
+    """
 
     def __init__(
-        self, config: CheckpointConfig, trainer: SavingTrainer, directory: Path, describe: Callable[[Progress], dict[str, Any]], console: Console, *, resumed_from: int | None = None
+        self, config: CheckpointConfig, trainer: SavingTrainer, directory: Path, describe: Callable[[Progress], tuple[dict[str, Any], dict[str, bytes]]], console: Console, *, resumed_from: int | None = None
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -89,7 +92,8 @@ class Checkpointer:
             # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it as it died.
             directories.remove(final)
         measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
-        self._trainer.save_checkpoint(final, self._describe(progress), measured)
+        extra, files = self._describe(progress)
+        self._trainer.save_checkpoint(final, extra, measured, files)
         self._in_flight = progress.step
 
     def _settle(self, *, wait: bool, final: bool = False) -> None:

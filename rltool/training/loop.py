@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -27,21 +27,20 @@ class Engines(Protocol):
 
     weight_version: str
 
-    def push_weights(self) -> dict[str, float]:
-        """Bring all engines to the trainer's weights under the next version. Returns weights/* and time/sync_seconds."""
+    def sync_weights(self, step: int) -> dict[str, float]:
+        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and time/sync_seconds."""
 
     def evaluate(self) -> dict[str, float]: ...
 
 
 @dataclass
 class Progress:
-    """What a checkpoint keeps of the loop. `step` counts finished steps; `source` is the data position after them.
+    """What a checkpoint keeps of the loop. `step` counts finished training steps, and so names the weights.
 
     saved: a checkpoint of exactly this state exists, or is on its way. metrics: of the last finished step.
     """
 
     step: int
-    source: dict[str, Any]
     saved: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -109,23 +108,23 @@ class Loop:
     def _run(self) -> None:
         config = self.config
         if self.engines is not None:
-            pushed = self.engines.push_weights()
-            self._evaluate_alone(pushed)
+            synced = self.engines.sync_weights(self.progress.step)
+            self._evaluate_alone(synced)
         while self.progress.step < config.steps and not self.stop.requested:
             step = self.progress.step
             metrics = self.checkpoints.check()
             with timed(metrics, "time/step_seconds"), self.around_step(step):
-                with self.stop.interruptible():
-                    sourced = self.source.next(step, max_staleness=0)
+                with timed(metrics, "time/wait_seconds"):
+                    sourced = self.source.next_batch(step)
                 metrics.update(sourced.metrics)
                 with timed(metrics, "time/train_seconds"):
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
-                self.progress = Progress(done, self.source.state_dict(), metrics=metrics)
+                self.progress = Progress(done, metrics=metrics)
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
-                    metrics.update(self.engines.push_weights())
+                    metrics.update(self.engines.sync_weights(done))
                 if self.engines is not None and evaluate:
                     with timed(metrics, "time/eval_seconds"):
                         metrics.update(self.engines.evaluate())
@@ -221,12 +220,11 @@ class Loop:
     def _evaluates(self, done: int, last: bool) -> bool:
         return bool(self.config.eval.sets) and (last or _due(self.config.eval.every_steps, done))
 
-    def _evaluate_alone(self, pushed: dict[str, float]) -> None:
+    def _evaluate_alone(self, synced: dict[str, float]) -> None:
         """Before the first step: the accuracy that training starts from. Recorded as step -1, or the last step done."""
         if self.engines is None or not self.config.eval.sets:
             return
-        with self.stop.interruptible():
-            metrics = {**pushed, **self.engines.evaluate()}
+        metrics = {**synced, **self.engines.evaluate()}
         step = self.progress.step - 1
         self.writer.write(step, self.engines.weight_version, metrics)
         self.writer.say(step_line(step, self.config.steps, metrics).replace(f"step {step + 1}/", "before step 1 of " if step < 0 else f"resumed after step {step + 1}/"))

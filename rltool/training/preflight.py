@@ -11,7 +11,7 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Medium
+from rltool.engines.dialect import Medium as Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.types import EngineInfo
@@ -70,7 +70,7 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
     return ProbedFleet(endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)})
 
 
-def choose_medium(config: TrainConfig, fleet: ProbedFleet) -> Medium:
+def choose_transport(config: TrainConfig, fleet: ProbedFleet) -> Transport:
     """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl, which is not built yet."""
     wanted = config.weights.transport
     nccl_only = [url for url, info in fleet.infos.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
@@ -83,15 +83,15 @@ def choose_medium(config: TrainConfig, fleet: ProbedFleet) -> Medium:
     return "gloo" if wanted == "auto" else wanted
 
 
-def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) -> None:
+def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | None) -> None:
     """Compare every engine with the trainer's model and its transport. Raises UsageError with all that is wrong.
 
-    medium None: weights are not sent (debug rollout-only)."""
-    if medium is not None:
+    transport None: weights are not sent (debug rollout-only)."""
+    if transport is not None:
         for kind in {e.dialect for e in fleet.endpoints.engines}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
-    problems = [f"{url}: {problem}" for url, info in fleet.infos.items() for problem in engine_problems(info, model, config, medium)]
+    problems = [f"{url}: {problem}" for url, info in fleet.infos.items() for problem in engine_problems(info, model, config, transport)]
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
     stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]
@@ -102,7 +102,7 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) 
         )
 
 
-def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig, medium: Medium | None) -> Sequence[str]:
+def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig, transport: Transport | None) -> Sequence[str]:
     """Everything that makes one engine unfit, as sentences; empty if it fits. Pure."""
     problems = []
     text = info.model_config
@@ -119,21 +119,21 @@ def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig
             f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = {longest}; "
             f"restart it with --max-model-len {longest}, or lower these"
         )
-    if medium is not None:
-        problems.extend(_weight_problems(info, medium))
+    if transport is not None:
+        problems.extend(_weight_problems(info, transport))
     return problems
 
 
-def _weight_problems(info: EngineInfo, medium: Medium) -> Sequence[str]:
+def _weight_problems(info: EngineInfo, transport: Transport) -> Sequence[str]:
     if info.dialect == "sglang":
         return []  # its update group and its disk route are always there
     if info.weight_backend is None:
         return ["has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"]
-    if medium == "disk" and info.weight_backend != "rltool":
+    if transport == "disk" and info.weight_backend != "rltool":
         return [f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with `rltool serve-engines --weight-backend rltool`"]
-    if medium == "gloo" and info.weight_backend != "rltool":
+    if transport == "gloo" and info.weight_backend != "rltool":
         return [f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool serve-engines --weight-backend rltool`"]
-    if medium == "nccl" and info.weight_backend != "nccl":
+    if transport == "nccl" and info.weight_backend != "nccl":
         return [f"offers the weight backend {info.weight_backend!r}, not nccl"]
     return []
 

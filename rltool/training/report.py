@@ -31,7 +31,7 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     for index, bundle in enumerate(prepared.plan.bundles):
         console.print(f"  bundle {index}: {bundle}", highlight=False)
     if prepared.fleet is not None:
-        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {prepared.medium}", highlight=False)
+        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {prepared.transport}", highlight=False)
     if prepared.resume_from is not None:
         console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
 

@@ -16,31 +16,31 @@ import rltool
 from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
-from rltool.engines.dialect import Medium
-from rltool.engines.weight_version import WeightVersion
+from rltool.engines.dialect import Medium as Transport
+from rltool.engines.weight_version import Lineage
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
-from rltool.rollout.manager import data_targets
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
-from rltool.training.engine_side import EngineSide
 from rltool.training.loop import Loop, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
 from rltool.training.preflight import (
     ProbedFleet,
     check_fleet,
-    choose_medium,
+    choose_transport,
     describe_fleet,
     model_facts,
     probe_fleet,
     resolve_endpoints,
 )
 from rltool.training.profiling import StepRecording, check_recording
-from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, Rollouts, SupervisedData
+from rltool.training.rollout_service import Engines, Syncing
+from rltool.training.rollouts import Rollouts
+from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, SupervisedData
 from rltool.training.stopping import StopSignal
 from rltool.training.trainer_group import TrainerGroup
 from rltool.training.validate import (
@@ -77,7 +77,7 @@ class Prepared:
     run: RunDirectory
     plan: PlacementPlan
     device: str
-    medium: Medium | None
+    transport: Transport | None
     fleet: ProbedFleet | None
     resume_from: Path | None
     replay: Replay | None = None
@@ -119,15 +119,15 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
     plan = plan_placement(config, gpu=device == "cuda", generates=generates)
-    medium, fleet = None, None
+    transport, fleet = None, None
     if generates:
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
-        medium = choose_medium(config, fleet)
-        check_fleet(fleet, config, medium)
+        transport = choose_transport(config, fleet)
+        check_fleet(fleet, config, transport)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(loaded, run, plan, device, medium, fleet, resume_from, replay)
+    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay)
 
 
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
@@ -163,18 +163,20 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.policy_optimizer_steps)
             stack.push(_closing(trainer))
-            progress, version = _load(prepared, run, trainer, attempt_of(log))
-        engines = _engine_side(prepared, trainer, version, log_dir, console, stack)
+            loaded = _load(prepared, run, trainer, attempt_of(log))
+        progress, lineage = loaded.progress, loaded.lineage
+        engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
         source = _source(prepared, engines)
         if prepared.resume_from is not None:
-            source.load_state_dict(progress.source)
-        progress.source = source.state_dict()
-        board = run.path / "tensorboard" if config.monitor.tensorboard else None
-        writer = MetricsWriter(run.metrics_file, tensorboard=board, console=console, first_step=progress.step)
+            source.load_state_dict(loaded.source, prepared.resume_from)
+        tensorboard = run.path / "tensorboard" if config.monitor.tensorboard else None
+        writer = MetricsWriter(run.metrics_file, tensorboard=tensorboard, console=console, first_step=progress.step)
         stack.callback(writer.close)
 
-        def describe(at: Progress) -> dict[str, Any]:
-            return {"step": at.step, "weight_version": engines.weight_version if engines else str(version), "source": at.source, "config": config.model_dump(mode="json")}
+        def describe(at: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
+            kept = source.state_dict(at.step)
+            facts = {"step": at.step, "weight_version": str(lineage.version(at.step)), "lineage": lineage.to_json(), "source": kept.state}
+            return facts | {"config": config.model_dump(mode="json")}, kept.files
 
         def save_hf(step: int) -> None:
             target = run.path / "hf" / f"step_{step}"
@@ -206,37 +208,58 @@ def _closing(trainer: TrainerGroup) -> Callable[..., None]:
     return close
 
 
-def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int) -> tuple[Progress, WeightVersion]:
-    """Weights from the model or the checkpoint. Version 0 of this attempt is the first that is pushed."""
-    version = WeightVersion(run.run_id, attempt, 0)
+@dataclass(frozen=True)
+class _Loaded:
+    """progress: of the loop; lineage: names of the weights from here on; source: the data's state in the checkpoint."""
+
+    progress: Progress
+    lineage: Lineage
+    source: dict[str, Any]
+
+
+def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int) -> _Loaded:
+    """Weights from the model or the checkpoint."""
     if prepared.resume_from is None:
         trainer.load_weights()
-        return Progress(0, {}), version
+        return _Loaded(Progress(0), Lineage(run.run_id, attempt), {})
     extra = trainer.load_checkpoint(prepared.resume_from)
-    return Progress(extra["step"], extra["source"], saved=True), version
+    if "lineage" not in extra:
+        raise UsageError(
+            f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on from: start a new run from its "
+            f"weights (--set model.path={prepared.resume_from} --run NEW)"
+        )
+    return _Loaded(Progress(extra["step"], saved=True), Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]), extra["source"])
 
 
-def _engine_side(prepared: Prepared, trainer: TrainerGroup, version: WeightVersion, log_dir: Path, console: Console, stack: ExitStack) -> EngineSide | None:
-    if prepared.fleet is None or prepared.medium is None:
+def _rollouts(
+    prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, lineage: Lineage, log_dir: Path, console: Console, stop: StopSignal, stack: ExitStack
+) -> Rollouts | None:
+    config = prepared.config
+    if prepared.fleet is None or prepared.transport is None:
         return None
-    side = EngineSide(
-        prepared.config, prepared.fleet, data_targets(prepared.fleet.endpoints), trainer, prepared.medium,
-        version=version, vocab_size=model_facts(prepared.config.model.path)["vocab_size"],
-        disk_root=prepared.config.weights.disk_dir or prepared.run.path / "weights", log_file=log_dir / "rollout_manager.log", console=console,
+    found = prepared.fleet.endpoints
+    engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint(), takes_weights=found.update_weights)
+    # A directory of this run alone: what else lies in a shared one is other runs'.
+    disk_root = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
+    side = Rollouts(
+        config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root),
+        vocab_size=model_facts(config.model.path)["vocab_size"], dump_dir=run.rollouts_dir if config.rollout.dump else None,
+        log_file=log_dir / "rollout_manager.log", console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)
-    side.start()
+    facts = side.start()
+    for name, count, too_long in (("data", facts.prompts, facts.too_long), *((f"eval set {n}", *c) for n, c in facts.eval_sets.items())):
+        left_out = f" ({too_long} longer than sampling.max_prompt_tokens were left out)" if too_long else ""
+        if too_long or name == "data":
+            console.print(f"{name}: {count} prompts{left_out}", highlight=False)
     return side
 
 
-def _source(prepared: Prepared, engines: EngineSide | None) -> BatchSource:
+def _source(prepared: Prepared, engines: Rollouts | None) -> BatchSource:
     config = prepared.config
     if prepared.replay is not None:
         return prepared.replay.source(config)
     if config.algorithm.loss == "sft":
         return SupervisedData(config)
     assert engines is not None
-    dump_dir = prepared.run.rollouts_dir if config.rollout.dump else None
-    return Rollouts(config, engines.generate, engines.state_dict, engines.load_state_dict, dump_dir)
-
-
+    return engines

@@ -1,9 +1,8 @@
-"""Where the loop's data comes from. The loop knows `next(step, max_staleness)` and no more."""
+"""Where the loop's data comes from. The loop knows `next_batch(step)` and no more."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,8 +14,8 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
 from rltool.rollout.data import PromptSource, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
-from rltool.rollout.manager import RolloutResult
 from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import load_tokenizer
 
@@ -31,42 +30,29 @@ class SourcedBatch:
 
 
 class BatchSource(Protocol):
-    """Synchronous rollouts, recorded ones and supervised data are all this; so will be asynchronous ones."""
+    """Rollouts (training/rollouts.py), recorded and synthetic ones and supervised data are all this."""
 
-    def next(self, step: int, max_staleness: int) -> SourcedBatch:
-        """The batch of `step`, sampled from weights at most max_staleness versions old."""
+    def next_batch(self, step: int) -> SourcedBatch:
+        """The batch of training step `step`; steps are asked for in their order."""
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self, done: int) -> SourceState:
+        """What a checkpoint after `done` training steps keeps: a batch that was given out for a later step is not trained."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class Rollouts:
-    """Fresh rollouts: generates when asked, so staleness is 0. `generate(step)` runs the rollout manager wherever it lives."""
-
-    def __init__(self, config: TrainConfig, generate: Callable[[int], RolloutResult], get_state: Callable[[], dict[str, Any]], set_state: Callable[[dict[str, Any]], None], dump_dir: Path | None) -> None:
-        self._config = config
-        self._generate = generate
-        self._get_state = get_state
-        self._set_state = set_state
-        self._dump_dir = dump_dir
-
-    def next(self, step: int, max_staleness: int) -> SourcedBatch:
-        result = self._generate(step)
-        if self._dump_dir is not None:
-            write_dump(self._dump_dir, step=step, seed=self._config.seed, samples=result.samples, info={"metrics": result.metrics})
-        versions = sorted({span.version for sample in result.samples for span in sample.versions})
-        batch = samples_to_batch(result.samples)
-        return SourcedBatch(batch, result.metrics, tuple(versions))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._get_state()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._set_state(state)
+    def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
+        """directory: of the checkpoint that `state` comes from."""
 
 
-class RecordedRollouts:
+class Stateless:
+    """A source whose batches are a function of the step."""
+
+    def state_dict(self, done: int) -> SourceState:
+        return SourceState({})
+
+    def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
+        pass
+
+
+class RecordedRollouts(Stateless):
     """Replays dumps, step by step. No engine takes part."""
 
     def __init__(self, config: TrainConfig, directory: Path) -> None:
@@ -76,19 +62,13 @@ class RecordedRollouts:
         if not self.steps:
             raise UsageError(f"{directory} holds no recorded rollout (step_*.json); `rltool debug rollout-only` or rollout.dump = true writes them")
 
-    def next(self, step: int, max_staleness: int) -> SourcedBatch:
+    def next_batch(self, step: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
         batch = samples_to_batch(dump.samples)
         return SourcedBatch(batch, rollout_metrics(dump.samples, seconds=None, dropped={}), tuple(dump.weight_versions))
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class FakeRollouts:
+class FakeRollouts(Stateless):
     """Synthetic samples, a function of seed and step. No engine takes part, and nothing is learned from them.
 
     record: directory that gets them as a dump as well.
@@ -99,7 +79,7 @@ class FakeRollouts:
         self._record = record
         self._vocab_size = family_for(read_hf_config(config.model.path)).vocab_size
 
-    def next(self, step: int, max_staleness: int) -> SourcedBatch:
+    def next_batch(self, step: int) -> SourcedBatch:
         rollout, sampling = self._config.rollout, self._config.sampling
         samples = synthetic_samples(
             step, seed=self._config.seed, num_prompts=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt,
@@ -108,12 +88,6 @@ class FakeRollouts:
         if self._record is not None:
             write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
         return SourcedBatch(samples_to_batch(samples), rollout_metrics(samples, seconds=None, dropped={}))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 class SupervisedData:
@@ -124,16 +98,21 @@ class SupervisedData:
         tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
         loaded = load_prompts(config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
         self.rows: SupervisedSet = supervised_set(loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens)
+        self.num_prompts_too_long = loaded.num_too_long
         self._source = PromptSource(self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        self._before = (-1, self._source.state_dict())
 
-    def next(self, step: int, max_staleness: int) -> SourcedBatch:
+    def next_batch(self, step: int) -> SourcedBatch:
         started = time.perf_counter()
+        self._before = (step, self._source.state_dict())
         prompts = self._source.next(self._config.rollout.prompts_per_step)
         batch = supervised_batch(prompts, self.rows.targets)
         return SourcedBatch(batch, {"time/generate_seconds": time.perf_counter() - started})
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._source.state_dict()
+    def state_dict(self, done: int) -> SourceState:
+        asked, before = self._before
+        return SourceState(before if done == asked else self._source.state_dict())
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         self._source.load_state_dict(state)
+        self._before = (-1, state)

@@ -1,4 +1,4 @@
-"""The driver's handle to all trainer ranks: starts them in their bundles, deals batches out, collects results in order."""
+"""The driver's handle to all trainer ranks: starts them in their bundles, shards batches, collects results in order."""
 
 from __future__ import annotations
 
@@ -7,51 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
-from rltool.algorithms.schedule import plan_micro_batches
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
-from rltool.engines.types import Bucket, TensorMeta
-from rltool.errors import RltoolError
-from rltool.models.cost import ModelCost
-from rltool.models.registry import family_for, read_hf_config
-from rltool.training.actors import TrainerActor
 from rltool.training.placement import PlacementPlan
-from rltool.weights.sender import Connection, Target
-
-
-class RayFuture:
-    """An ObjectRef (or several; the first's value counts) with the interface of concurrent.futures.Future."""
-
-    def __init__(self, refs: Sequence[ray.ObjectRef]) -> None:
-        self._refs = list(refs)
-
-    def result(self, timeout: float | None = None) -> Any:
-        return get_all(self._refs, timeout)[0]
-
-
-def get_all(refs: Sequence[ray.ObjectRef], timeout: float | None = None) -> list[Any]:
-    """ray.get, with our own errors as they were raised and not inside Ray's wrapper, and the deadline named."""
-    try:
-        return ray.get(list(refs), timeout=timeout)
-    except ray.exceptions.GetTimeoutError as error:
-        raise RltoolError(f"no answer from the trainer or the rollout manager within {timeout:g} s; their logs tell why (`rltool logs`)") from error
-    except ray.exceptions.RayActorError as error:
-        raise RltoolError(f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`") from error
-    except ray.exceptions.RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, RltoolError) else None
-        if cause is None:
-            raise
-        raise cause from error
+from rltool.training.rank_handles import RankHandles
+from rltool.training.ray_calls import get_all
+from rltool.training.sharding import Sharder, Shards
+from rltool.training.trainer_actor import TrainerActor
 
 
 class TrainerGroup:
-    """All ranks of one trainer. Methods return when every rank has answered, except send, write and join, which return futures."""
+    """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
 
     def __init__(self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None) -> None:
         self.config = config
@@ -63,13 +34,14 @@ class TrainerGroup:
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
         self.coordinates: list[Any] = []
-        self._cost: ModelCost | None = None
+        self.sharder = Sharder(config)
 
     def start(self, total_optimizer_steps: int) -> None:
         """Let the ranks find each other and build the model. Waits rendezvous_timeout at most, plus the time to import."""
         deadline = self.config.trainer.rendezvous_timeout + 120
-        master = get_all([self.ranks[0].address.remote()], deadline)[0]
-        self.coordinates = get_all([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline)
+        name = "trainer.rendezvous_timeout and 120 s for imports:"
+        master = get_all([self.ranks[0].address.remote()], deadline, name)[0]
+        self.coordinates = get_all([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline, name)
 
     def load_weights(self) -> None:
         self._all(lambda rank: rank.load_weights.remote())
@@ -81,31 +53,13 @@ class TrainerGroup:
 
     def logprobs(self, batch: TrainBatch, *, weights: Weights = "policy") -> Tensor:
         """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for first tokens."""
-        plan, dealt = self._deal(batch)
-        results = get_all([rank.compute_logprobs.remote(dealt[place.dp_rank], weights) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
-        return self._in_order(batch, plan, results)
-
-    def _in_order(self, batch: TrainBatch, plan: list[list[list[int]]], results: Sequence[list[Tensor] | None]) -> Tensor:
-        """[T] of the global batch from the ranks' values per micro-batch."""
-        out = torch.zeros(len(batch.tokens))
-        ends = batch.lengths.cumsum(0)
-        starts = ends - batch.lengths
-        for place, result in zip(self.coordinates, results, strict=True):
-            if result is None:
-                continue
-            for samples, values in zip(plan[place.dp_rank], result, strict=True):
-                at = 0
-                for i in samples:  # a filler micro-batch has no samples: its values are dropped
-                    size = int(batch.lengths[i])
-                    out[starts[i] : starts[i] + size] = values[at : at + size]
-                    at += size
-        return out
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs.remote(part, weights))
+        return shards.in_order(self.coordinates, results)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on all ranks."""
-        _, dealt = self._deal(batch)
         tokens = batch.num_loss_tokens
-        return get_all([rank.train_step.remote(dealt[place.dp_rank], tokens) for rank, place in zip(self.ranks, self.coordinates, strict=True)])[0]
+        return self._on_shards(batch, lambda rank, part: rank.train_step.remote(part, tokens))[1][0]
 
     def forward_backward(self, batch: TrainBatch, *, fresh: bool = False) -> tuple[Tensor, dict[str, float]]:
         """The first half of a `train_step`: gradients, but no change of a weight. Then call `optimizer_step` or `discard_gradients`.
@@ -113,10 +67,9 @@ class TrainerGroup:
         fresh: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss tokens, [T]
         float32, 0 elsewhere, and metrics.
         """
-        plan, dealt = self._deal(batch)
         tokens = batch.num_loss_tokens
-        results = get_all([rank.forward_backward.remote(dealt[place.dp_rank], tokens, fresh) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
-        return self._in_order(batch, plan, [logprobs for logprobs, _ in results]), results[0][1]
+        shards, results = self._on_shards(batch, lambda rank, part: rank.forward_backward.remote(part, tokens, fresh))
+        return shards.in_order(self.coordinates, [logprobs for logprobs, _ in results]), results[0][1]
 
     def optimizer_step(self) -> dict[str, float]:
         return self._all(lambda rank: rank.optimizer_step.remote())[0]
@@ -126,59 +79,33 @@ class TrainerGroup:
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""
-        plan, dealt = self._deal(batch)
-        results = get_all([rank.compute_values.remote(dealt[place.dp_rank]) for rank, place in zip(self.ranks, self.coordinates, strict=True)])
-        return self._in_order(batch, plan, results)
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_values.remote(part))
+        return shards.in_order(self.coordinates, results)
 
     def critic_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step of the critic on a global batch with values and value_targets, cut as the policy's is."""
-        _, dealt = self._deal(batch)
         tokens = batch.num_loss_tokens
-        return get_all([rank.critic_step.remote(dealt[place.dp_rank], tokens) for rank, place in zip(self.ranks, self.coordinates, strict=True)])[0]
+        return self._on_shards(batch, lambda rank, part: rank.critic_step.remote(part, tokens))[1][0]
 
     def parameter_hash(self) -> str:
         return self._all(lambda rank: rank.parameter_hash.remote())[0]
 
-    def _deal(self, batch: TrainBatch) -> tuple[list[list[list[int]]], list[Any]]:
-        """Micro-batches per data-parallel rank: as sample indices, and as references to the batches themselves."""
-        trainer = self.config.trainer
-        plan = plan_micro_batches(
-            batch.lengths.tolist(), max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.data_parallel, costs=self._costs(batch)
-        )
-        return plan, [ray.put([batch.micro_batch(samples) for samples in rank]) for rank in plan]
+    def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
+        """The cut, and per data-parallel rank a reference to its micro-batches."""
+        shards = self.sharder.shard(batch)
+        return shards, [ray.put(shards.micro_batches(dp_rank)) for dp_rank in range(len(shards.plan))]
 
-    def _costs(self, batch: TrainBatch) -> list[int] | None:
-        if self.config.trainer.balance == "tokens":
-            return None
-        if self._cost is None:
-            self._cost = family_for(read_hf_config(self.config.model.path)).cost()
-        return [self._cost.training_flops(length) for length in batch.lengths.tolist()]
-
-    # -- weights (weights.sync.SenderHandle)
-
-    def weight_metadata(self) -> list[TensorMeta]:
-        return self._all(lambda rank: rank.weight_metadata.remote())[0]
-
-    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return get_all([self.ranks[0].host.remote(targets, group)])[0]
-
-    def join(self) -> RayFuture:
-        return RayFuture([self.ranks[0].join.remote()])
-
-    def send(self, buckets: Sequence[Bucket], skip: Sequence[str]) -> RayFuture:
-        return RayFuture([rank.send.remote(buckets, skip) for rank in self.ranks])
-
-    def write(self, buckets: Sequence[Bucket], directory: Path) -> RayFuture:
-        return RayFuture([rank.write.remote(buckets, directory) for rank in self.ranks])
-
-    def leave_transfer(self) -> None:
-        get_all([self.ranks[0].leave_transfer.remote()])
+    def _on_shards(self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]) -> tuple[Shards, list[Any]]:
+        shards, references = self._shard(batch)
+        pairs = zip(self.ranks, self.coordinates, strict=True)
+        return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None:
         """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. SaveFailed."""
-        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics))
+        contents = ray.put(files)
+        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
 
     def saved(self, *, wait: bool) -> Saved | None:
         """The checkpoint that has been completed since the last call; None while it is written. SaveFailed."""
@@ -203,10 +130,18 @@ class TrainerGroup:
     def stop_memory(self, directory: Path, name: str) -> list[Path]:
         return self._all(lambda rank: rank.stop_memory.remote(directory, name))
 
+    def handles(self) -> RankHandles:
+        """For the rollout manager, which awaits the ranks in a weight sync."""
+        return RankHandles(self.ranks, self.coordinates, self.sharder)
+
     def close(self) -> None:
-        self._all(lambda rank: rank.close.remote())
+        """A save in flight is waited for."""
+        get_all([rank.close.remote() for rank in self.ranks], self.config.deadlines.trainer_call, "deadlines.trainer_call")
 
     def _all(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
-        return get_all([call(rank) for rank in self.ranks])
+        return self._get([call(rank) for rank in self.ranks])
+
+    def _get(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
+        return get_all(refs, self.config.deadlines.trainer_call, "deadlines.trainer_call")
 
 

@@ -6,6 +6,7 @@ the middle of a transfer takes only its own group with it.
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -73,9 +74,10 @@ class WeightSender:
         self._groups: dict[str, Any] = {}
 
     def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        """Open each engine's rendezvous, listening from now on, and say where it is."""
-        self.close()
+        """Open each of these engines' rendezvous, listening from now on, and say where it is. Groups with others stay."""
+        self._hosted = []
         for target in targets:
+            self._groups.pop(target.url, None)
             address = self.config.advertise_host or local_address_towards(target.url)
             store = _host_store(address, self.config.port_range, self.timeout)
             self._hosted.append((Connection(target, address, store.port, group), store))
@@ -155,8 +157,13 @@ def open_group(connection: Connection, store: TCPStore, timeout: float) -> Any:
     return wire.open_group(connection.address, connection.port, 0, connection.world_size, connection.group, timeout, store=store)
 
 
-def remove_old_versions(root: Path, keep: int = 2) -> None:
-    """Delete all but the newest `keep` version directories: an engine may still be reading the one before."""
-    versions = sorted((p for p in root.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime_ns)
-    for old in versions[:-keep]:
+def remove_old_versions(root: Path, run_id: str, keep: int = 2) -> None:
+    """Delete all but the newest `keep` version directories of this run: an engine may still be reading the one before.
+
+    Only names that this run's versions have are touched: what else lies there is somebody else's.
+    """
+    mine = re.compile(rf"{re.escape(run_id)}-(\d+)-(\d+)")
+    found = [(match, path) for path in root.iterdir() if path.is_dir() and (match := mine.fullmatch(path.name))]
+    newest_last = sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))
+    for _, old in newest_last[:-keep]:
         shutil.rmtree(old, ignore_errors=True)

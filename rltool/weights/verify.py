@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import random
 import uuid
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.mismatch import LogprobGap, logprob_gap
+from rltool.algorithms.mismatch import logprob_gap
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
-from rltool.errors import EngineError
 
 PROMPT_TOKENS = 8
 RESPONSE_TOKENS = 16
-
-
-class WeightsNotApplied(EngineError):
-    """An engine acknowledged a sync, but does not compute what the trainer computes."""
 
 
 def probe_request(vocab_size: int, temperature: float, max_model_len: int | None = None) -> GenerateRequest:
@@ -50,17 +47,41 @@ def probe_batch(request: GenerateRequest, completions: list[Completion]) -> Trai
     )
 
 
-def check_values(urls: list[str], batch: TrainBatch, trainer_logprobs: torch.Tensor, tolerance: float) -> LogprobGap:
-    """Compare per engine; sample i of the batch is engine i's. Returns the gap over all. Raises WeightsNotApplied."""
-    assert batch.rollout_logprobs is not None
-    ends = batch.lengths.cumsum(0).tolist()
-    for i, url in enumerate(urls):
-        part = slice(ends[i] - int(batch.lengths[i]), ends[i])
-        gap = logprob_gap(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
-        if not gap.abs_mean <= tolerance:
-            raise WeightsNotApplied(
-                f"{url} acknowledged the weights, but its log-probabilities differ from the trainer's by {gap.abs_mean:.2e} on average "
-                f"(max {gap.abs_max:.2e}; weights.verify_tolerance is {tolerance:g}). Either the tensors did not arrive, or the engine "
-                f"computes in another precision than the trainer: compare --dtype of serve-engines with model.dtype."
-            )
-    return logprob_gap(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask)
+@dataclass(frozen=True)
+class Compared:
+    """mean: |log-probability difference| over all engines that were compared; failed: engine -> what is wrong with it."""
+
+    mean: float
+    failed: dict[str, str]
+
+
+@dataclass(frozen=True)
+class ValueCheck:
+    """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines; tolerance: weights.verify_tolerance."""
+
+    vocab_size: int
+    temperature: float
+    tolerance: float
+    max_model_len: int | None = None
+
+    def request(self) -> GenerateRequest:
+        return probe_request(self.vocab_size, self.temperature, self.max_model_len)
+
+    def batch(self, request: GenerateRequest, completions: list[Completion]) -> TrainBatch:
+        return probe_batch(request, completions)
+
+    def compare(self, urls: list[str], batch: TrainBatch, trainer_logprobs: Tensor) -> Compared:
+        """Sample i of the batch is engine i's. trainer_logprobs: [T] float32."""
+        assert batch.rollout_logprobs is not None
+        ends = batch.lengths.cumsum(0).tolist()
+        failed = {}
+        for i, url in enumerate(urls):
+            part = slice(ends[i] - int(batch.lengths[i]), ends[i])
+            found = logprob_gap(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
+            if not found.abs_mean <= self.tolerance:
+                failed[url] = (
+                    f"acknowledged the weights, but its log-probabilities differ from the trainer's by {found.abs_mean:.2e} on average "
+                    f"(max {found.abs_max:.2e}; weights.verify_tolerance is {self.tolerance:g}). Either the tensors did not arrive, or the "
+                    f"engine computes in another precision than the trainer: compare --dtype of serve-engines with model.dtype."
+                )
+        return Compared(logprob_gap(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask).abs_mean, failed)

@@ -1,15 +1,8 @@
-"""The Ray actors: one trainer rank per bundle, and the rollout manager, which reserves nothing.
-
-They are thin. What they wrap is plain Python that knows nothing of Ray: MegatronTrainer with WeightSender, and RolloutManager
-with WeightControl.
-"""
+"""The Ray actor of one trainer rank, one per bundle. It is thin: what it wraps is plain Python, MegatronTrainer with WeightSender."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,13 +11,9 @@ import ray
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
-from rltool.engines.dialect import Medium
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
-from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
+from rltool.engines.types import Bucket
+from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
-from rltool.rollout.manager import RolloutManager, RolloutResult
-from rltool.weights.control import Failures, WeightControl
 from rltool.weights.sender import (
     Connection,
     SendReport,
@@ -34,18 +23,6 @@ from rltool.weights.sender import (
     remove_old_versions,
     write_to_disk,
 )
-
-
-def redirect_output(log_file: Path | None) -> None:
-    """Send this process's stdout and stderr, and those of its libraries, to the run's log where the run directory is reachable."""
-    if log_file is None or not log_file.parent.is_dir():
-        return
-    descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
 
 
 @ray.remote
@@ -158,7 +135,7 @@ class TrainerActor:
     def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
         return self.sender.host(targets, group)
 
-    def join(self) -> Failures:
+    def join(self) -> dict[str, str]:
         return self.sender.join()
 
     def send(self, buckets: Sequence[Bucket], skip: Sequence[str]) -> SendReport | None:
@@ -172,7 +149,7 @@ class TrainerActor:
         if self.rank != 0:
             return drain(self.trainer.export_weights())
         report = write_to_disk(self.trainer.export_weights(), buckets, directory, self.config.model.path)
-        remove_old_versions(directory.parent)
+        remove_old_versions(directory.parent, directory.name.split("-")[0])
         return report
 
     def leave_transfer(self) -> None:
@@ -180,9 +157,9 @@ class TrainerActor:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Returns when the state is copied (checkpoint.async_save) or written. A collective."""
-        self.saver.save(directory, extra, metrics)
+    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None:
+        """Returns when the state is copied (checkpoint.async_save) or written. A collective. files: name -> content, written beside it."""
+        self.saver.save(directory, extra, metrics, files)
 
     def save_has_ended(self) -> bool:
         return self.saver.has_ended
@@ -218,67 +195,3 @@ class TrainerActor:
         self.sender.close()
         if self.trainer is not None:
             self.trainer.close()
-
-
-@ray.remote
-class RolloutActor:
-    """The one owner of the fleet, the HTTP client and every control call."""
-
-    def __init__(
-        self, config: TrainConfig, targets: tuple[EngineEndpoint, ...], engines: tuple[EngineEndpoint, ...], infos: dict[str, EngineInfo], vocab_size: int, log_file: Path | None
-    ) -> None:
-        redirect_output(log_file)
-        self.manager = RolloutManager(config, targets, num_engines=len(engines), vocab_size=vocab_size)
-        self.control = WeightControl(engines, infos, self.manager.client, Fleet(clock=time.monotonic), config.weights, timeout=config.deadlines.sync_step)
-
-    # -- rollouts
-
-    def generate(self, step: int) -> RolloutResult:
-        return self.manager.generate(step)
-
-    def evaluate(self) -> dict[str, float]:
-        return self.manager.evaluate()
-
-    def data_facts(self) -> dict[str, int]:
-        return {"prompts": self.manager.num_prompts, "prompts_too_long": self.manager.num_prompts_too_long}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.manager.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.manager.load_state_dict(state)
-
-    # -- weights: WeightControl's methods by name
-
-    def epoch(self) -> int:
-        return self.control.epoch()
-
-    def targets(self) -> list[Target]:
-        return self.control.targets()
-
-    def clear_leftovers(self) -> Failures:
-        return self.manager.run(self.control.clear_leftovers())
-
-    def connect(self, connections: Sequence[Connection], medium: Medium) -> Failures:
-        return self.manager.run(self.control.connect(connections, medium))
-
-    def prepare(self) -> Failures:
-        return self.manager.run(self.control.prepare())
-
-    def receive(self, version: str, buckets: Sequence[Bucket], medium: Medium, paths: Sequence[Path]) -> Failures:
-        return self.manager.run(self.control.receive(version, buckets, medium, paths))
-
-    def finish(self, version: str, failed: Failures) -> Failures:
-        return self.manager.run(self.control.finish(version, failed))
-
-    def release(self) -> Failures:
-        return self.manager.run(self.control.release())
-
-    def disconnect(self) -> Failures:
-        return self.manager.run(self.control.disconnect())
-
-    def sample_each(self, request: GenerateRequest) -> dict[str, Completion]:
-        return self.manager.run(self.control.sample_each(request))
-
-    def close(self) -> None:
-        self.manager.close()

@@ -1,0 +1,121 @@
+"""How many groups may start, and which of them make the next batch. Pure decisions; the collector carries them out.
+
+Admission bounds staleness before anything is sampled. With batches of B groups, at most eta training steps of staleness and
+weights of v finished training steps published, groups that have been given to the trainer, that run and that wait may number
+
+    (eta + v + 1) * B
+
+in all (AReaL, arXiv 2505.24298, section 5.1, with groups in place of samples). Batches take groups in the order of their numbers,
+so a group that starts at v is trained at step v + eta at the latest. eta = 0 is synchronous training: a batch's groups start when
+the batch is asked for, under the weights that it trains. Groups that are filtered out leave the sum, and others start for them.
+
+The bound holds for what is *started*. What is handed out is judged again (`choose`): a group whose tokens are older than eta,
+because a resumed run or another `on_stale` let it come to that, is never part of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+OnStale = Literal["wait", "resample", "mask"]
+
+
+@dataclass(frozen=True)
+class AdmissionPolicy:
+    """batch: groups of a batch; max_staleness: in training steps; oversampling: groups started for a batch over `batch`, >= 1."""
+
+    batch: int
+    max_staleness: int = 0
+    oversampling: float = 1.0
+    on_stale: OnStale = "wait"
+    partial_rollout: bool = False
+    mask_older_than: int | None = None
+    """Tokens older than this get no loss, so they do not make a group too old."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.max_staleness < 0 or self.oversampling < 1:
+            raise ValueError(f"not an admission policy: {self}")
+
+    @property
+    def window(self) -> int:
+        """Groups that compete for a batch."""
+        return math.ceil(self.oversampling * self.batch)
+
+    @property
+    def oldest_tokens_are_masked(self) -> bool:
+        """Whether a group may hold tokens that are too old to be trained on."""
+        masked = self.mask_older_than is not None and self.mask_older_than <= self.max_staleness
+        return masked or self.on_stale == "mask"
+
+    def capacity(self, *, published: int | None, delivered: int, live: int, requested: bool) -> int:
+        """How many further groups may start now.
+
+        published: training steps of the newest weights that engines serve, None before the first sync; delivered: batches given to
+        the trainer since the run's first step; live: groups that run, are partial or ready; requested: a batch is waited for.
+        """
+        if published is None or (self.max_staleness == 0 and not requested):
+            return 0
+        surplus = self.window - self.batch
+        return max(0, (self.max_staleness + published + 1 - delivered) * self.batch + surplus - live)
+
+    def is_too_old(self, oldest: int | None, step: int) -> bool:
+        """Whether tokens of weights `oldest` may not be trained on at `step`."""
+        return oldest is not None and step - oldest > self.max_staleness and not self.oldest_tokens_are_masked
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A live group as `choose` sees it. oldest: training steps of the oldest weights behind its tokens, None without a token."""
+
+    id: int
+    ready: bool
+    oldest: int | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of the live groups, by number. batch is None while it is not complete.
+
+    too_old: ready groups that may no longer be trained on; surplus: groups that lost the race for this batch and are not kept as
+    they are; interrupt: running ones that are kept, partial.
+    """
+
+    batch: tuple[int, ...] | None = None
+    too_old: tuple[int, ...] = ()
+    surplus: tuple[int, ...] = ()
+    interrupt: tuple[int, ...] = ()
+
+
+def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) -> Choice:
+    """The batch of training step `step`. candidates: all live groups, in any order.
+
+    The batch is the first `policy.batch` groups by number: those that started first wait for nobody, and a long one is waited for
+    (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make it, by number.
+    """
+    ordered = sorted(candidates, key=lambda candidate: candidate.id)
+    too_old = tuple(c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step))
+    live = [c for c in ordered if c.id not in set(too_old)]
+    competing = live[: policy.window] if policy.on_stale == "wait" else live
+    ready = [c for c in competing if c.ready]
+    if len(ready) < policy.batch:
+        return Choice(too_old=too_old)
+    batch = tuple(c.id for c in ready[: policy.batch])
+    if policy.oversampling == 1:
+        return Choice(batch, too_old)
+    return _with_surplus(policy, competing, batch, too_old, step)
+
+
+def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], batch: tuple[int, ...], too_old: tuple[int, ...], step: int) -> Choice:
+    """Groups that competed and did not win: kept while the next batch may still train on them, else interrupted or dropped."""
+    surplus, interrupt = [], []
+    for candidate in competing:
+        if candidate.id in batch:
+            continue
+        if policy.partial_rollout and not candidate.ready:
+            interrupt.append(candidate.id)
+        elif policy.is_too_old(candidate.oldest, step + 1):
+            surplus.append(candidate.id)
+    return Choice(batch, too_old, tuple(surplus), tuple(interrupt))

@@ -1,0 +1,323 @@
+"""From prompts to batches: one task a group (generate, score, filter), admitted, collected in order, and never lost.
+
+What may start and what makes a batch is decided in admission.py; what a group is and how it ends, in groups.py. Here are the
+tasks. Synchronous, one step off-policy and asynchronous rollouts differ in the policy's numbers alone: with max_staleness 0 a batch's
+groups start when it is asked for, else they start whenever the policy lets them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rltool.errors import RltoolError, TrainingStopped
+from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
+from rltool.rollout.data import PromptSource
+from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
+
+INTERRUPT_SECONDS = 10.0
+"""How long a group that is put aside may take to hand over what it has; then its task is cancelled and its open requests are lost."""
+
+
+class CollectionInterrupted(RltoolError):
+    """The batch that was waited for will not come: the run is stopping."""
+
+
+class Published(Protocol):
+    """The part of the version book that admission reads."""
+
+    published: int | None
+
+
+class GroupWork(Protocol):
+    """What is done with one group."""
+
+    async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
+        """Fill its samples in place. Once `interrupted` says True, come back with what there is."""
+
+    async def finish(self, group: Group) -> str | None:
+        """Score and filter its samples, in place. Returns why the group is dropped, or None."""
+
+    async def abort(self, groups: Collection[int]) -> None:
+        """Have the engines return what they have of these groups' requests."""
+
+    def keeps_partial_groups(self) -> bool:
+        """Whether an interrupted group can go on where it stood (not so with state in a custom function)."""
+
+
+@dataclass(frozen=True)
+class CollectorConfig:
+    """samples_per_prompt and run_seed make the groups; deadlines in seconds; max_filtered: groups filtered out for one batch."""
+
+    samples_per_prompt: int
+    run_seed: int
+    group_deadline: float
+    batch_deadline: float
+    max_filtered: int
+
+
+@dataclass
+class Collected:
+    """A batch. seconds: since it was asked for; interval: since the batch before (or the first start); tokens: sampled in it,
+    by all groups that ended generation. dropped, resampled: groups since the batch before, resampled_lengths: their tokens."""
+
+    groups: list[Group]
+    seconds: float
+    interval: float
+    tokens: int
+    dropped: Counter[str]
+    resampled: int
+    resampled_tokens: int
+    interrupted: int
+
+
+@dataclass
+class _Since:
+    """Counts since the last batch."""
+
+    at: float
+    tokens: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    resampled: int = 0
+    resampled_tokens: int = 0
+    interrupted: int = 0
+
+
+class Collector:
+    """Owned by one event loop. delivered: batches handed out since the run's first step, which is the step of the next one."""
+
+    def __init__(
+        self, source: PromptSource, policy: AdmissionPolicy, work: GroupWork, versions: Published, config: CollectorConfig, *,
+        judges_age: bool = True, on_event: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """judges_age False: versions are somebody else's, no group is too old. on_event: called after every change of a group."""
+        self.source, self.policy, self.versions, self.config = source, policy, versions, config
+        self.ledger = GroupLedger()
+        self.delivered = 0
+        self._work, self._judges_age, self._on_event, self._clock = work, judges_age, on_event, clock
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._putting_aside: set[int] = set()
+        self._helpers: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._requested = False
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._since = _Since(clock())
+
+    # -- what the owner calls
+
+    def weights_published(self) -> None:
+        """Engines serve newer weights: more groups may start."""
+        self._admit()
+
+    async def next(self, step: int) -> Collected:
+        """The batch of training step `step`, groups in the order of their numbers; the batch before counts as trained.
+
+        Raises the first failure of a group's task, TrainingStopped when too many groups were filtered out, CollectionInterrupted after
+        `interrupt`, and RltoolError when deadlines.batch passes.
+        """
+        if step != self.delivered:
+            raise ValueError(f"batch {step} was asked for, the next one is {self.delivered}")
+        self.trained()
+        started = self._clock()
+        self._requested = True
+        try:
+            async with asyncio.timeout(self.config.batch_deadline):
+                groups = await self._complete(step)
+        except TimeoutError as error:
+            counts = self.ledger.counts()
+            raise RltoolError(f"the batch of step {step} was not complete within deadlines.batch = {self.config.batch_deadline:g} s: {counts}") from error
+        finally:
+            self._requested = False
+        now = self._clock()
+        since, self._since = self._since, _Since(now)
+        self._admit()
+        return Collected(
+            groups, now - started, now - (started if self.policy.max_staleness == 0 else since.at), since.tokens, since.dropped,
+            since.resampled, since.resampled_tokens, since.interrupted,
+        )  # fmt: skip
+
+    def trained(self) -> None:
+        """The trainer has made its optimizer steps on the batch in hand."""
+        for group in self.ledger.groups(GroupState.IN_HAND):
+            self._move(group, GroupState.TRAINED)
+
+    async def interrupt(self) -> None:
+        """End every task now; nothing starts any more. Groups that ran are partial, with the tokens of requests that had ended."""
+        self._stopped = True
+        tasks = [*self._tasks.values(), *self._helpers]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._changed.set()
+
+    def restore(self, groups: Sequence[Group], *, issued: int, delivered: int, dropped: Mapping[str, int]) -> None:
+        """The open groups of a checkpoint; nothing may have started yet."""
+        self.ledger.issued, self.ledger.dropped, self.delivered = issued, Counter(dropped), delivered
+        for group in groups:
+            self.ledger.restore(group)
+        # What is neither here nor dropped was trained before the checkpoint.
+        self.ledger.trained = issued - len(groups) - self.ledger.dropped.total()
+        self._on_event()
+
+    # -- starting
+
+    def _admit(self) -> None:
+        if self._stopped or self._failure is not None:
+            return
+        is_open = self.versions.published is not None and (self._requested or self.policy.max_staleness > 0)
+        if is_open:
+            for group in self.ledger.groups(GroupState.PARTIAL):
+                # One that was put aside goes on under the next weights, or it would be sampled further under those it was cut off at.
+                waits = group.put_aside_at is not None and group.put_aside_at == self.versions.published
+                if group.id not in self._tasks and not waits:
+                    self._start(group)
+        counts = self.ledger.counts()
+        capacity = self.policy.capacity(
+            published=self.versions.published, delivered=self.delivered, live=counts["running"] + counts["partial"] + counts["ready"],
+            requested=self._requested,
+        )  # fmt: skip
+        if capacity:
+            for prompt in self.source.next(capacity):
+                group = self.ledger.issue(prompt, samples_per_prompt=self.config.samples_per_prompt, run_seed=self.config.run_seed)
+                self._run_task(group)
+            self._on_event()
+
+    def _start(self, group: Group) -> None:
+        self._move(group, GroupState.RUNNING)
+        self._run_task(group)
+
+    def _run_task(self, group: Group) -> None:
+        if group.started_at is None:
+            group.started_at = self.versions.published
+        self._tasks[group.id] = asyncio.create_task(self._run(group), name=f"group {group.id}")
+
+    async def _run(self, group: Group) -> None:
+        before = _sampled_tokens(group)
+        try:
+            async with asyncio.timeout(self.config.group_deadline):
+                await self._work.generate(group, lambda: group.id in self._putting_aside)
+            self._since.tokens += _sampled_tokens(group) - before
+            if group.id in self._putting_aside and not is_complete(group.samples):
+                group.put_aside_at = self.versions.published
+                self._move(group, GroupState.PARTIAL)
+                return
+            reason = await self._work.finish(group)
+            if reason is not None:
+                self._since.dropped[reason] += 1
+            self._move(group, GroupState.READY if reason is None else GroupState.DROPPED, reason)
+        except asyncio.CancelledError:
+            self._set_back(group)
+            raise
+        except TimeoutError:
+            self._set_back(group)
+            self._fail(RltoolError(f"group {group.id} was not generated within deadlines.group = {self.config.group_deadline:g} s"))
+        except Exception as error:
+            self._set_back(group)
+            self._fail(error)
+        finally:
+            del self._tasks[group.id]
+            self._putting_aside.discard(group.id)
+            self._changed.set()
+            self._admit()
+
+    def _set_back(self, group: Group) -> None:
+        """Not generated to its end: what a state of a custom function holds cannot be taken up again."""
+        if not self._work.keeps_partial_groups() and not is_complete(group.samples):
+            self._restart(group)
+        if group.state is GroupState.RUNNING:
+            self._move(group, GroupState.PARTIAL)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    # -- collecting
+
+    async def _complete(self, step: int) -> list[Group]:
+        while True:
+            self._changed.clear()
+            if self._failure is not None:
+                await self.interrupt()
+                raise self._failure
+            if self._stopped:
+                raise CollectionInterrupted(f"the rollout of step {step} was interrupted: the run is stopping")
+            self._admit()
+            groups = self._take(step)
+            if groups is not None:
+                return groups
+            if self._since.dropped.total() >= self.config.max_filtered:
+                raise TrainingStopped(
+                    f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) before {self.policy.batch} good "
+                    f"ones were found (rollout.max_filtered_batches): are the prompts all too easy or too hard for rollout.group_filter?"
+                )
+            await self._changed.wait()
+
+    def _take(self, step: int) -> list[Group] | None:
+        live = {g.id: g for g in self.ledger.groups(GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY)}
+        oldest = (lambda group: group.oldest_version) if self._judges_age else (lambda group: None)
+        candidates = [Candidate(g.id, g.state is GroupState.READY, oldest(g)) for g in live.values()]
+        choice = choose(self.policy, candidates, step)
+        for number in choice.too_old:
+            group = live[number]
+            self._since.resampled += 1
+            self._since.resampled_tokens += _sampled_tokens(group)
+            self._move(group, GroupState.PARTIAL)
+            self._restart(group)
+        if choice.too_old:
+            self._admit()
+        if choice.batch is None:
+            return None
+        batch = [live[number] for number in choice.batch]
+        self.delivered += 1
+        for group in batch:
+            self._move(group, GroupState.IN_HAND)
+        for number in choice.surplus:
+            self._drop(live[number], "surplus")
+        if choice.interrupt:
+            self._put_aside(choice.interrupt)
+        return batch
+
+    def _drop(self, group: Group, reason: str) -> None:
+        """A group that lost the race for a batch; its task, if any, ends."""
+        self._since.dropped[reason] += 1
+        task = self._tasks.get(group.id)
+        self._move(group, GroupState.DROPPED, reason)
+        if task is not None:
+            task.cancel()
+            self._helper(self._work.abort((group.id,)))
+
+    def _put_aside(self, numbers: Sequence[int]) -> None:
+        running = [number for number in numbers if number in self._tasks]
+        self._since.interrupted += len(running)
+        self._putting_aside.update(running)
+        self._helper(self._interrupt_groups(running))
+
+    async def _interrupt_groups(self, numbers: Sequence[int]) -> None:
+        await self._work.abort(numbers)
+        tasks = [self._tasks[number] for number in numbers if number in self._tasks]
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=INTERRUPT_SECONDS)
+            for task in late:  # its request waits for an engine, or its own function for something else
+                task.cancel()
+
+    def _helper(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._helpers.add(task)
+        task.add_done_callback(self._helpers.discard)
+
+    def _restart(self, group: Group) -> None:
+        group.restart(new_samples(group.id, group.prompt, count=self.config.samples_per_prompt, run_seed=self.config.run_seed))
+
+    def _move(self, group: Group, state: GroupState, reason: str | None = None) -> None:
+        if group.state is GroupState.DROPPED:  # dropped while its task was ending
+            return
+        self.ledger.move(group, state, reason=reason)
+        self._on_event()
+
+
+def _sampled_tokens(group: Group) -> int:
+    return sum(sum(sample.response_mask) for sample in group.samples)

@@ -1,0 +1,131 @@
+"""The task that keeps the fleet's facts fresh and carries out what it decides: probes, canary requests, router membership, log.
+
+The fleet (engines/fleet.py) is pure; this is its I/O. Rules of what a failure means stand there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Protocol
+
+from rltool.engines.client import HEALTH_SECONDS, EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State, Transition
+from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
+from rltool.errors import EngineError, UsageError
+from rltool.rollout.loop_lag import LoopLag
+
+KEPT_TRANSITIONS = 200
+"""How many of the last transitions `recent` shows."""
+CANARY = SamplingParams(max_tokens=1, temperature=1.0)
+
+
+class Router(Protocol):
+    """Membership of the router in front of the fleet."""
+
+    async def add(self, endpoint: EngineEndpoint) -> None: ...
+
+    async def remove(self, url: str) -> None: ...
+
+
+class FleetMonitor:
+    """endpoints, infos: of the members by URL, shared with whoever adds and removes engines.
+
+    on_change: called when the set of serving engines may have changed. log: one line per transition.
+    restart: starts an engine's process again, for engines that we launched; None for those of others.
+    """
+
+    def __init__(
+        self, client: EngineClient, fleet: Fleet, endpoints: MutableMapping[str, EngineEndpoint], infos: MutableMapping[str, EngineInfo], *,
+        router: Router | None = None, restart: Callable[[str], Awaitable[None]] | None = None, on_change: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
+        self._router, self._restart, self._on_change, self._log, self._clock = router, restart, on_change, log, clock
+        self.lag = LoopLag(clock=clock)
+        self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
+        self.counts: Counter[str] = Counter()
+        """Transitions since the start, by the state that they led to, and router_failures."""
+        self._routed: set[str] = set(endpoints)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="fleet monitor")
+        self.lag.start()
+
+    async def close(self) -> None:
+        await self.lag.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def carry_out(self) -> None:
+        """Act on every transition since the last call. Whoever changed the fleet calls this; so does the task."""
+        for transition in self._fleet.take_transitions():
+            self.recent.append(transition)
+            self.counts[transition.after.value if transition.after else "removed"] += 1
+            before, after = (state.value if state else "-" for state in (transition.before, transition.after))
+            if State.PAUSED not in (transition.before, transition.after):  # each sync pauses and resumes all
+                self._log(f"engine {transition.url}: {before} -> {after}: {transition.reason}")
+            await self._route(transition)
+            if transition.after is State.DEAD and self._restart is not None:
+                await self._restart(transition.url)
+        self._on_change()
+
+    async def probe(self, url: str) -> None:
+        """Ask one engine how it is and what it holds; the answer is a fact for the fleet."""
+        sent_at = self._clock()
+        endpoint = self._endpoints[url]
+        try:
+            if endpoint.dialect is not None:
+                await self._client.health(endpoint)
+            info = await self._client.probe(endpoint, timeout=HEALTH_SECONDS)
+        except (EngineError, UsageError) as error:
+            # A loop that was busy for most of the deadline has kept the answer waiting itself.
+            if self.lag.worst_since(sent_at) < HEALTH_SECONDS / 2:
+                self._fleet.probe_failed(url, str(error), sent_at=sent_at)
+            return
+        self._infos[url] = info
+        self._endpoints[url] = endpoint.model_copy(
+            update={"dialect": info.dialect, "plugin": info.plugin, "boot_id": info.boot_id, "weight_backend": info.weight_backend}
+        )
+        self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._fleet.policy.probe_seconds)
+            await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
+            await asyncio.gather(*(self._canary(url) for url in self._fleet.trials_due()))
+            self._fleet.tick()
+            await self.carry_out()
+
+    async def _canary(self, url: str) -> None:
+        """One token from an engine that answers probes and fails requests: only a request shows that it works again."""
+        sent_at = self._clock()
+        request = GenerateRequest((1,), CANARY, uuid.uuid4().hex, seed=0)
+        try:
+            await self._client.generate(self._endpoints[url], request, timeout=HEALTH_SECONDS, attempts=1)
+        except EngineError as error:
+            self._fleet.request_failed(url, f"canary request: {error}", sent_at=sent_at)
+        else:
+            self._fleet.request_succeeded(url, sent_at=sent_at)
+
+    async def _route(self, transition: Transition) -> None:
+        """A router sends only to READY engines. One that is paused for a sync stays: it is back in a moment."""
+        if self._router is None:
+            return
+        url, after = transition.url, transition.after
+        try:
+            if after is State.READY and url not in self._routed:
+                await self._router.add(self._endpoints[url])
+                self._routed.add(url)
+            elif after not in (State.READY, State.PAUSED, State.STARTING) and url in self._routed:
+                await self._router.remove(url)
+                self._routed.discard(url)
+        except EngineError as error:
+            self.counts["router_failures"] += 1
+            self._log(f"router: {url}: {error}")

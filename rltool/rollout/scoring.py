@@ -1,0 +1,135 @@
+"""What happens to a group once its samples are generated: rewards, the user's hook, the filter. Counts what it takes out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rltool.config.import_path import load_callable
+from rltool.config.rollout import RolloutConfig
+from rltool.errors import TrainingStopped, UsageError
+from rltool.rollout.reward_pool import RewardFailure
+from rltool.rollout.sample import Sample, SampleStatus
+
+Decode = Callable[[Sequence[int]], str]
+GroupFilter = Callable[[list[Sample]], str | None]
+GroupHook = Callable[[list[Sample]], None]
+
+
+class Rewards(Protocol):
+    """reward_pool.RewardPool."""
+
+    async def score(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]: ...
+
+
+@dataclass
+class ScoreStats:
+    """Samples since the last batch. seconds: summed over groups, which overlap with generation and with each other."""
+
+    scored: int = 0
+    failed: int = 0
+    aborted: int = 0
+    groups: int = 0
+    seconds: float = 0.0
+    reasons: Counter[str] = field(default_factory=Counter)
+
+    def describe(self) -> str:
+        """One line for an error message or a log."""
+        shown = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
+        return f"the reward function failed on {self.failed} of {self.scored} samples: {shown}"
+
+
+def equal_rewards(group: list[Sample]) -> str | None:
+    """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11): a group whose rewards are all equal has no advantage."""
+    return "equal_rewards" if len({sample.reward for sample in group}) < 2 else None
+
+
+def load_filter(config: RolloutConfig) -> GroupFilter | None:
+    """rollout.group_filter as a function; UsageError for an import path that leads nowhere."""
+    if config.group_filter == "none":
+        return None
+    if config.group_filter == "equal_rewards":
+        return equal_rewards
+    return load_callable(config.group_filter, setting="rollout.group_filter")
+
+
+def load_hook(config: RolloutConfig) -> GroupHook | None:
+    """rollout.group_hook as a function."""
+    return load_callable(config.group_hook, setting="rollout.group_hook") if config.group_hook else None
+
+
+class Scorer:
+    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` of them."""
+
+    def __init__(
+        self, rewards: Rewards, decode: Decode, *, group_filter: GroupFilter | None = None, group_hook: GroupHook | None = None,
+        max_failure_fraction: float = 1.0, batch_samples: int = 1, function: str = "the reward function",
+    ) -> None:  # fmt: skip
+        self._rewards, self._decode, self._filter, self._hook = rewards, decode, group_filter, group_hook
+        self._max_failure_fraction, self._batch_samples, self._function = max_failure_fraction, batch_samples, function
+        self.stats = ScoreStats()
+
+    async def rewards_of(self, samples: list[Sample]) -> ScoreStats:
+        """Set each sample's reward; one whose reward failed is FAILED and has none. Texts are decoded whole, environment tokens included."""
+        started = asyncio.get_running_loop().time()
+        texts = await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
+        stats = ScoreStats(scored=len(samples), groups=1)
+        for sample, value in zip(samples, await self._rewards.score(samples, texts), strict=True):
+            if isinstance(value, RewardFailure):
+                sample.reward, sample.status = None, SampleStatus.FAILED
+                stats.failed += 1
+                stats.reasons[value.reason] += 1
+            else:
+                sample.reward = value
+        stats.seconds = asyncio.get_running_loop().time() - started
+        return stats
+
+    async def finish(self, samples: list[Sample]) -> str | None:
+        """Score a group, take failed and aborted samples out of the list, apply hook and filter.
+
+        Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or None.
+        TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch.
+        """
+        finished = [sample for sample in samples if sample.status is not SampleStatus.ABORTED]
+        self.stats.aborted += len(samples) - len(finished)
+        samples[:] = finished
+        if not samples:
+            return "aborted"
+        self._add(await self.rewards_of(samples))
+        self.check()
+        samples[:] = [sample for sample in samples if sample.status is not SampleStatus.FAILED]
+        if not samples:
+            return "reward_failed"
+        if self._hook is not None:
+            await asyncio.to_thread(self._hook, samples)
+        if self._filter is None:
+            return None
+        reason = await asyncio.to_thread(self._filter, samples)
+        if reason is not None and not isinstance(reason, str):
+            raise UsageError(f"rollout.group_filter returned {type(reason).__name__}; expected the reason for dropping the group, or None")
+        return reason
+
+    def take_stats(self) -> ScoreStats:
+        """Counts since the last call. TrainingStopped as in `finish`, judged over all of them."""
+        stats, self.stats = self.stats, ScoreStats()
+        self._judge(stats, stats.scored)
+        return stats
+
+    def check(self) -> None:
+        """TrainingStopped as soon as a whole batch cannot come below the limit any more."""
+        self._judge(self.stats, max(self.stats.scored, self._batch_samples))
+
+    def _judge(self, stats: ScoreStats, of: int) -> None:
+        if of and stats.failed / of > self._max_failure_fraction:
+            raise TrainingStopped(
+                f"{stats.describe()}. That is above reward.max_failure_fraction = {self._max_failure_fraction:g}: "
+                f"check {self._function} with rltool.rollout.contracts.check_reward_function"
+            )
+
+    def _add(self, more: ScoreStats) -> None:
+        for name in ("scored", "failed", "groups", "seconds"):
+            setattr(self.stats, name, getattr(self.stats, name) + getattr(more, name))
+        self.stats.reasons.update(more.reasons)

@@ -1,0 +1,79 @@
+"""What a checkpoint keeps of the rollout side: the data position, the books of all groups, and samples that were not trained on.
+
+The books are JSON; samples lie in two files of their own beside the checkpoint's, in the format of dump.py, for they may be long.
+Groups in hand, running and partial count as not trained: a run that resumes loses no prompt and repeats none, along the line of
+weights that survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltool.rollout import dump
+from rltool.rollout.collector import Collector
+from rltool.rollout.data import PromptSource
+from rltool.rollout.groups import Group, GroupState, new_samples
+from rltool.rollout.sample import Sample
+
+VERSION = 2
+TENSORS, DESCRIPTION = "samples.safetensors", "samples.json"
+
+
+@dataclass(frozen=True)
+class SourceState:
+    """state: JSON; files: name -> content, written into the checkpoint beside it."""
+
+    state: dict[str, Any]
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceState:
+    """The rollout side after `done` training steps: batches from step `done` on are not trained, whoever holds them.
+
+    keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
+    """
+    groups, samples = [], []
+    for group in collector.ledger.groups():
+        if group.state is GroupState.IN_HAND and collector.delivered <= done:
+            continue  # the batch of the last finished step: trained, though nobody has said so yet
+        state = GroupState.READY if group.state in (GroupState.IN_HAND, GroupState.READY) else GroupState.PARTIAL
+        kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
+        groups.append({"id": group.id, "prompt": group.prompt.index, "state": state.value, "samples": len(group.samples) if kept else None})
+        if kept:
+            samples += group.samples
+    state = {
+        "version": VERSION,
+        "source": collector.source.state_dict(),
+        "issued": collector.ledger.issued,
+        "dropped": dict(collector.ledger.dropped),
+        "done": done,
+        "groups": groups,
+    }
+    if not samples:
+        return SourceState(state)
+    data, text = dump.encode(TENSORS, step=done, seed=collector.config.run_seed, samples=samples)
+    return SourceState(state, {TENSORS: data, DESCRIPTION: text})
+
+
+def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:
+    """The inverse of `snapshot`. directory: of the checkpoint; None where it holds no samples. UsageError for other data."""
+    source = collector.source
+    source.load_state_dict(state["source"])
+    samples: Sequence[Sample] = ()
+    if directory is not None and (directory / DESCRIPTION).exists():
+        samples = dump.read_files(directory / TENSORS, directory / DESCRIPTION).samples
+    at = 0
+    groups = []
+    for entry in state["groups"]:
+        prompt = source.prompt(entry["prompt"])
+        if entry["samples"] is None:
+            own = new_samples(entry["id"], prompt, count=collector.config.samples_per_prompt, run_seed=collector.config.run_seed)
+        else:
+            own = list(samples[at : at + entry["samples"]])
+            at += entry["samples"]
+        groups.append(Group(entry["id"], prompt, own, GroupState(entry["state"])))
+    collector.restore(groups, issued=state["issued"], delivered=state["done"], dropped=state["dropped"])
+

@@ -1,0 +1,57 @@
+"""The trainer's ranks as the rollout manager awaits them: weights.sync.Ranks over Ray handles."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.engines.types import Bucket, TensorMeta
+from rltool.training.ray_calls import unwrapped
+from rltool.training.sharding import Sharder
+from rltool.weights.sender import Connection, SendReport, Target
+
+
+class RankHandles:
+    """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them."""
+
+    def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder) -> None:
+        self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
+
+    async def weight_metadata(self) -> list[TensorMeta]:
+        return (await self._all([rank.weight_metadata.remote() for rank in self._handles]))[0]
+
+    async def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return (await self._all([self._handles[0].host.remote(targets, group)]))[0]
+
+    async def join(self) -> dict[str, str]:
+        return (await self._all([self._handles[0].join.remote()]))[0]
+
+    async def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> SendReport:
+        return (await self._all([rank.send.remote(buckets, list(skip)) for rank in self._handles]))[0]
+
+    async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
+        return (await self._all([rank.write.remote(buckets, directory) for rank in self._handles]))[0]
+
+    async def leave_transfer(self) -> None:
+        await self._all([self._handles[0].leave_transfer.remote()])
+
+    async def logprobs(self, batch: TrainBatch) -> Tensor:
+        """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""
+        shards = self._sharder.shard(batch)
+        pairs = zip(self._handles, self._coordinates, strict=True)
+        results = await self._all([rank.compute_logprobs.remote(shards.micro_batches(place.dp_rank)) for rank, place in pairs])
+        return shards.in_order(self._coordinates, results)
+
+    @staticmethod
+    async def _all(refs: Sequence[Any]) -> list[Any]:
+        """All results, after every rank has ended its part: one that is left running would hold up the next training step."""
+        results = await asyncio.gather(*refs, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise unwrapped(result) from result
+        return results

@@ -1,0 +1,63 @@
+"""The Ray actor around the rollout service: an asyncio actor without GPU and CPU, outside of the placement group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.processes.output import redirect_output
+from rltool.rollout.snapshot import SourceState
+from rltool.training.rollout_service import DataFacts, Engines, Rollout, RolloutService, Syncing
+from rltool.weights.sync import SyncReport
+
+
+@ray.remote(num_cpus=0)
+class RolloutActor:
+    """Every method is a coroutine: a long poll for a batch does not keep a status or a stop waiting."""
+
+    def __init__(self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None) -> None:
+        redirect_output(log_file)
+        self._arguments = (config, engines)
+        self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing}
+        self._service: RolloutService
+
+    async def start(self) -> DataFacts:
+        self._service = RolloutService(*self._arguments, **self._options, log=lambda line: print(line, flush=True))
+        return await self._service.start()
+
+    async def next_batch(self, step: int) -> Rollout:
+        return await self._service.next_batch(step)
+
+    async def sync_weights(self, step: int) -> SyncReport:
+        return await self._service.sync_weights(step)
+
+    async def evaluate(self) -> dict[str, float]:
+        return await self._service.evaluate()
+
+    async def state_dict(self, done: int) -> SourceState:
+        return await self._service.state_dict(done)
+
+    async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
+        await self._service.load_state_dict(state, directory)
+
+    async def status(self) -> dict[str, Any]:
+        return await self._service.status()
+
+    async def events(self) -> list[str]:
+        return self._service.take_events()
+
+    async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
+        return await self._service.add_engine(endpoint)
+
+    async def remove_engine(self, url: str) -> dict[str, Any]:
+        return await self._service.remove_engine(url)
+
+    async def interrupt(self) -> None:
+        await self._service.interrupt()
+
+    async def close(self) -> list[str]:
+        return await self._service.close()

@@ -1,0 +1,423 @@
+"""The rollout side of a run in one asyncio object: fleet, HTTP client, router membership, data, rewards, collector, weight sync.
+
+It is the one owner of all of these. Plain asyncio: the Ray actor around it (rollout_actor.py) adds a process, `debug rollout-only` runs
+it as it is. Nothing here blocks the event loop: reading data, decoding and building batches run in threads, plain reward functions
+in processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.import_path import load_callable
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.dialect import Medium as Transport
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State
+from rltool.engines.types import EngineInfo, SamplingParams
+from rltool.engines.weight_version import Lineage
+from rltool.errors import RltoolError, TrainingStopped, UsageError
+from rltool.rollout.admission import AdmissionPolicy
+from rltool.rollout.batching import samples_to_batch, trim_to_multiple
+from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
+from rltool.rollout.data import PromptSet, PromptSource, load_prompts
+from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.evaluation import evaluate_set
+from rltool.rollout.fleet_monitor import FleetMonitor, Router
+from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
+from rltool.rollout.groups import Group
+from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.reward_pool import RewardPool
+from rltool.rollout.sample import Sample
+from rltool.rollout.scoring import Scorer, ScoreStats, load_filter, load_hook
+from rltool.rollout.snapshot import SourceState, restore, snapshot
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.rollout.versions import VersionBook
+from rltool.weights.sync import Ranks, SyncReport, WeightSync
+from rltool.weights.verify import ValueCheck
+
+RESYNC_SECONDS = 0.5
+"""How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """The fleet that a run begins with. router: the address that generation goes through, or None."""
+
+    endpoints: tuple[EngineEndpoint, ...]
+    infos: Mapping[str, EngineInfo]
+    router: EngineEndpoint | None = None
+    membership: Router | None = None
+    """How workers are put into the router and taken out; None leaves its list alone."""
+    takes_weights: bool = True
+    """False: weights are never sent to these engines."""
+
+
+@dataclass(frozen=True)
+class Syncing:
+    """What a run needs to send weights: lineage names them; transport; disk_root: a directory of this run alone."""
+
+    ranks: Ranks
+    lineage: Lineage
+    transport: Transport
+    disk_root: Path
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """Prompts of the training set and of each evaluation set, and how many rows each left out for their length."""
+
+    prompts: int
+    too_long: int
+    eval_sets: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its tokens."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+    versions: tuple[str, ...]
+    samples: list[Sample] = field(default_factory=list)
+
+
+class RolloutService:
+    """`start` first, `close` last. syncing None: the engines' weights are somebody else's, and their versions are not judged."""
+
+    def __init__(
+        self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
+        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
+        self._log, self._clock = log, clock
+        self._endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
+        self._infos = dict(engines.infos)
+        self.fleet = Fleet(clock=clock)
+        self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
+        self._lock = asyncio.Lock()  # one sync at a time
+        self._step = 0
+        self._evaluations: set[asyncio.Task[Any]] = set()
+        self._events: list[str] = []
+
+    # -- life
+
+    async def start(self) -> DataFacts:
+        """Read all data, import what the configuration names, open connections. UsageError for whatever is wrong there."""
+        config = self._config
+        facts = await asyncio.to_thread(self._load)
+        self._client = await EngineClient().__aenter__()
+        for endpoint in self._engines.endpoints:
+            info, url = self._infos[endpoint.url], endpoint.url
+            takes = self._syncing is not None and self._engines.takes_weights
+            self.fleet.add(url, takes_weights=takes)
+            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version)
+        self._plane = DataPlane(
+            self._client, self.fleet, self._endpoints, router=self._engines.router, requests_per_engine=config.rollout.requests_per_engine,
+            deadline=config.deadlines.generate, judge=self._book if self._syncing else None, clock=self._clock,
+        )  # fmt: skip
+        self._monitor = FleetMonitor(
+            self._client, self.fleet, self._endpoints, self._infos, router=self._engines.membership, on_change=self._plane.changed,
+            log=self._say, clock=self._clock,
+        )  # fmt: skip
+        self._sync = self._make_sync(self._syncing) if self._syncing else None
+        await self._monitor.carry_out()
+        self._events.clear()
+        self._monitor.start()
+        return facts
+
+    def _load(self) -> DataFacts:
+        config = self._config
+        rollout, sampling = config.rollout, config.sampling
+        self.tokenizer: Tokenizer = load_tokenizer(
+            config.model.path, stop_token_ids=sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code
+        )
+        self._function: GenerateFunction | None = None
+        if rollout.generate_function is not None:
+            self._function = load_callable(rollout.generate_function, setting="rollout.generate_function")
+
+        def load(paths: tuple[Path, ...], limit: int | None = None) -> PromptSet:
+            return load_prompts(paths, self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens, limit=limit)
+
+        train = load(config.data.train)
+        evals = {name: load((path,), config.eval.max_prompts) for name, path in config.eval.sets.items()}
+        self._eval_sets = {name: found.prompts for name, found in evals.items()}
+        self._pool = RewardPool(config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward)
+        self._scorer = Scorer(
+            self._pool, self.tokenizer.decode, group_filter=load_filter(rollout), group_hook=load_hook(rollout),
+            max_failure_fraction=config.reward.max_failure_fraction, batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
+            function=config.reward.function,
+        )  # fmt: skip
+        self.collector = Collector(
+            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle), _admission(config), _Work(self), self._book,
+            CollectorConfig(
+                samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed, group_deadline=config.deadlines.group,
+                batch_deadline=config.deadlines.batch, max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
+            ),
+            judges_age=self._syncing is not None, clock=self._clock,
+        )  # fmt: skip
+        return DataFacts(len(train.prompts), train.num_too_long, {n: (len(e.prompts), e.num_too_long) for n, e in evals.items()})
+
+    def _make_sync(self, syncing: Syncing) -> WeightSync:
+        config = self._config
+        lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
+        check = ValueCheck(
+            self._vocab_size or self.tokenizer.vocab_size, config.sampling.temperature, config.weights.verify_tolerance, min(lengths, default=None)
+        )
+        return WeightSync(
+            self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check, transport=syncing.transport,
+            step_deadline=config.deadlines.sync_step, disk_root=syncing.disk_root,
+        )  # fmt: skip
+
+    async def close(self) -> list[str]:
+        """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what failed."""
+        failures: dict[str, str] = {}
+        if hasattr(self, "_client"):
+            await self.interrupt()
+            async with self._lock:
+                if self._sync is not None:
+                    failures |= await self._sync.leave()
+            await self._monitor.close()
+            await self._client.__aexit__(None, None, None)
+        if hasattr(self, "_pool"):
+            await self._pool.close()
+        return [f"{url}: {reason}" for url, reason in failures.items()]
+
+    async def interrupt(self) -> None:
+        """Whatever waits for samples ends now: requests are aborted at the engines, `next_batch` raises CollectionInterrupted."""
+        for task in self._evaluations:
+            task.cancel()
+        aborting = asyncio.ensure_future(self._plane.abort())
+        await self.collector.interrupt()
+        for url, reason in (await aborting).items():
+            self._say(f"aborting requests at {url}: {reason}")
+
+    # -- what the driver says
+
+    async def next_batch(self, step: int) -> Rollout:
+        """The batch of training step `step`, all of it within the staleness bound. A long poll.
+
+        While it waits the ranks are idle, so engines that are STALE are synced meanwhile, at the present version; it returns only when no
+        such sync runs.
+        """
+        self._step = step
+        resync = asyncio.create_task(self._resync_stale(), name="resync") if self._sync is not None else None
+        try:
+            collected = await self.collector.next(step)
+        finally:
+            if resync is not None:
+                async with self._lock:  # a sync of its own is never cancelled half-way
+                    resync.cancel()
+                with suppress(asyncio.CancelledError):
+                    await resync
+        return await self._to_rollout(collected, step)
+
+    async def sync_weights(self, step: int) -> SyncReport:
+        """Bring the engines to the weights after `step` training steps."""
+        assert self._sync is not None
+        async with self._lock:
+            version = self._book.begin(step)
+            try:
+                # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only one.
+                report = await self._sync.sync(version, check_all=self._config.rollout.max_staleness > 0)
+            finally:
+                await self._monitor.carry_out()
+            self._book.publish(step)
+        self.collector.weights_published()
+        for url, reason in report.failed.items():
+            self._say(f"weights {version} did not reach {url}: {reason}")
+        return report
+
+    async def evaluate(self) -> dict[str, float]:
+        """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""
+        task = asyncio.create_task(self._evaluate(), name="evaluate")
+        self._evaluations.add(task)
+        try:
+            async with asyncio.timeout(self._config.deadlines.evaluate):
+                return await task
+        except TimeoutError as error:
+            raise RltoolError(f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s") from error
+        except asyncio.CancelledError:
+            raise CollectionInterrupted("the evaluation was interrupted: the run is stopping") from None
+        finally:
+            self._evaluations.discard(task)
+
+    async def _evaluate(self) -> dict[str, float]:
+        config = self._config
+        metrics: dict[str, float] = {}
+        context = self._context(replace(self._sampling(), temperature=config.eval.temperature))
+        for name, prompts in self._eval_sets.items():
+            metrics |= await evaluate_set(
+                name, prompts, context, self._scorer, function=self._function, samples_per_prompt=config.eval.samples_per_prompt,
+                run_seed=config.seed,
+            )  # fmt: skip
+        return metrics
+
+    async def state_dict(self, done: int) -> SourceState:
+        """What a checkpoint after `done` training steps keeps."""
+        return await asyncio.to_thread(snapshot, self.collector, done, keeps_partial=self._function is None)
+
+    async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
+        """The inverse; directory: the checkpoint that holds the samples' files."""
+        restore(self.collector, state, directory)
+        self._step = state["done"]
+
+    async def status(self) -> dict[str, Any]:
+        """For people: step, weights, engines, groups."""
+        now = self._clock()
+        return {
+            "step": self._step,
+            "weight_version": str(self._book.lineage.version(self._book.published)) if self._syncing and self._book.published is not None else None,
+            "engines": [
+                {
+                    "url": m.url, "state": m.state.value, "reason": m.reason, "since_seconds": round(now - m.since, 1),
+                    "weight_version": str(m.version) if m.version else None, "takes_weights": m.takes_weights,
+                }
+                for m in self.fleet.members()
+            ],
+            "groups": self.collector.ledger.counts(),
+            "requests_in_flight": self._plane.in_flight,
+        }  # fmt: skip
+
+    async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
+        """An engine joins the fleet: probed now, synced when the ranks are idle next, then it serves."""
+        if any(member.url == endpoint.url for member in self.fleet.members()):
+            raise UsageError(f"{endpoint.url} is an engine of this run already")
+        self._endpoints[endpoint.url] = endpoint
+        self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and self._engines.takes_weights)
+        await self._monitor.probe(endpoint.url)
+        await self._monitor.carry_out()
+        return self._member(endpoint.url)
+
+    async def remove_engine(self, url: str) -> dict[str, Any]:
+        """An engine leaves: it gets nothing new, and finishes what it has."""
+        if all(member.url != url for member in self.fleet.members()):
+            raise UsageError(f"{url} is no engine of this run")
+        async with self._lock:
+            if self.fleet.member(url).state in (State.READY, State.STALE, State.SUSPECT):
+                self.fleet.drain(url, "removed by its owner")
+            else:
+                self.fleet.remove(url, "removed by its owner")
+            await self._monitor.carry_out()
+        return {"url": url, "state": "draining"}
+
+    def take_events(self) -> list[str]:
+        """Lines for the console since the last call: transitions of engines, failures of syncs."""
+        taken, self._events = self._events, []
+        return taken
+
+    # -- the rest is private
+
+    def _member(self, url: str) -> dict[str, Any]:
+        member = self.fleet.member(url)
+        return {"url": url, "state": member.state.value, "reason": member.reason}
+
+    def _say(self, line: str) -> None:
+        self._events.append(line)
+        self._log(line)
+
+    async def _resync_stale(self) -> None:
+        """While the trainer waits for a batch: engines that are STALE take the present weights."""
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            stale = [m for m in self.fleet.members() if m.state is State.STALE and m.takes_weights]
+            if not stale or self._book.published is None or self._sync is None:
+                continue
+            async with self._lock:
+                version = self._book.lineage.version(self._book.published)
+                try:
+                    report = await self._sync.sync(version, only={m.url for m in stale})
+                    self._say(report.line())
+                except RltoolError as error:
+                    self._say(str(error))
+                    await asyncio.sleep(self.fleet.policy.probe_seconds)  # inside the lock: nothing else of ours happens now
+                finally:
+                    await self._monitor.carry_out()
+
+    def _sampling(self) -> SamplingParams:
+        sampling = self._config.sampling
+        return SamplingParams(
+            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
+            stop_token_ids=self.tokenizer.stop_ids,
+        )  # fmt: skip
+
+    def _context(self, sampling: SamplingParams, **options: Any) -> GenerateContext:
+        return GenerateContext(
+            self._plane.generate, sampling, self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None, **options
+        )
+
+    async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
+        config = self._config
+        stats = self._scorer.take_stats()
+        samples = [sample for group in collected.groups for sample in group.samples]
+        dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
+        if config.rollout.batch_size == "trim":
+            per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.optimizer_steps_per_rollout
+            samples, dropped["trimmed"] = trim_to_multiple(samples, per_step)
+        if not samples:
+            raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
+        batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=config.rollout.mask_truncated)
+        metrics = self._metrics(collected, stats, samples, dropped)
+        versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
+        return Rollout(batch, metrics, versions, samples if config.rollout.dump else [])
+
+    def _metrics(self, collected: Collected, stats: ScoreStats, samples: list[Sample], dropped: dict[str, int]) -> dict[str, float]:
+        metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
+        metrics |= {
+            "rollout/tokens_per_second": collected.tokens / collected.interval,
+            "rollout/epoch": float(self.collector.source.epoch),
+            "rollout/dropped_groups": float(collected.dropped.total()),
+            "rollout/resampled_groups": float(collected.resampled),
+            "rollout/resampled_tokens": float(collected.resampled_tokens),
+            "rollout/interrupted_groups": float(collected.interrupted),
+            "rollout/engines_serving": float(len(self.fleet.serving())),
+            "rollout/requests_in_flight": float(self._plane.in_flight),
+            "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),
+            "time/generate_seconds": collected.seconds,
+            "time/reward_seconds": stats.seconds / max(stats.groups, 1),
+        }
+        metrics |= {f"rollout/dropped_groups_{reason}": float(count) for reason, count in collected.dropped.items()}
+        counts = self.collector.ledger.counts()
+        metrics |= {f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")}
+        return metrics | {f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()}
+
+
+class _Work:
+    """The collector's GroupWork over the service's parts."""
+
+    def __init__(self, service: RolloutService) -> None:
+        self._service = service
+
+    async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
+        service = self._service
+
+        async def generate(request: Any) -> Any:
+            return await service._plane.generate(request, group=group.id)
+
+        context = replace(service._context(service._sampling()), generate=generate, interrupted=interrupted)
+        await fill_group(group.samples, context, service._function)
+
+    async def finish(self, group: Group) -> str | None:
+        return await self._service._scorer.finish(group.samples)
+
+    async def abort(self, groups: Collection[int]) -> None:
+        await self._service._plane.abort(groups)
+
+    def keeps_partial_groups(self) -> bool:
+        return self._service._function is None
+
+
+def _admission(config: TrainConfig) -> AdmissionPolicy:
+    rollout = config.rollout
+    return AdmissionPolicy(
+        batch=rollout.prompts_per_step, max_staleness=rollout.max_staleness, oversampling=rollout.oversampling_factor,
+        on_stale=rollout.on_stale, partial_rollout=rollout.partial_rollout, mask_older_than=config.algorithm.mask_tokens_older_than,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The driver's handle to the rollout manager: the five things that a driver says to it, each with a deadline that has a name."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.weight_version import Lineage
+from rltool.errors import RltoolError
+from rltool.rollout.dump import write_dump
+from rltool.rollout.snapshot import SourceState
+from rltool.training.ray_calls import get_all
+from rltool.training.rollout_actor import RolloutActor
+from rltool.training.rollout_service import DataFacts, Engines, Rollout, Syncing
+from rltool.training.sources import SourcedBatch
+from rltool.training.stopping import StopRequested, StopSignal
+from rltool.weights.sync import SyncReport
+
+PROGRESS_SECONDS = 15.0
+"""How often a rollout that takes longer says how far it is."""
+INTERRUPT_SECONDS = 30.0
+"""For the rollout manager to abort its requests; engines that hang are not waited for longer than it does itself."""
+
+
+class Rollouts:
+    """What the loop sees of engines, router and rollout manager. dump_dir: where every rollout is written, or None."""
+
+    def __init__(
+        self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None, log_file: Path | None,
+        console: Console, stop: StopSignal,
+    ) -> None:  # fmt: skip
+        self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
+        self._lineage: Lineage = syncing.lineage
+        self._synced = 0
+        self._started = False
+        # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
+        self._actor = RolloutActor.remote(config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the engines were given last."""
+        return str(self._lineage.version(self._synced))
+
+    def start(self) -> DataFacts:
+        """Read the data, open connections."""
+        facts = self._call(self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch")
+        self._started = True
+        return facts
+
+    # -- what the loop says
+
+    def sync_weights(self, step: int) -> dict[str, float]:
+        """Bring the engines to the weights after `step` training steps. Returns weights/* and time/sync_seconds.
+
+        Not to be interrupted: a stop waits for it, and its own deadlines end it.
+        """
+        report: SyncReport = self._call(self._actor.sync_weights.remote(step), 20 * self.config.deadlines.sync_step, "deadlines.sync_step")
+        self._synced = step
+        newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
+        if report.failed or newly_connected:
+            self.console.print(report.line(), highlight=False, soft_wrap=True)
+        self._show_events()
+        return report.metrics()
+
+    def next_batch(self, step: int) -> SourcedBatch:
+        """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends it."""
+        rollout: Rollout = self._interruptible(self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch")
+        self._show_events()
+        if self._dump_dir is not None:
+            write_dump(self._dump_dir, step=step, seed=self.config.seed, samples=rollout.samples, info={"metrics": rollout.metrics})
+        return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions)
+
+    def evaluate(self) -> dict[str, float]:
+        return self._interruptible(self._actor.evaluate.remote(), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
+
+    def state_dict(self, done: int) -> SourceState:
+        return self._call(self._actor.state_dict.remote(done), self.config.deadlines.close, "deadlines.close")
+
+    def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
+        self._call(self._actor.load_state_dict.remote(state, directory), self.config.deadlines.close, "deadlines.close")
+
+    # -- what a person says (training.run_server)
+
+    def status(self) -> dict[str, Any]:
+        return {**self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight"), "steps": self.config.steps}
+
+    def engines(self) -> list[dict[str, Any]]:
+        return self.status()["engines"]
+
+    def add_engine(self, url: str, key_file: Path | None) -> dict[str, Any]:
+        endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file)
+        return self._call(self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight")
+
+    def remove_engine(self, url: str) -> dict[str, Any]:
+        return self._call(self._actor.remove_engine.remote(url.rstrip("/")), self.config.deadlines.preflight, "deadlines.preflight")
+
+    def close(self) -> None:
+        """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not raised."""
+        if not self._started:
+            return
+        try:
+            for line in self._call(self._actor.close.remote(), self.config.deadlines.close, "deadlines.close"):
+                self.console.print(f"[yellow]leaving {line}[/yellow]", highlight=False)
+        except RltoolError as error:
+            self.console.print(f"[yellow]closing the rollout manager: {error}[/yellow]", highlight=False)
+
+    # -- the rest is private
+
+    def _call(self, ref: Any, deadline: float, name: str) -> Any:
+        return get_all([ref], deadline, name)[0]
+
+    def _interruptible(self, ref: Any, deadline: float, name: str) -> Any:
+        """A wait whose loss costs nothing: a signal aborts the requests at the engines and ends it with StopRequested."""
+        shown = time.monotonic()
+
+        def show_progress(waited: float) -> None:
+            nonlocal shown
+            if time.monotonic() - shown < PROGRESS_SECONDS:
+                return
+            shown = time.monotonic()
+            counts = self.status()["groups"]
+            self.console.print(
+                f"rollout: {waited:.0f} s, {counts['ready']} of {self.config.rollout.prompts_per_step} groups ready, {counts['running']} running",
+                highlight=False,
+            )  # fmt: skip
+            self._show_events()
+
+        try:
+            with self._stop.interruptible():
+                return get_all([ref], deadline, name, while_waiting=show_progress)[0]
+        except StopRequested:
+            with contextlib.suppress(RltoolError):  # the manager may be what has died
+                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
+            raise
+
+    def _show_events(self) -> None:
+        for line in self._call(self._actor.events.remote(), self.config.deadlines.preflight, "deadlines.preflight"):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,60 @@
+"""A global batch cut into micro-batches for the data-parallel ranks, and their results put in order again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.schedule import plan_micro_batches
+from rltool.config.train import TrainConfig
+from rltool.models.registry import family_for, read_hf_config
+
+
+@dataclass(frozen=True)
+class Shards:
+    """plan: per data-parallel rank its micro-batches as sample indices; an empty one is a filler without loss."""
+
+    batch: TrainBatch
+    plan: list[list[list[int]]]
+
+    def micro_batches(self, dp_rank: int) -> list[TrainBatch]:
+        return [self.batch.micro_batch(samples) for samples in self.plan[dp_rank]]
+
+    def in_order(self, coordinates: Sequence[Any], results: Sequence[list[Tensor] | None]) -> Tensor:
+        """[T] of the global batch from each rank's values per micro-batch; None from ranks that hand nothing back.
+
+        coordinates: megatron.runtime.Coordinates of each rank.
+        """
+        out = torch.zeros(len(self.batch.tokens))
+        ends = self.batch.lengths.cumsum(0)
+        starts = ends - self.batch.lengths
+        for place, result in zip(coordinates, results, strict=True):
+            if result is None:
+                continue
+            for samples, values in zip(self.plan[place.dp_rank], result, strict=True):
+                at = 0
+                for i in samples:  # a filler micro-batch has no samples: its values are dropped
+                    size = int(self.batch.lengths[i])
+                    out[starts[i] : starts[i] + size] = values[at : at + size]
+                    at += size
+        return out
+
+
+class Sharder:
+    """Cuts by trainer.max_tokens_per_micro_batch and trainer.balance."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._trainer = config.trainer
+        self._cost = family_for(read_hf_config(config.model.path)).cost() if config.trainer.balance == "flops" else None
+
+    def shard(self, batch: TrainBatch) -> Shards:
+        lengths = batch.lengths.tolist()
+        costs = [self._cost.training_flops(length) for length in lengths] if self._cost is not None else None
+        trainer = self._trainer
+        plan = plan_micro_batches(lengths, max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.data_parallel, costs=costs)
+        return Shards(batch, plan)
