@@ -12,7 +12,7 @@ import uuid
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.mismatch import LogprobGap, logprob_gap
+from rltool.algorithms.mismatch import LogprobDifference, logprob_difference
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import EngineError
 
@@ -50,17 +50,17 @@ def probe_batch(request: GenerateRequest, completions: list[Completion]) -> Trai
     )
 
 
-def check_values(urls: list[str], batch: TrainBatch, trainer_logprobs: torch.Tensor, tolerance: float) -> LogprobGap:
-    """Compare per engine; sample i of the batch is engine i's. Returns the gap over all. Raises WeightsNotApplied."""
+def check_values(urls: list[str], batch: TrainBatch, trainer_logprobs: torch.Tensor, tolerance: float) -> LogprobDifference:
+    """Compare per engine; sample i of the batch is engine i's. Returns the difference over all. Raises WeightsNotApplied."""
     assert batch.rollout_logprobs is not None
     ends = batch.lengths.cumsum(0).tolist()
     for i, url in enumerate(urls):
         part = slice(ends[i] - int(batch.lengths[i]), ends[i])
-        gap = logprob_gap(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
-        if not gap.abs_mean <= tolerance:
+        found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
+        if not found.abs_mean <= tolerance:
             raise WeightsNotApplied(
-                f"{url} acknowledged the weights, but its log-probabilities differ from the trainer's by {gap.abs_mean:.2e} on average "
-                f"(max {gap.abs_max:.2e}; weights.verify_tolerance is {tolerance:g}). Either the tensors did not arrive, or the engine "
+                f"{url} acknowledged the weights, but its log-probabilities differ from the trainer's by {found.abs_mean:.2e} on average "
+                f"(max {found.abs_max:.2e}; weights.verify_tolerance is {tolerance:g}). Either the tensors did not arrive, or the engine "
                 f"computes in another precision than the trainer: compare --dtype of serve-engines with model.dtype."
             )
-    return logprob_gap(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask)
+    return logprob_difference(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask)
