@@ -22,8 +22,14 @@ def loss_tokens(batch, i: int) -> list[int]:
     return [t for t, m in enumerate(cut(batch.loss_mask, batch.lengths)[i].tolist()) if m > 0]
 
 
+def sampled_tokens(batch, i: int) -> list[int]:
+    """Positions within sample i that the policy sampled, with a loss or without."""
+    mask = batch.loss_mask if batch.response_mask is None else batch.response_mask
+    return [t for t, m in enumerate(cut(mask, batch.lengths)[i].tolist()) if m > 0]
+
+
 def response_length(batch, i: int) -> int:
-    own = loss_tokens(batch, i)
+    own = sampled_tokens(batch, i)
     return int(batch.lengths[i]) - own[0] if own else 0
 
 
@@ -57,7 +63,7 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
     penalty = [[0.0] * int(n) for n in batch.lengths]
     if a.kl_coef > 0 and a.kl_in == "reward":
         for i in range(count):
-            for t in loss_tokens(batch, i):
+            for t in sampled_tokens(batch, i):
                 penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
     result = [[0.0] * int(n) for n in batch.lengths]
     values = cut(batch.values, batch.lengths) if a.advantage == "gae" else None
@@ -142,6 +148,26 @@ def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
     if a.dual_clip is not None and advantage < 0:
         objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage))
     return -objective
+
+
+def decoupled_ppo_loss(batch, proximal: Tensor, advantage: Tensor, logprobs: Tensor, clip: float) -> Tensor:
+    """Minus the objective of Fu et al. 2025 ("AReaL"), eq. 5, as a mean over the loss tokens of the batch.
+
+    proximal, advantage: [T]; logprobs: [T] of pi_theta, in the graph; the behaviour policy's are the engines'.
+    """
+    total, count, at = torch.zeros(()), 0, 0
+    for i in range(batch.num_samples):
+        for t in loss_tokens(batch, i):
+            behaviour_probability = math.exp(float(batch.rollout_logprobs[at + t]))
+            proximal_probability = math.exp(float(proximal[at + t]))
+            u = torch.exp(logprobs[at + t]) / proximal_probability
+            a = float(advantage[at + t])
+            limited = min(max(float(u.detach()), 1 - clip), 1 + clip) * a
+            inner = u * a if float(u.detach()) * a <= limited else torch.tensor(limited)
+            total = total + proximal_probability / behaviour_probability * inner
+            count += 1
+        at += int(batch.lengths[i])
+    return -total / count
 
 
 def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_response_tokens: int) -> Tensor:

@@ -23,8 +23,11 @@ class TrainBatch:
 
     tokens: [T] int64, prompt then response of each sample
     lengths: [N] int64, tokens per sample
-    loss_mask: [T] float32, 1 where the token was sampled by the policy (or is a target of supervised training), else 0
-    rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where loss_mask is 0; None for supervised data
+    loss_mask: [T] float32, 1 where the token has a loss: sampled by the policy and not masked, or a target of supervised training
+    response_mask: [T] float32, 1 where the policy sampled the token, with a loss or without (truncated, removed or stale tokens may
+        be masked); None: the same as loss_mask
+    rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where the policy did not sample the token; None for
+        supervised data
     advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
     loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the
         configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
@@ -35,7 +38,8 @@ class TrainBatch:
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
     teacher_logprobs: [T] float32, teacher's; None without a teacher
-    token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where loss_mask is 0, None without
+    token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not sample the token,
+        None without
     is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py); None: 1
     values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this rollout; 0 where
         loss_mask is 0, None without a critic
@@ -48,6 +52,7 @@ class TrainBatch:
     rewards: Tensor
     group_ids: Tensor
     loss_weights: Tensor
+    response_mask: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     token_versions: Tensor | None = None
     advantages: Tensor | None = None
@@ -80,6 +85,11 @@ class TrainBatch:
     def num_loss_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
+    @property
+    def sampled(self) -> Tensor:
+        """[T] float32, 1 where the policy sampled the token: what a response's length and its reward are made of."""
+        return self.loss_mask if self.response_mask is None else self.response_mask
+
     def replace(self, **changes: Tensor | None) -> TrainBatch:
         return replace(self, **changes)
 
@@ -87,7 +97,7 @@ class TrainBatch:
         """[N] float32: rewards, each with its sample's token_rewards added."""
         if self.token_rewards is None:
             return self.rewards
-        return self.rewards + sum_per_sample(self.token_rewards, self.lengths, self.loss_mask).float()
+        return self.rewards + sum_per_sample(self.token_rewards, self.lengths, self.sampled).float()
 
     def select(self, samples: list[int]) -> TrainBatch:
         """The batch of these samples, in this order. Token weights are kept as they are, not normalised again."""

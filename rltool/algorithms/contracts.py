@@ -76,7 +76,8 @@ def check_loss_function(path: str, *, algorithm: AlgorithmConfig | None = None) 
 
 
 def example_batch() -> TrainBatch:
-    """Seven samples in groups of 3, 1, 2 and 1, shuffled, with an environment's tokens inside a response and one empty response."""
+    """Seven samples in groups of 3, 1, 2 and 1, shuffled, with an environment's tokens inside a response and one empty response; all
+    sampled by the weights of training step 0."""
     generator = torch.Generator().manual_seed(7)
     masks = [[0, 1, 1], [0, 0, 1, 0, 0, 1, 1], [0, 1], [0, 0, 1, 1, 1, 1], [0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
     mask = torch.tensor([m for sample in masks for m in sample], dtype=torch.float32)
@@ -90,6 +91,7 @@ def example_batch() -> TrainBatch:
         group_ids=torch.tensor([4, 9, 4, 2, 2, 4, 7]),
         loss_weights=mask,
         rollout_logprobs=(old + 0.1 * noise()) * mask,
+        token_versions=mask.long() - 1,
         old_logprobs=old,
         ref_logprobs=old + 0.3 * noise(),
         teacher_logprobs=old + 0.3 * noise(),

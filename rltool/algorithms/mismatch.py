@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -9,19 +10,40 @@ from torch import Tensor
 from rltool.algorithms.kl import k3
 
 
-class LogprobGap(NamedTuple):
-    """Over loss tokens: mean and maximum of |trainer - engine|, and the k3 estimate of KL(engine || trainer), in nats."""
+class LogprobDifference(NamedTuple):
+    """Mean and maximum of |trainer - engine|, and the k3 estimate of KL(engine || trainer), in nats, over `tokens` tokens.
+
+    With tokens = 0 nothing was compared, and the numbers are NaN: they pass no limit, and are never taken for agreement.
+    """
 
     abs_mean: float
     abs_max: float
     kl: float
+    tokens: int
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Under their stable names; where nothing was compared the count alone."""
+        counted = {"train/logprob_compared_tokens": float(self.tokens)}
+        if self.tokens == 0:
+            return counted
+        return counted | {
+            "train/logprob_abs_diff_mean": self.abs_mean,
+            "train/logprob_abs_diff_max": self.abs_max,
+            "train/mismatch_kl": self.kl,
+        }
 
 
-def logprob_gap(trainer: Tensor, engine: Tensor, loss_mask: Tensor) -> LogprobGap:
-    """trainer, engine, loss_mask: [T] each. The gate that no weight sync can fool: it compares values, not version numbers."""
-    chosen = loss_mask > 0
+def logprob_difference(trainer: Tensor, engine: Tensor, selection: Tensor) -> LogprobDifference:
+    """trainer, engine: [T] float; selection: [T] bool or 0 and 1, the tokens to compare. It compares values and not version
+    numbers, so that no weight sync can fool it.
+
+    Select loss tokens of the weights that the trainer has now (staleness.current_tokens): older weights differ for a good
+    reason, and a training forward computes loss tokens alone.
+    """
+    chosen = selection > 0
     if not bool(chosen.any()):
-        return LogprobGap(0.0, 0.0, 0.0)
+        return LogprobDifference(math.nan, math.nan, math.nan, 0)
     ours, theirs = trainer[chosen].double(), engine[chosen].double()
     difference = (ours - theirs).abs()
-    return LogprobGap(float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()))
+    return LogprobDifference(float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()), len(ours))

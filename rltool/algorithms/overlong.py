@@ -8,12 +8,15 @@ from torch import Tensor
 from rltool.algorithms.ragged import sample_of_token
 
 
-def response_lengths(lengths: Tensor, loss_mask: Tensor) -> Tensor:
-    """[N] int64: tokens from each sample's first loss token to its end, with what an environment inserted; 0 without a loss."""
+def response_lengths(lengths: Tensor, response_mask: Tensor) -> Tensor:
+    """[N] int64: tokens from each sample's first sampled token to its end, with what an environment inserted; 0 without any.
+
+    response_mask: [T], TrainBatch.sampled and not loss_mask: a masked response is as long as it was.
+    """
     sample = sample_of_token(lengths)
-    position = torch.arange(len(loss_mask))
+    position = torch.arange(len(response_mask))
     ends = lengths.cumsum(0)
-    first = ends.scatter_reduce(0, sample[loss_mask > 0], position[loss_mask > 0], reduce="amin")
+    first = ends.scatter_reduce(0, sample[response_mask > 0], position[response_mask > 0], reduce="amin")
     return ends - first
 
 

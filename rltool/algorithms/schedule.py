@@ -69,14 +69,20 @@ def plan_micro_batches(
     return plans
 
 
-def split_for_optimizer_steps(group_ids: Sequence[int], steps: int) -> list[list[int]]:
-    """Samples of a rollout dealt to `steps` optimizer steps, whole prompt groups together, in order of first appearance.
+def split_for_optimizer_steps(
+    group_ids: Sequence[int], steps: int, *, has_loss: Sequence[bool] | None = None
+) -> list[list[int]]:
+    """Samples of a rollout for each of `steps` optimizer steps, whole prompt groups together, in order of first appearance.
 
-    Groups are dealt round-robin. Raises UsageError if there are fewer groups than steps.
+    Groups go to the steps round-robin. has_loss: per sample, whether any of its tokens has a loss; None: all have. Groups
+    without any go round last, so that no step is left with nothing to train on. UsageError if there are fewer groups with a
+    loss than steps.
     """
-    order = list(dict.fromkeys(group_ids))
-    if len(order) < steps:
-        raise UsageError(f"{len(order)} prompt groups cannot feed {steps} optimizer steps per rollout")
+    losses = [True] * len(group_ids) if has_loss is None else has_loss
+    trained = dict.fromkeys(group for group, loss in zip(group_ids, losses, strict=True) if loss)
+    if len(trained) < steps:
+        raise UsageError(f"{len(trained)} prompt groups with a loss cannot feed {steps} optimizer steps per rollout")
+    order = list(trained | dict.fromkeys(group_ids))
     owner = {group: i % steps for i, group in enumerate(order)}
     result: list[list[int]] = [[] for _ in range(steps)]
     for i, group in enumerate(group_ids):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 from rltool.config.base import Config
 from rltool.config.renamed import RENAMED
@@ -202,7 +203,7 @@ class AlgorithmConfig(Config):
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
     ratio is the token's, the product over its sample's tokens, or their geometric mean."""
     is_cap: float = Field(2.0, gt=0)
-    """Where the importance weight is truncated."""
+    """Where the importance weight is truncated; inf: nowhere."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
     is_mask_low: float = Field(0.5, ge=0)
@@ -215,6 +216,11 @@ class AlgorithmConfig(Config):
         if self.is_mask_low >= self.is_mask_high:
             raise ValueError(f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would be masked")
         return self
+
+    @field_serializer("is_cap", when_used="json")
+    def _cap_in_json(self, value: float) -> float | str:
+        # JSON has no infinity; a float field reads the text back.
+        return value if math.isfinite(value) else str(value)
 
     @property
     def own_advantage(self) -> bool:

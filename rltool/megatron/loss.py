@@ -37,13 +37,13 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def micro_batch_loss(
-    batch: TrainBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, *, fresh: bool = False
+    batch: TrainBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, *, on_policy: bool = False
 ) -> tuple[Tensor, dict[str, Any]]:
     """The weighted sum of the token losses (a scalar in the graph), and sums over the loss tokens by metric name.
 
     rows: [R] from `loss_rows`; logprobs, entropy: [R]. Only these rows are ever touched, so that what stands in a field
     where there is no loss cannot reach the gradient. Sums stay on the device: reading one here would hold up the schedule.
-    fresh: the old log-probabilities are these, detached. ValueError when a field that the configured loss needs is None.
+    on_policy: the old log-probabilities are these, detached. ValueError when a field that the configured loss needs is None.
     """
 
     def optional(name: str) -> Tensor | None:
@@ -62,7 +62,7 @@ def micro_batch_loss(
     else:
         in_loss = algorithm.uses_reference and algorithm.kl_in == "loss"
         tokens = LossTokens(
-            old_logprobs=logprobs.detach() if fresh else field("old_logprobs"),
+            old_logprobs=logprobs.detach() if on_policy else field("old_logprobs"),
             advantages=field("advantages"),
             sample=to_device(sample_of_token(batch.lengths)[rows], logprobs.device),
             num_samples=batch.num_samples,

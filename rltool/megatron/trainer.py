@@ -256,7 +256,7 @@ class MegatronTrainer:
             if len(micro.rows) == 0:
                 # Still part of the graph: earlier pipeline stages wait for this micro-batch's gradient.
                 return logprobs.sum() * 0.0, count, {}
-            total, sums = loss.micro_batch_loss(micro.batch, micro.rows, logprobs, entropy, self.algorithm, fresh=fresh)
+            total, sums = loss.micro_batch_loss(micro.batch, micro.rows, logprobs, entropy, self.algorithm, on_policy=fresh)
             return total / global_loss_tokens, count, sums
 
         if global_loss_tokens < 1:

@@ -8,18 +8,23 @@ from dataclasses import dataclass
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.errors import UsageError
+from rltool.engines.weight_version import BadWeightVersion, WeightVersion
+from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 
 
-def samples_to_batch(samples: Sequence[Sample]) -> TrainBatch:
+def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False) -> TrainBatch:
     """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong to an
     optimizer step, and are set when the batch is split for these.
 
-    ValueError for an empty list, a sample that generation or its reward left unfinished, and for a field that some
-    samples have and others lack.
+    Samples with remove_sample, and truncated ones with mask_truncated (overlong filtering; Yu et al. 2025, "DAPO", section
+    3.4), get no loss; their rewards, lengths and penalties count in the batch as before, so in their group's baseline.
+    token_versions is None if any span's version is no RUN:ATTEMPT:N, such as a stock engine's "default".
+
+    ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples have
+    and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a loss.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample")
@@ -33,7 +38,12 @@ def samples_to_batch(samples: Sequence[Sample]) -> TrainBatch:
     _all_or_none(samples, "weight versions", [bool(sample.versions) or not sample.response_ids for sample in samples])
 
     lengths = torch.tensor([len(s.prompt_ids) + len(s.response_ids) for s in samples])
-    loss_mask = torch.tensor([m for s in samples for m in [0] * len(s.prompt_ids) + s.response_mask], dtype=torch.float32)
+    response_mask = torch.tensor([m for s in samples for m in [0] * len(s.prompt_ids) + s.response_mask], dtype=torch.float32)
+    in_loss = torch.tensor([not _masked(s, mask_truncated) for s in samples], dtype=torch.float32)
+    loss_mask = response_mask * in_loss.repeat_interleave(lengths)
+    if not bool(loss_mask.any()):
+        raise TrainingStopped(_why_no_loss(samples, mask_truncated=mask_truncated))
+    versions = _token_versions(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
     return TrainBatch(
         tokens=torch.tensor([token for s in samples for token in s.prompt_ids + s.response_ids]),
@@ -42,8 +52,80 @@ def samples_to_batch(samples: Sequence[Sample]) -> TrainBatch:
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
         loss_weights=loss_mask.clone(),
-        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * loss_mask,
+        response_mask=response_mask,
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
+        token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
     )
+
+
+def mask_metrics(samples: Sequence[Sample], *, mask_truncated: bool) -> dict[str, float]:
+    """How many samples of a batch got no loss: rollout/samples_removed by remove_sample, rollout/samples_masked_truncated of the
+    others for their length."""
+    return {
+        "rollout/samples_removed": float(sum(s.remove_sample for s in samples)),
+        "rollout/samples_masked_truncated": float(sum(_masked(s, mask_truncated) and not s.remove_sample for s in samples)),
+    }
+
+
+def trim(groups: Sequence[list[Sample]], global_batch_size: int) -> tuple[list[list[Sample]], int]:
+    """(the groups cut to a multiple of global_batch_size samples, how many samples were cut off: rollout/dropped_trimmed).
+
+    Groups stay in order; samples are cut off the end, so the last group that is left may be smaller than it was.
+    TrainingStopped if there is not even one global batch.
+    """
+    count = sum(len(group) for group in groups)
+    left = count - count % global_batch_size
+    if left == 0:
+        raise TrainingStopped(
+            f"{count} samples are left of this rollout, less than one global batch of {global_batch_size}, and rollout.batch_size = "
+            f'"trim" keeps whole ones: find out why samples were dropped (rollout/dropped_...), or set rollout.batch_size = "dynamic"'
+        )
+    kept: list[list[Sample]] = []
+    for group in groups:
+        if left == 0:
+            break
+        kept.append(group[:left])
+        left -= len(kept[-1])
+    return kept, count % global_batch_size
+
+
+def _masked(sample: Sample, mask_truncated: bool) -> bool:
+    return sample.remove_sample or (mask_truncated and sample.status is SampleStatus.TRUNCATED)
+
+
+def _why_no_loss(samples: Sequence[Sample], *, mask_truncated: bool) -> str:
+    counts = mask_metrics(samples, mask_truncated=mask_truncated)
+    removed, truncated = (int(counts[f"rollout/samples_{name}"]) for name in ("removed", "masked_truncated"))
+    empty = len(samples) - removed - truncated
+    return (
+        f"no token of this batch has a loss: of {len(samples)} samples {removed} were removed by a hook (remove_sample), {truncated} "
+        f"masked because they were cut at sampling.max_response_tokens (rollout.mask_truncated), {empty} have no token that the "
+        f"policy sampled; raise sampling.max_response_tokens, or mask less"
+    )
+
+
+def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[T] int64: N of the RUN:ATTEMPT:N of each token that the policy sampled, -1 elsewhere; None if one cannot be read."""
+    texts = {span.version for sample in samples for span in sample.versions}
+    try:
+        numbers = {text: WeightVersion.parse(text).number for text in texts}
+    except BadWeightVersion:
+        return None
+    if not numbers:
+        return None
+    versions: list[int] = []
+    for sample in samples:
+        own = [-1] * len(sample.response_ids)
+        for span in sample.versions:
+            own[span.start : span.end] = [numbers[span.version]] * (span.end - span.start)
+        own = [number if sampled else -1 for number, sampled in zip(own, sample.response_mask, strict=True)]
+        if own.count(-1) != sample.response_mask.count(0):
+            raise ValueError(
+                f"sample {sample.group_id}/{sample.index}: its version spans {sample.versions} do not cover every token that the "
+                f"policy sampled; each needs the version of the weights that it came from"
+            )
+        versions += [-1] * len(sample.prompt_ids) + own
+    return torch.tensor(versions)
 
 
 def _all_or_none(samples: Sequence[Sample], what: str, present: list[bool]) -> None:

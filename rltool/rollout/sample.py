@@ -23,7 +23,8 @@ class Sample:
 
     response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
-    `prompt_index` is the row of the data set.
+    `prompt_index` is the row of the data set. remove_sample, set by a hook: no loss on this sample, while its reward still
+    counts in its group's baseline.
     """
 
     group_id: int
@@ -40,6 +41,7 @@ class Sample:
     versions: list[VersionSpan] = field(default_factory=list)
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
+    remove_sample: bool = False
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""

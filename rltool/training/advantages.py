@@ -11,14 +11,45 @@ from torch import Tensor
 from rltool.algorithms import advantages, corrections, gae, kl
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.overlong import overlong_reward, response_lengths
-from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens
+from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, sum_per_sample
 from rltool.algorithms.reduction import token_loss_weights
+from rltool.algorithms.schedule import split_for_optimizer_steps
+from rltool.algorithms.staleness import all_current
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig
+from rltool.config.train import AlgorithmConfig, TrainConfig
 from rltool.errors import ContractViolation
 
 Measured = tuple[TrainBatch, dict[str, float]]
 """The batch with more of its fields filled in, and train/* metrics."""
+
+
+def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -> bool:
+    """Whether the policy scores the batch in a forward pass of its own before the first optimizer step of training step `step`.
+
+    algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the pass is saved by the on-policy single step
+    alone: one optimizer step on tokens that are all of the current weights, where nothing that comes before that step is made
+    of the old policy's log-probabilities. While the critic warms up there is no other forward pass of the policy to compare
+    the engines with. Without the pass the first optimizer step's own forward is compared, before the optimizer moves.
+    """
+    algorithm = config.algorithm
+    if algorithm.loss != "policy":
+        return False
+    if algorithm.uses_critic and step < config.critic.warmup_rollouts:
+        return True
+    if algorithm.old_logprobs == "rollout":
+        return False
+    single_step = config.optimizer_steps_per_rollout == 1 and all_current(batch, step)
+    return algorithm.needs_old_logprobs or not single_step
+
+
+def with_old_logprobs(batch: TrainBatch, algorithm: AlgorithmConfig, scored: Tensor | None) -> TrainBatch:
+    """The batch with the configured old policy's log-probabilities, ValueError if it has none of the engines' but needs them.
+
+    scored: [T] float32 of the pass that `needs_old_logprobs_pass` asks for, None without. Where old_logprobs stays None, the
+    optimizer step is the on-policy single step: its training forward gives them.
+    """
+    chosen = _present(batch, "rollout_logprobs") if algorithm.old_logprobs == "rollout" else scored
+    return batch.replace(old_logprobs=chosen)
 
 
 def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> Measured:
@@ -89,7 +120,9 @@ def whitens(algorithm: AlgorithmConfig) -> bool:
 
 
 def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
-    """Factors of the policy loss for samples that the engine drew from another distribution than the trainer's old policy."""
+    """Factors of the policy loss for tokens that the engine drew from another distribution than the trainer's old policy: in
+    other kernels, or from older weights. With is_weights = "token" and is_cap = inf they are the pi_prox / pi_behav of decoupled
+    PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one."""
     if not algorithm.corrects_mismatch:
         return batch, {}
     old, engine = _present(batch, "old_logprobs"), _present(batch, "rollout_logprobs")
@@ -117,15 +150,26 @@ def with_loss_weights(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_resp
     return batch.replace(loss_weights=weights)
 
 
+def optimizer_step_samples(batch: TrainBatch, steps: int) -> list[list[int]]:
+    """Samples of each optimizer step, whole prompt groups together, every step with at least one loss token.
+
+    Rewards that failed and masks may leave fewer groups than `steps`: then there are fewer steps, not empty ones.
+    """
+    has_loss = (sum_per_sample(batch.loss_mask, batch.lengths, batch.loss_mask) > 0).tolist()
+    groups = batch.group_ids.tolist()
+    trained = {group for group, loss in zip(groups, has_loss, strict=True) if loss}
+    return split_for_optimizer_steps(groups, min(steps, len(trained)), has_loss=has_loss)
+
+
 def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Measured:
-    response = response_lengths(batch.lengths, batch.loss_mask)
+    response = response_lengths(batch.lengths, batch.sampled)
     shaping = overlong_reward(response, max_length=max_response_tokens, buffer=algorithm.overlong_buffer)
     metrics = {"train/overlong_fraction": _mean((shaping < 0).float())}
     return batch.replace(rewards=batch.rewards + algorithm.overlong_penalty * shaping), metrics
 
 
 def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
-    chosen = batch.loss_mask > 0
+    chosen = batch.sampled > 0
     estimate = kl.ESTIMATORS[algorithm.kl_estimator](_present(batch, "old_logprobs")[chosen], _present(batch, "ref_logprobs")[chosen])
     penalty = torch.zeros_like(batch.loss_mask)
     penalty[chosen] = -algorithm.kl_coef * estimate

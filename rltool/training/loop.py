@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.mismatch import logprob_gap
+from rltool.algorithms.mismatch import logprob_difference
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.config.train import TrainConfig
 from rltool.errors import RltoolError, SaveFailed, TrainingStopped
@@ -195,20 +195,15 @@ class Loop:
     def _judge_gap(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
         """The gate: before any optimizer step the trainer's log-probabilities [T] must agree with the engines'. Returns its metrics."""
         assert batch.rollout_logprobs is not None
-        gap = logprob_gap(logprobs, batch.rollout_logprobs, batch.loss_mask)
-        metrics = {
-            "train/logprob_abs_diff_mean": gap.abs_mean,
-            "train/logprob_abs_diff_max": gap.abs_max,
-            "train/mismatch_kl": gap.kl,
-        }
+        found = logprob_difference(logprobs, batch.rollout_logprobs, batch.loss_mask)
         limit = self.config.monitor.logprob_gap_limit
-        if self.stop_on_gap and not gap.abs_mean <= limit:
+        if self.stop_on_gap and not found.abs_mean <= limit:
             raise TrainingStopped(
-                f"trainer and engines disagree: mean |log-probability difference| {gap.abs_mean:.2e} (max {gap.abs_max:.2e}) is above "
+                f"trainer and engines disagree: mean |log-probability difference| {found.abs_mean:.2e} (max {found.abs_max:.2e}) is above "
                 f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
                 f"trainer's weights, or they compute in another precision or at another temperature."
             )
-        return metrics
+        return found.metrics
 
     def _with_frozen_logprobs(self, batch: TrainBatch) -> TrainBatch:
         reference = self.trainer.logprobs(batch, weights="reference") if self.config.algorithm.uses_reference else None

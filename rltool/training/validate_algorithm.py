@@ -33,6 +33,10 @@ _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(lambda a: a.advantage != "distill", "an algorithm.advantage that is made from rewards")
 _WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
 _MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
+_RECOMPUTED = Needs(
+    lambda a: a.old_logprobs == "trainer",
+    'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are the same',
+)
 
 EFFECTIVE: dict[str, Needs] = {
     "normalize_std": _estimator("grpo"),
@@ -47,6 +51,8 @@ EFFECTIVE: dict[str, Needs] = {
     "kl_in": _KL,
     "kl_estimator": _KL,
     "kl_unbiased": Needs(lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'),
+    "is_weights": _RECOMPUTED,
+    "is_mask": _RECOMPUTED,
     "is_cap": _WEIGHTS,
     "is_mask_low": _MASK,
     "is_mask_high": _MASK,
@@ -101,9 +107,21 @@ def _check_policy(config: TrainConfig) -> None:
             f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group advantage 0: nothing would be '
             f'learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
+    _check_mask_of_stale_tokens(config)
     for name in ("advantage", "objective"):
         if ":" in getattr(algorithm, name):
             load_callable(getattr(algorithm, name), setting=f"algorithm.{name}")
+
+
+def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
+    """Partial rollouts alone bring tokens that are older than the batches that admission lets start."""
+    limit, bound = config.algorithm.mask_tokens_older_than, config.rollout.max_staleness
+    if limit is None or limit < bound or (limit == bound and config.rollout.partial_rollout):
+        return
+    raise UsageError(
+        f"algorithm.mask_tokens_older_than = {limit} would have no effect: rollout.max_staleness = {bound} lets no token be trained on that is "
+        f"older; set algorithm.mask_tokens_older_than below rollout.max_staleness, or leave it out"
+    )
 
 
 def _check_critic(config: TrainConfig) -> None:

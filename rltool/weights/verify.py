@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.mismatch import logprob_gap
+from rltool.algorithms.mismatch import logprob_difference
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 
 PROMPT_TOKENS = 8
@@ -77,11 +77,11 @@ class ValueCheck:
         failed = {}
         for i, url in enumerate(urls):
             part = slice(ends[i] - int(batch.lengths[i]), ends[i])
-            found = logprob_gap(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
+            found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
             if not found.abs_mean <= self.tolerance:
                 failed[url] = (
                     f"acknowledged the weights, but its log-probabilities differ from the trainer's by {found.abs_mean:.2e} on average "
                     f"(max {found.abs_max:.2e}; weights.verify_tolerance is {self.tolerance:g}). Either the tensors did not arrive, or the "
                     f"engine computes in another precision than the trainer: compare --dtype of serve-engines with model.dtype."
                 )
-        return Compared(logprob_gap(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask).abs_mean, failed)
+        return Compared(logprob_difference(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask).abs_mean, failed)

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -5,7 +7,7 @@ from rltool.algorithms.advantages import group_advantages
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.kl import k3
 from rltool.algorithms.losses import ppo_loss
-from rltool.algorithms.mismatch import logprob_gap
+from rltool.algorithms.mismatch import logprob_difference
 from rltool.algorithms.ragged import broadcast_to_tokens
 
 
@@ -69,10 +71,25 @@ def test_a_wild_ratio_gives_a_finite_loss_and_gradient():
     assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
 
 
-def test_logprob_gap_looks_at_loss_tokens_alone():
-    mask = torch.tensor([0.0, 1.0, 1.0])
-    gap = logprob_gap(torch.tensor([9.0, -1.0, -2.0]), torch.tensor([0.0, -1.0, -2.5]), mask)
-    assert gap.abs_mean == pytest.approx(0.25) and gap.abs_max == pytest.approx(0.5) and gap.kl > 0
+@pytest.mark.parametrize("selection", [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([False, True, True])], ids=str)
+def test_log_probabilities_are_compared_at_the_selected_tokens_alone(selection):
+    ours, theirs = torch.tensor([9.0, -1.0, -2.0]), torch.tensor([0.0, -1.0, -2.5])
+    found = logprob_difference(ours, theirs, selection)
+    assert found.abs_mean == pytest.approx(0.25) and found.abs_max == pytest.approx(0.5) and found.tokens == 2
+    # k3 of KL(engine || trainer): mean of exp(r) - 1 - r with r = trainer - engine
+    assert found.kl == pytest.approx((math.exp(0.5) - 1.5) / 2)
+    assert found.metrics == {
+        "train/logprob_compared_tokens": 2.0,
+        "train/logprob_abs_diff_mean": found.abs_mean,
+        "train/logprob_abs_diff_max": found.abs_max,
+        "train/mismatch_kl": found.kl,
+    }
+
+
+def test_no_token_to_compare_is_not_taken_for_agreement():
+    found = logprob_difference(torch.zeros(3), torch.zeros(3), torch.zeros(3))
+    assert found.tokens == 0 and not found.abs_mean <= 1.0 and not found.abs_max <= 1.0 and not found.kl <= 1.0
+    assert found.metrics == {"train/logprob_compared_tokens": 0.0}
 
 
 def batch():

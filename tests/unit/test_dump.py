@@ -26,6 +26,7 @@ def random_samples(count, seed=0):
                 response_logprobs=[rng.gauss(-2, 3) if m else 0.0 for m in mask],
                 versions=[VersionSpan("run:0:1", 0, n // 2), VersionSpan("run:0:2", n // 2, n)] if n else [],
                 status=rng.choice(list(SampleStatus)), reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
+                remove_sample=rng.random() < 0.5,
             )
         )
     return samples
@@ -39,6 +40,14 @@ def test_every_field_of_every_sample_comes_back(tmp_path):
     assert (dump.step, dump.seed, dump.info, dump.weight_versions) == (12, 5, {"model": "m"}, ["run:0:1", "run:0:2"])
     for before, after in zip(samples, dump.samples, strict=True):
         assert all(type(getattr(before, f.name)) is type(getattr(after, f.name)) for f in dataclasses.fields(Sample))
+
+
+def test_a_dump_of_an_earlier_release_says_nothing_of_removed_samples_and_is_read(tmp_path):
+    samples = random_samples(3)
+    path = write_dump(tmp_path, step=3, seed=0, samples=samples)
+    entries = json.loads(path.read_text())["samples"]
+    change(tmp_path, samples=[{k: v for k, v in entry.items() if k != "remove_sample"} for entry in entries])
+    assert read_dump(tmp_path, 3).samples == [dataclasses.replace(sample, remove_sample=False) for sample in samples]
 
 
 def test_logprobs_are_bit_equal(tmp_path):

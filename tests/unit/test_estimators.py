@@ -140,7 +140,7 @@ def test_overlong_rewards_equal_the_paper_at_every_length():
         overlong_reward(lengths, max_length=20, buffer=21)
 
 
-def test_a_response_begins_at_the_first_loss_token_and_may_be_empty():
+def test_a_response_begins_at_the_first_sampled_token_and_may_be_empty():
     batch = example_batch()
     expected = [plain.response_length(batch, i) for i in range(batch.num_samples)]
     assert response_lengths(batch.lengths, batch.loss_mask).tolist() == expected and 0 in expected

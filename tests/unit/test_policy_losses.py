@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -12,25 +13,44 @@ from rltool.algorithms.contracts import example_batch, example_tokens
 from rltool.algorithms.kl import k1, k2, k3, kl_loss
 from rltool.algorithms.losses import cispo_loss, ppo_loss, sequence_log_ratio
 from rltool.algorithms.objective import policy_objective
+from rltool.algorithms.staleness import mask_older_than
 from rltool.config.train import AlgorithmConfig, TrainConfig
 from rltool.errors import ContractViolation
 from rltool.megatron.loss import loss_rows, metric_names, micro_batch_loss
-from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
+from rltool.training.advantages import (
+    with_advantages,
+    with_corrections,
+    with_loss_weights,
+    with_old_logprobs,
+)
 from tests import plain_algorithms as plain
 
 LONGEST = 6
 
 
+STEP = 5
+"""Training step of the losses here; the tokens of `mixed_versions` were sampled at steps 2 to 5."""
+
+
+def mixed_versions(batch: TrainBatch) -> TrainBatch:
+    """Each sample begins under older weights than it ends with, as after an update in flight."""
+    versions = [STEP - min(3, (int(n) - 1 - t + i) // 2) for i, n in enumerate(batch.lengths) for t in range(int(n))]
+    return batch.replace(token_versions=torch.where(batch.loss_mask > 0, torch.tensor(versions), -1))
+
+
 def current(batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """[T] leaves: log-probabilities that have moved away from the old ones, and entropies."""
+    """[T] leaves: log-probabilities that have moved away from the trainer's before the first step, and entropies."""
     generator = torch.Generator().manual_seed(5)
-    moved = batch.old_logprobs + 0.3 * torch.randn(len(batch.tokens), generator=generator)
+    moved = example_batch().old_logprobs + 0.3 * torch.randn(len(batch.tokens), generator=generator)
     return moved.requires_grad_(), torch.rand(len(batch.tokens), generator=generator).requires_grad_()
 
 
 def prepared(algorithm: AlgorithmConfig) -> TrainBatch:
     """What the driver makes of a rollout."""
-    batch = example_batch().replace(token_rewards=None)
+    batch = mixed_versions(example_batch().replace(token_rewards=None))
+    if algorithm.mask_tokens_older_than is not None:
+        batch, _ = mask_older_than(batch, STEP, algorithm.mask_tokens_older_than)
+    batch = with_old_logprobs(batch, algorithm, batch.old_logprobs)
     if algorithm.uses_critic:
         batch = batch.replace(values=torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(4)))
     if algorithm.loss == "policy":
@@ -60,6 +80,18 @@ def loss_and_gradients(algorithm: AlgorithmConfig, split: list[list[int]] | None
     return total.detach(), logprobs.grad, zero if entropy.grad is None else entropy.grad, sums
 
 
+OFF_POLICY = [
+    {"mask_tokens_older_than": 1, "old_logprobs": "rollout", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
+    {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.02},
+    {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.1, "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    {"mask_tokens_older_than": 1, "is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    {"mask_tokens_older_than": 0, "is_mask": "geometric", "is_mask_low": 0.9, "is_mask_high": 1.05, "kl_coef": 0.3},
+    {"mask_tokens_older_than": 1, "overlong_buffer": 3},
+    {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {"mask_tokens_older_than": 1, "advantage": "reinforce_pp", "gamma": 0.9, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {"mask_tokens_older_than": 1, "advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8},
+]
+"""Tokens of mixed versions, the oldest of which are masked."""
 LOSSES = [
     {},
     {"clip_low": 0.05, "clip_high": 0.1},
@@ -76,6 +108,9 @@ LOSSES = [
     {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
+    {"is_weights": "token", "is_cap": math.inf},
+    {"old_logprobs": "rollout", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    *OFF_POLICY,
 ]
 REDUCTIONS = [{"loss_reduction": "token"}, {"loss_reduction": "sample"}, {"loss_reduction": "group"}, {"loss_reduction": "constant"}, {"loss_reduction": "constant", "loss_length": 9}]
 
@@ -124,6 +159,8 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "kl_in": ({"kl_coef": 0.1}, {"kl_in": "reward"}),
     "kl_estimator": ({"kl_coef": 0.1}, {"kl_estimator": "k2"}),
     "kl_unbiased": ({"kl_coef": 0.1}, {"kl_unbiased": True}),
+    "old_logprobs": ({}, {"old_logprobs": "rollout"}),
+    "mask_tokens_older_than": ({}, {"mask_tokens_older_than": 1}),
     "is_weights": ({}, {"is_weights": "token"}),
     "is_cap": ({"is_weights": "token"}, {"is_cap": 1.01}),
     "is_mask": ({"is_mask_low": 0.95, "is_mask_high": 1.05}, {"is_mask": "token"}),
@@ -157,9 +194,11 @@ def test_on_policy_the_old_logprobs_are_the_new_ones():
     batch = prepared(algorithm)
     rows = loss_rows(batch)
     logprobs, entropy = current(batch)
-    fresh, _ = micro_batch_loss(batch.replace(old_logprobs=None), rows, logprobs[rows], entropy[rows], algorithm, fresh=True)
+    alone, _ = micro_batch_loss(
+        batch.replace(old_logprobs=None), rows, logprobs[rows], entropy[rows], algorithm, on_policy=True
+    )
     given, _ = micro_batch_loss(batch.replace(old_logprobs=logprobs.detach()), rows, logprobs[rows], entropy[rows], algorithm)
-    assert torch.equal(fresh, given)
+    assert torch.equal(alone, given)
 
 
 def test_a_missing_reference_or_correction_is_refused():

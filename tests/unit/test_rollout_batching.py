@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rltool.engines.types import VersionSpan
-from rltool.errors import UsageError
-from rltool.rollout.batching import samples_to_batch, supervised_batch, supervised_set
+from rltool.errors import TrainingStopped, UsageError
+from rltool.rollout.batching import mask_metrics, samples_to_batch, supervised_batch, supervised_set, trim
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 
@@ -47,6 +47,94 @@ def test_a_field_that_only_some_samples_have_is_refused():
         samples_to_batch([sample(0, [1], [2], reward=None)])
     with pytest.raises(ValueError, match="at least one"):
         samples_to_batch([])
+
+
+RUN = "0123456789abcdef" * 2
+
+
+def test_each_sampled_token_has_the_training_step_of_its_weights():
+    first = sample(0, [1, 2], [3, 4, 5, 6])
+    first.versions = [VersionSpan(f"{RUN}:0:4", 0, 1), VersionSpan(f"{RUN}:1:5", 1, 4)]
+    second = sample(0, [1], [2, 3, 4], mask=[1, 0, 1])
+    second.versions = [VersionSpan(f"{RUN}:1:12", 0, 1), VersionSpan(f"{RUN}:1:13", 2, 3)]
+    empty = sample(0, [1], [])
+    versions = samples_to_batch([first, empty, second]).token_versions
+    assert versions.tolist() == [-1, -1, 4, 5, 5, 5, -1, -1, 12, -1, 13]
+
+
+@pytest.mark.parametrize("text", ["default", f"{RUN}:0", f"other-{RUN}:0:1"])
+def test_versions_that_no_trainer_of_ours_wrote_leave_the_batch_without(text):
+    ours, stock = sample(0, [1], [2]), sample(0, [1], [2])
+    ours.versions, stock.versions = [VersionSpan(f"{RUN}:0:4", 0, 1)], [VersionSpan(text, 0, 1)]
+    assert samples_to_batch([ours]).token_versions is not None
+    assert samples_to_batch([ours, stock]).token_versions is None
+    assert samples_to_batch([sample(0, [1], [2], versions=False)]).token_versions is None
+
+
+def test_a_sampled_token_outside_every_version_span_is_refused():
+    one = sample(3, [1], [2, 3])
+    one.versions = [VersionSpan(f"{RUN}:0:4", 0, 1)]
+    with pytest.raises(ValueError, match="sample 3/0: its version spans .* do not cover every token"):
+        samples_to_batch([one])
+
+
+def removed(*arguments, **fields):
+    one = sample(*arguments, **fields)
+    one.remove_sample = True
+    return one
+
+
+def test_removed_and_truncated_samples_have_no_loss_and_all_the_rest():
+    cut = {"status": SampleStatus.TRUNCATED}
+    samples = [sample(7, [1], [2, 3]), removed(7, [1], [4], reward=5.0), sample(7, [1], [5, 6], **cut), removed(7, [1], [7], **cut)]
+    for one in samples:
+        one.versions = [VersionSpan(f"{RUN}:0:4", 0, len(one.response_ids))]
+    lenient, strict = samples_to_batch(samples), samples_to_batch(samples, mask_truncated=True)
+    assert lenient.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+    assert strict.loss_mask.tolist() == [0, 1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert strict.token_versions.tolist() == [-1, 4, 4, -1, -1, -1, -1, -1, -1, -1]
+    for batch in (lenient, strict):
+        assert torch.equal(batch.loss_weights, batch.loss_mask)
+        assert batch.sampled.tolist() == [0, 1, 1, 0, 1, 0, 1, 1, 0, 1]
+        assert batch.rollout_logprobs.tolist() == [0, -0.25, -0.5, 0, -0.25, 0, -0.25, -0.5, 0, -0.25]
+        assert batch.rewards.tolist() == [1.0, 5.0, 1.0, 1.0] and batch.group_ids.tolist() == [7] * 4
+    counts = {"rollout/samples_removed": 2.0, "rollout/samples_masked_truncated": 1.0}
+    assert mask_metrics(samples, mask_truncated=True) == counts
+    assert mask_metrics(samples, mask_truncated=False) == {**counts, "rollout/samples_masked_truncated": 0.0}
+
+
+def test_a_batch_without_any_loss_says_why():
+    samples = [removed(0, [1], [2]), sample(0, [1], [2], status=SampleStatus.TRUNCATED), sample(0, [1], [])]
+    with pytest.raises(TrainingStopped, match="of 3 samples 1 were removed by a hook .*, 1 masked .*mask_truncated.*, 1 have no token"):
+        samples_to_batch(samples, mask_truncated=True)
+    assert samples_to_batch(samples).num_loss_tokens == 1
+
+
+def groups_of(*sizes):
+    return [[sample(group, [1], [index]) for index in range(size)] for group, size in enumerate(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "multiple", "left", "cut"),
+    [
+        ([4, 4], 4, [4, 4], 0),
+        ([4, 3, 4], 4, [4, 3, 1], 3),
+        ([3, 4, 4], 11, [3, 4, 4], 0),
+        ([4, 4, 3], 8, [4, 4], 3),
+        ([2, 2, 1], 1, [2, 2, 1], 0),
+    ],
+)
+def test_a_batch_is_trimmed_to_whole_global_batches_from_its_end(sizes, multiple, left, cut):
+    groups = groups_of(*sizes)
+    kept, trimmed = trim(groups, multiple)
+    assert [len(group) for group in kept] == left and trimmed == cut
+    assert [s for group in kept for s in group] == [s for group in groups for s in group][: sum(left)]
+    assert [len(group) for group in groups] == sizes, "the groups given are as they were"
+
+
+def test_less_than_one_global_batch_is_an_error():
+    with pytest.raises(TrainingStopped, match=r'7 samples are left .* one global batch of 8.*rollout\.batch_size = "dynamic"'):
+        trim(groups_of(4, 3), 8)
 
 
 class Letters:

@@ -67,5 +67,17 @@ def test_prompt_groups_stay_together_over_optimizer_steps():
     groups = [5, 5, 9, 9, 9, 1, 5]
     steps = split_for_optimizer_steps(groups, 2)
     assert steps == [[0, 1, 5, 6], [2, 3, 4]]
-    with pytest.raises(UsageError, match="3 prompt groups cannot feed 4"):
+    with pytest.raises(UsageError, match="3 prompt groups with a loss cannot feed 4"):
         split_for_optimizer_steps(groups, 4)
+
+
+def test_every_optimizer_step_gets_a_group_with_a_loss():
+    groups = [5, 5, 9, 9, 9, 1, 5, 3]
+    masked = [group != 9 for group in groups]
+    # Round-robin by position would give the second step group 9 and 3, the first 5 and 1.
+    assert split_for_optimizer_steps(groups, 2, has_loss=masked) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert split_for_optimizer_steps(groups, 3, has_loss=masked) == [[0, 1, 2, 3, 4, 6], [5], [7]]
+    one_sample_left = [True, False, False, False, True, False, False, False]
+    assert split_for_optimizer_steps(groups, 2, has_loss=one_sample_left) == [[0, 1, 5, 6], [2, 3, 4, 7]]
+    with pytest.raises(UsageError, match="2 prompt groups with a loss cannot feed 3"):
+        split_for_optimizer_steps(groups, 3, has_loss=one_sample_left)
