@@ -111,7 +111,7 @@ max_response_tokens = {settings.max_response_tokens}
 function = "rltool.rollout.rewards:exact_match"
 [monitor]
 tensorboard = false
-logprob_gap_limit = 1e-3
+logprob_difference_limit = 1e-3
 """
 
 

@@ -19,6 +19,7 @@ RENAMED: dict[str, str] = {
     "rollout.preflight_timeout": "deadlines.preflight",
     "reward.timeout": "deadlines.reward",
     "weights.timeout": "deadlines.sync_step",
+    "monitor.logprob_gap_limit": "monitor.logprob_difference_limit",
     "ray.placement_timeout": "deadlines.placement",
 }
 """Old dotted key -> new dotted key."""

@@ -308,7 +308,7 @@ class RayConfig(Config):
 class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
-    logprob_gap_limit: float = Field(0.1, gt=0)
+    logprob_difference_limit: float = Field(0.1, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
     profile_steps: str | None = Field(None, pattern=r"^\d+:\d+$")
     """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""

@@ -119,7 +119,7 @@ function = "rltool.rollout.rewards:exact_match"
 sets = {{ heldout = "{task.heldout}" }}
 
 [monitor]
-logprob_gap_limit = 1e-3  # float32 on both sides: 1e-6 is usual
+logprob_difference_limit = 1e-3  # float32 on both sides: 1e-6 is usual
 
 [checkpoint]
 every_steps = 25

@@ -14,7 +14,6 @@ from typing import Any
 
 from rltool.rollout import dump
 from rltool.rollout.collector import Collector
-from rltool.rollout.data import PromptSource
 from rltool.rollout.groups import Group, GroupState, new_samples
 from rltool.rollout.sample import Sample
 

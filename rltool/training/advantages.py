@@ -14,7 +14,7 @@ from rltool.algorithms.overlong import overlong_reward, response_lengths
 from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, sum_per_sample
 from rltool.algorithms.reduction import token_loss_weights
 from rltool.algorithms.schedule import split_for_optimizer_steps
-from rltool.algorithms.staleness import all_current
+from rltool.algorithms.staleness import all_current, mask_older_than
 from rltool.config.import_path import load_callable
 from rltool.config.train import AlgorithmConfig, TrainConfig
 from rltool.errors import ContractViolation
@@ -40,6 +40,16 @@ def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -
         return False
     single_step = config.optimizer_steps_per_rollout == 1 and all_current(batch, step)
     return algorithm.needs_old_logprobs or not single_step
+
+
+def with_stale_tokens_masked(batch: TrainBatch, config: TrainConfig, step: int) -> tuple[TrainBatch, dict[str, float]]:
+    """The batch without a loss on tokens that are too old to be trained on at training step `step`, and how many there were.
+
+    algorithm.mask_tokens_older_than, and with rollout.on_stale = "mask" rollout.max_staleness. Errors of `mask_older_than`.
+    """
+    limits = [config.algorithm.mask_tokens_older_than, config.rollout.max_staleness if config.rollout.on_stale == "mask" else None]
+    given = [limit for limit in limits if limit is not None]
+    return mask_older_than(batch, step, min(given)) if given else (batch, {})
 
 
 def with_old_logprobs(batch: TrainBatch, algorithm: AlgorithmConfig, scored: Tensor | None) -> TrainBatch:

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_difference
-from rltool.algorithms.schedule import split_for_optimizer_steps
+from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
 from rltool.errors import RltoolError, SaveFailed, TrainingStopped
-from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
+from rltool.training.advantages import (
+    needs_old_logprobs_pass,
+    optimizer_step_samples,
+    with_advantages,
+    with_corrections,
+    with_loss_weights,
+    with_old_logprobs,
+    with_stale_tokens_masked,
+)
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
@@ -64,12 +72,12 @@ class Checkpoints(Protocol):
 class Loop:
     """One run, from `progress` to its end.
 
-    stop_on_gap False: measure the train/rollout gap, but go on whatever it is (replays). around_step(step): a context around each.
+    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it (replays). around_step(step): a context around each.
     """
 
     def __init__(
         self, config: TrainConfig, trainer: TrainerGroup, source: BatchSource, engines: Engines | None, writer: MetricsWriter, stop: StopSignal,
-        checkpoints: Checkpoints, save_hf: Callable[[int], None], progress: Progress, *, stop_on_gap: bool = True,
+        checkpoints: Checkpoints, save_hf: Callable[[int], None], progress: Progress, *, stops_on_difference: bool = True,
         around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
         self.config = config
@@ -81,7 +89,7 @@ class Loop:
         self.checkpoints = checkpoints
         self.save_hf = save_hf
         self.progress = progress
-        self.stop_on_gap = stop_on_gap
+        self.stops_on_difference = stops_on_difference
         self.around_step = around_step
         self.skipped_in_a_row = 0
         self.between_updates = False
@@ -140,75 +148,87 @@ class Loop:
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
-        config, longest = self.config, self.config.sampling.max_response_tokens
-        metrics: dict[str, float] = {}
-        trains_policy = not (config.algorithm.uses_critic and self.progress.step < config.critic.warmup_rollouts)
-        # A single step on samples of the very policy that is trained: its training forward gives the old log-probabilities too.
-        fresh = config.algorithm.loss == "policy" and trains_policy and config.optimizer_steps_per_rollout == 1 and not config.algorithm.needs_old_logprobs
-        if config.algorithm.loss == "policy":
+        config, algorithm, step = self.config, self.config.algorithm, self.progress.step
+        metrics = staleness_metrics(batch, step)
+        trains_policy = not (algorithm.uses_critic and step < config.critic.warmup_rollouts)
+        if algorithm.loss == "policy":
+            batch, masked = with_stale_tokens_masked(batch, config, step)
             with timed(metrics, "time/logprobs_seconds"):
-                if not fresh:
-                    batch = batch.replace(old_logprobs=self.trainer.logprobs(batch))
-                    metrics.update(self._judge_gap(batch.old_logprobs, batch))
-                batch = self._with_frozen_logprobs(batch)
-            if config.algorithm.uses_critic:
+                batch, compared = self._with_logprobs(batch)
+            if algorithm.uses_critic:
                 with timed(metrics, "time/values_seconds"):
                     batch = batch.replace(values=self.trainer.values(batch))
-            batch, shaped = with_advantages(batch, config.algorithm, max_response_tokens=longest)
-            batch, corrected = with_corrections(batch, config.algorithm)
-            metrics.update({**shaped, **corrected})
+            batch, shaped = with_advantages(batch, algorithm, max_response_tokens=config.sampling.max_response_tokens)
+            batch, corrected = with_corrections(batch, algorithm)
+            metrics |= masked | compared | shaped | corrected
+        compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics
+        self.between_updates = not compares
         collected: list[dict[str, float]] = []
-        groups = batch.group_ids.tolist()
-        self.between_updates = not fresh
-        # Rewards that failed may have emptied whole groups: then there are fewer optimizer steps, not none.
-        for samples in split_for_optimizer_steps(groups, min(config.optimizer_steps_per_rollout, len(set(groups)))):
-            part = with_loss_weights(batch.select(samples), config.algorithm, max_response_tokens=longest)
+        for samples in optimizer_step_samples(batch, config.optimizer_steps_per_rollout):
+            part = with_loss_weights(batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens)
             measured: dict[str, float] = {}
-            if trains_policy:
-                measured = self._fresh_step(part) if fresh else self.trainer.train_step(part)
-            if config.algorithm.uses_critic:
+            if trains_policy and compares and not collected:
+                metrics |= (compared := self._first_optimizer_step(part, measured))
+            elif trains_policy:
+                measured |= self.trainer.train_step(part)
+            if algorithm.uses_critic:
                 measured |= self._critic_steps(part)
             collected.append(measured)
         self.between_updates = False
         skipped = [any([result.pop(name, 0.0) for name in ("train/skipped", "train/critic_skipped")]) for result in collected]
-        metrics.update(_mean(collected))
+        metrics |= _mean(collected)
         metrics["train/skipped_steps"] = float(sum(skipped))
         for skip in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         return metrics
 
+    def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""
+        algorithm, scored, metrics = self.config.algorithm, None, {}
+        if needs_old_logprobs_pass(self.config, batch, self.progress.step):
+            scored = self.trainer.logprobs(batch)
+            metrics = self._check_logprobs(scored, batch)
+        batch = with_old_logprobs(batch, algorithm, scored)
+        reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
+        teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
+        return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher), metrics
+
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""
         return _mean([self.trainer.critic_step(batch) for _ in range(self.config.critic.updates_per_optimizer_step)])
 
-    def _fresh_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Forward and backward, the gate, and only then the optimizer: after a gap every weight is as it was."""
-        logprobs, measured = self.trainer.forward_backward(batch, fresh=True)
+    def _first_optimizer_step(self, batch: TrainBatch, measured: dict[str, float]) -> dict[str, float]:
+        """Forward and backward, the log-probability check, and only then the optimizer: where they disagree, every weight is as it was.
+
+        Adds the step's metrics to `measured`; returns those of the check.
+        """
+        logprobs, found = self.trainer.forward_backward(batch, on_policy=batch.old_logprobs is None)
         try:
-            gap = self._judge_gap(logprobs, batch)
+            compared = self._check_logprobs(logprobs, batch)
         except TrainingStopped:
             self.trainer.discard_gradients()
             raise
         self.between_updates = True
-        return {**measured, **gap, **self.trainer.optimizer_step()}
+        measured |= {**found, **self.trainer.optimizer_step()}
+        return compared
 
-    def _judge_gap(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
-        """The gate: before any optimizer step the trainer's log-probabilities [T] must agree with the engines'. Returns its metrics."""
+    def _check_logprobs(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
+        """Before any optimizer step the trainer's log-probabilities [T] must agree with the engines', on tokens of the current policy.
+
+        A batch without such a token is not compared, and its record says so; each sync has compared the engines by then. Replays
+        compare whatever they have, and stop at nothing.
+        """
         assert batch.rollout_logprobs is not None
-        found = logprob_difference(logprobs, batch.rollout_logprobs, batch.loss_mask)
-        limit = self.config.monitor.logprob_gap_limit
-        if self.stop_on_gap and not found.abs_mean <= limit:
+        selection = current_tokens(batch, self.progress.step) if self.stops_on_difference else batch.loss_mask
+        found = logprob_difference(logprobs, batch.rollout_logprobs, selection)
+        limit = self.config.monitor.logprob_difference_limit
+        if self.stops_on_difference and found.tokens and not found.abs_mean <= limit:
             raise TrainingStopped(
                 f"trainer and engines disagree: mean |log-probability difference| {found.abs_mean:.2e} (max {found.abs_max:.2e}) is above "
-                f"monitor.logprob_gap_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold the "
-                f"trainer's weights, or they compute in another precision or at another temperature."
+                f"monitor.logprob_difference_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold "
+                f"the trainer's weights, or they compute in another precision or at another temperature."
             )
         return found.metrics
-
-    def _with_frozen_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        reference = self.trainer.logprobs(batch, weights="reference") if self.config.algorithm.uses_reference else None
-        teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
-        return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher)
 
     # -- bookkeeping
 

@@ -26,7 +26,7 @@ from rltool.engines.types import EngineInfo, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, TrainingStopped, UsageError
 from rltool.rollout.admission import AdmissionPolicy
-from rltool.rollout.batching import samples_to_batch, trim_to_multiple
+from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.data import PromptSet, PromptSource, load_prompts
 from rltool.rollout.data_plane import DataPlane
@@ -209,6 +209,8 @@ class RolloutService:
         such sync runs.
         """
         self._step = step
+        if self._syncing is None:
+            self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
         resync = asyncio.create_task(self._resync_stale(), name="resync") if self._sync is not None else None
         try:
             collected = await self.collector.next(step)
@@ -357,11 +359,12 @@ class RolloutService:
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         config = self._config
         stats = self._scorer.take_stats()
-        samples = [sample for group in collected.groups for sample in group.samples]
+        groups = [group.samples for group in collected.groups]
         dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
         if config.rollout.batch_size == "trim":
             per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.optimizer_steps_per_rollout
-            samples, dropped["trimmed"] = trim_to_multiple(samples, per_step)
+            groups, dropped["trimmed"] = trim(groups, per_step)
+        samples = [sample for group in groups for sample in group]
         if not samples:
             raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
         batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=config.rollout.mask_truncated)
@@ -371,6 +374,7 @@ class RolloutService:
 
     def _metrics(self, collected: Collected, stats: ScoreStats, samples: list[Sample], dropped: dict[str, int]) -> dict[str, float]:
         metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
+        metrics |= mask_metrics(samples, mask_truncated=self._config.rollout.mask_truncated)
         metrics |= {
             "rollout/tokens_per_second": collected.tokens / collected.interval,
             "rollout/epoch": float(self.collector.source.epoch),

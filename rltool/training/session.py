@@ -189,7 +189,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
         loop = Loop(
-            config, trainer, source, engines, writer, stop, checkpoints, save_hf, progress, stop_on_gap=prepared.replay is None, around_step=recording.around
+            config, trainer, source, engines, writer, stop, checkpoints, save_hf, progress, stops_on_difference=prepared.replay is None, around_step=recording.around
         )  # fmt: skip
         done = loop.run()
         if config.checkpoint.save_hf_at_end:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
@@ -52,6 +54,13 @@ class Stateless:
         pass
 
 
+def _dated(batch: TrainBatch, step: int) -> TrainBatch:
+    """Samples that do not say which weights sampled them are taken for on-policy ones."""
+    if batch.token_versions is not None:
+        return batch
+    return batch.replace(token_versions=torch.where(batch.loss_mask > 0, step, -1))
+
+
 class RecordedRollouts(Stateless):
     """Replays dumps, step by step. No engine takes part."""
 
@@ -64,7 +73,7 @@ class RecordedRollouts(Stateless):
 
     def next_batch(self, step: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
-        batch = samples_to_batch(dump.samples)
+        batch = _dated(samples_to_batch(dump.samples, mask_truncated=self._config.rollout.mask_truncated), step)
         return SourcedBatch(batch, rollout_metrics(dump.samples, seconds=None, dropped={}), tuple(dump.weight_versions))
 
 
@@ -87,7 +96,7 @@ class FakeRollouts(Stateless):
         )  # fmt: skip
         if self._record is not None:
             write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
-        return SourcedBatch(samples_to_batch(samples), rollout_metrics(samples, seconds=None, dropped={}))
+        return SourcedBatch(_dated(samples_to_batch(samples), step), rollout_metrics(samples, seconds=None, dropped={}))
 
 
 class SupervisedData:

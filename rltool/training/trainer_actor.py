@@ -105,8 +105,8 @@ class TrainerActor:
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
 
-    def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, fresh: bool) -> Any:
-        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, fresh=fresh)
+    def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool) -> Any:
+        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, fresh=on_policy)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.trainer.optimizer_step()

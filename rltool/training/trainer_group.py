@@ -61,14 +61,14 @@ class TrainerGroup:
         tokens = batch.num_loss_tokens
         return self._on_shards(batch, lambda rank, part: rank.train_step.remote(part, tokens))[1][0]
 
-    def forward_backward(self, batch: TrainBatch, *, fresh: bool = False) -> tuple[Tensor, dict[str, float]]:
+    def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[Tensor, dict[str, float]]:
         """The first half of a `train_step`: gradients, but no change of a weight. Then call `optimizer_step` or `discard_gradients`.
 
-        fresh: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss tokens, [T]
+        on_policy: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss tokens, [T]
         float32, 0 elsewhere, and metrics.
         """
         tokens = batch.num_loss_tokens
-        shards, results = self._on_shards(batch, lambda rank, part: rank.forward_backward.remote(part, tokens, fresh))
+        shards, results = self._on_shards(batch, lambda rank, part: rank.forward_backward.remote(part, tokens, on_policy))
         return shards.in_order(self.coordinates, [logprobs for logprobs, _ in results]), results[0][1]
 
     def optimizer_step(self) -> dict[str, float]:

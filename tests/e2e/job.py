@@ -91,6 +91,6 @@ max_response_tokens = 12
 [reward]
 function = "tests.e2e.rewards:lower_case_share"
 [monitor]
-logprob_gap_limit = 1e-4
+logprob_difference_limit = 1e-4
 """)
     return Job(root, model, endpoints)

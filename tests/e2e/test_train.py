@@ -171,7 +171,7 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_c
 
 
 def test_a_gap_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):
-    said = direct("train", "gap", sets=["monitor.logprob_gap_limit=1e-12"], code=1)
+    said = direct("train", "gap", sets=["monitor.logprob_difference_limit=1e-12"], code=1)
     assert "trainer and engines disagree" in said and "no optimizer step was made" in said
     assert not direct.steps("gap")
 

@@ -59,7 +59,7 @@ class ActorCritic:
 
 
 def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, ActorCritic]:
-    common = ["model.path=model", "algorithm.advantage=gae", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_gap_limit=10.0"]
+    common = ["model.path=model", "algorithm.advantage=gae", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_difference_limit=10.0"]
     nothing: Any = None
     trainer = ActorCritic(skips=skips)
     config = load_config(TrainConfig, [], [*common, *sets]).config
@@ -117,7 +117,7 @@ def test_a_critic_that_skips_counts_as_a_skipped_step():
 
 @pytest.mark.parametrize(("sets", "calls"), [([], ["values", "policy", "discard"]), (["critic.warmup_rollouts=1"], ["forward of the policy"])], ids=str)
 def test_a_gap_stops_the_critic_as_well(sets, calls):
-    loop, trainer = loop_with(*sets, "monitor.logprob_gap_limit=1e-6")
+    loop, trainer = loop_with(*sets, "monitor.logprob_difference_limit=1e-6")
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         loop.train(fresh_batch())
     assert trainer.calls == calls

@@ -44,7 +44,7 @@ class RememberingTrainer:
 
 
 def train(*sets: str) -> tuple[RememberingTrainer, dict[str, float], TrainConfig]:
-    common = ["model.path=model", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_gap_limit=10.0"]
+    common = ["model.path=model", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_difference_limit=10.0"]
     config = load_config(TrainConfig, [], [*common, *sets]).config
     trainer = RememberingTrainer()
     nothing: Any = None

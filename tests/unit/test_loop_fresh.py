@@ -46,7 +46,7 @@ class Recorder:
 
 
 def loop_with(off: float, *sets: str) -> tuple[Loop, Recorder]:
-    config = load_config(TrainConfig, [], ["model.path=model", "monitor.logprob_gap_limit=0.1", *sets]).config
+    config = load_config(TrainConfig, [], ["model.path=model", "monitor.logprob_difference_limit=0.1", *sets]).config
     trainer, nothing = Recorder(off), None
     return Loop(config, trainer, nothing, None, nothing, nothing, nothing, nothing, Progress(0, {})), trainer
 
