@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
 from rltool.rollout.generate import GenerateContext, generate_groups
-from rltool.rollout.rewards import score_samples
+from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
@@ -28,23 +27,24 @@ def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = 
     samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
     texts with the label "42" are used, among them an empty and a very long one. The function must not change the sample.
     """
-    function = load_callable(path, setting="path")
     pairs = list(samples) or [
         (Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1], prompt_text="6 x 7 = ", label="42", status=SampleStatus.COMPLETED), text)
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
-    for number, (sample, text) in enumerate(pairs):
-        before = copy.deepcopy(sample)
-        stats = asyncio.run(score_samples([sample], function, lambda _, text=text: text, workers=1, timeout=timeout))
-        where = f"sample {number} (text {text[:40]!r})"
-        if stats.num_failed:
-            problems.append(f"{where}: {next(iter(stats.reasons))}")
-            continue
-        before.reward = sample.reward
-        if before != sample:
-            problems.append(f"{where}: the function changed the sample")
+    for number, ((_, text), outcome) in enumerate(zip(pairs, asyncio.run(_score(path, pairs, timeout)), strict=True)):
+        if isinstance(outcome, RewardFailure):
+            problems.append(f"sample {number} (text {text[:40]!r}): {outcome.reason}")
     _raise_if_any(path, problems)
+
+
+async def _score(path: str, pairs: Sequence[tuple[Sample, str]], timeout: float) -> list[float | RewardFailure]:
+    """As a run would, but for the changes, which a run does not look for."""
+    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True)
+    try:
+        return await pool.score([sample for sample, _ in pairs], [text for _, text in pairs])
+    finally:
+        await pool.close()
 
 
 def check_generate_function(path: str) -> None:
