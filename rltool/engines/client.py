@@ -73,14 +73,14 @@ class EngineClient:
                 await session.close()
         self._reusing = self._fresh = None
 
-    async def request(self, base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float, retry: bool) -> Any:
+    async def request(self, base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float, retry: bool, attempts: int | None = None) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time or no
         connection), EngineError (5xx to the end). With `retry` false the request is sent once.
         """
         what = f"{request.method} {base_url}{request.path}"
-        attempts = self.retry.attempts if retry else 1
+        attempts = (attempts or self.retry.attempts) if retry else 1
         failure: EngineError | None = None
         tried = 0
         try:
@@ -121,7 +121,9 @@ class EngineClient:
             raise EngineRejected(f"{what} answered {status}: {_quote(text)}{_hint(status)}{sent}", status)
         return _decode(text)
 
-    async def generate(self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float) -> list[Completion]:
+    async def generate(
+        self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float, attempts: int | None = None
+    ) -> list[Completion]:
         """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
 
         Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which makes
@@ -132,7 +134,7 @@ class EngineClient:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self.request(endpoint.url, http, key=key, timeout=timeout, retry=True))
+                    group.create_task(self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts))
                     for http in speaks.generate(request)
                 ]
         except* EngineError as errors:

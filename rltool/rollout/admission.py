@@ -93,19 +93,32 @@ def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) 
     """The batch of training step `step`. candidates: all live groups, in any order.
 
     The batch is the first `policy.batch` groups by number: those that started first wait for nobody, and a long one is waited for
-    (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make it, by number.
+    (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make it, by number, after
+    those that are waited for because the next batch would come too late for them.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.id)
     too_old = tuple(c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step))
     live = [c for c in ordered if c.id not in set(too_old)]
     competing = live[: policy.window] if policy.on_stale == "wait" else live
+    last_chance = _last_chance(policy, competing, step)
     ready = [c for c in competing if c.ready]
-    if len(ready) < policy.batch:
+    if len(ready) < policy.batch or not all(c.ready for c in last_chance):
         return Choice(too_old=too_old)
-    batch = tuple(c.id for c in ready[: policy.batch])
+    chosen = [*last_chance, *(c for c in ready if c not in last_chance)][: policy.batch]
+    batch = tuple(sorted(c.id for c in chosen))
     if policy.oversampling == 1:
         return Choice(batch, too_old)
     return _with_surplus(policy, competing, batch, too_old, step)
+
+
+def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: int) -> list[Candidate]:
+    """Groups that the next batch could not train on any more, and which are therefore waited for, as far as a batch holds them.
+
+    In synchronous training that would be all of them: there, over-sampling is a race.
+    """
+    if policy.on_stale != "wait" or policy.max_staleness == 0:
+        return []
+    return [c for c in competing if policy.is_too_old(c.oldest, step + 1)][: policy.batch]
 
 
 def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], batch: tuple[int, ...], too_old: tuple[int, ...], step: int) -> Choice:

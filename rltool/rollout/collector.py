@@ -173,7 +173,7 @@ class Collector:
         if is_open:
             for group in self.ledger.groups(GroupState.PARTIAL):
                 # One that was put aside goes on under the next weights, or it would be sampled further under those it was cut off at.
-                waits = group.put_aside_at is not None and group.put_aside_at == self.versions.published
+                waits = group.put_aside_at == self.versions.published and not self._requested
                 if group.id not in self._tasks and not waits:
                     self._start(group)
         counts = self.ledger.counts()
@@ -203,7 +203,6 @@ class Collector:
                 await self._work.generate(group, lambda: group.id in self._putting_aside)
             self._since.tokens += _sampled_tokens(group) - before
             if group.id in self._putting_aside and not is_complete(group.samples):
-                group.put_aside_at = self.versions.published
                 self._move(group, GroupState.PARTIAL)
                 return
             reason = await self._work.finish(group)
@@ -278,7 +277,7 @@ class Collector:
         for number in choice.surplus:
             self._drop(live[number], "surplus")
         if choice.interrupt:
-            self._put_aside(choice.interrupt)
+            self._put_aside([live[number] for number in choice.interrupt])
         return batch
 
     def _drop(self, group: Group, reason: str) -> None:
@@ -290,8 +289,10 @@ class Collector:
             task.cancel()
             self._helper(self._work.abort((group.id,)))
 
-    def _put_aside(self, numbers: Sequence[int]) -> None:
-        running = [number for number in numbers if number in self._tasks]
+    def _put_aside(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            group.put_aside_at = self.versions.published
+        running = [group.id for group in groups if group.id in self._tasks]
         self._since.interrupted += len(running)
         self._putting_aside.update(running)
         self._helper(self._interrupt_groups(running))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
-from rltool.rollout.generate import GenerateContext, generate_groups
+from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
@@ -62,7 +62,7 @@ def check_generate_function(path: str) -> None:
 
     context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
     try:
-        asyncio.run(generate_groups([group], context, function=function))
+        asyncio.run(fill_group(group, context, function))
     except Exception as error:  # reported as a violation, with its cause
         raise ContractViolation(f"{path}: raised {type(error).__name__}: {error}") from error
     for sample in group:

@@ -1,0 +1,294 @@
+"""The collector over simulated work: what starts, what makes a batch, what is counted, and that no group is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from rltool.engines.types import Completion, VersionSpan
+from rltool.errors import EngineError, RltoolError, TrainingStopped
+from rltool.rollout.admission import AdmissionPolicy
+from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig
+from rltool.rollout.data import Prompt, PromptSource
+from rltool.rollout.groups import GroupState
+from rltool.rollout.sample import SampleStatus
+from rltool.rollout.snapshot import restore, snapshot
+
+RUN = "a" * 32
+SETTINGS = {"samples_per_prompt": 2, "run_seed": 7, "group_deadline": 5.0, "batch_deadline": 10.0, "max_filtered": 1000}
+
+
+class Versions:
+    published: int | None = None
+
+
+@dataclass
+class Work:
+    """Generates two tokens a sample in two pieces, so that a version may change in between. Knobs: `delay(group)` in seconds,
+    `fail(group)`: an error to raise, `reason(group)`: why it is dropped."""
+
+    versions: Versions
+    delay: callable = lambda group: 0.0
+    fail: callable = lambda group: None
+    reason: callable = lambda group: None
+    partial: bool = True
+    aborted: list[int] = field(default_factory=list)
+    generated: Counter = field(default_factory=Counter)
+    aborting: set[int] = field(default_factory=set)
+
+    async def generate(self, group, interrupted):
+        self.generated[group.id] += 1
+        self.aborting.discard(group.id)  # an abort reaches what an engine has then, not what comes later
+        for piece in range(2):
+            await asyncio.sleep(self.delay(group) / 2)
+            if (error := self.fail(group)) is not None:
+                raise error
+            stop = interrupted() or group.id in self.aborting
+            for sample in group.samples:
+                if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
+                    last = len(sample.response_ids) == 1 or (piece == 1 and not stop)
+                    version = VersionSpan(f"{RUN}:0:{self.versions.published}", 0, 1)
+                    sample.append_response_tokens(Completion((5,), (-1.0,), "stop" if last else "abort", (version,)))
+            if stop:
+                self.aborting.discard(group.id)
+                return
+
+    async def finish(self, group):
+        for sample in group.samples:
+            sample.reward = float(sample.index)
+        return self.reason(group)
+
+    async def abort(self, groups):
+        self.aborted += groups
+        self.aborting.update(groups)
+
+    def keeps_partial_groups(self):
+        return self.partial
+
+
+def make(work, policy, *, prompts=50, on_event=lambda: None, **settings):
+    source = PromptSource([Prompt(i, (1, 2), f"p{i}") for i in range(prompts)], seed=1)
+    return Collector(source, policy, work, work.versions, CollectorConfig(**{**SETTINGS, **settings}), on_event=on_event)
+
+
+def publish(collector, step):
+    collector.versions.published = step
+    collector.weights_published()
+
+
+async def batches(collector, steps, *, first=0):
+    found = []
+    for step in range(first, first + steps):
+        publish(collector, step)
+        found.append(await collector.next(step))
+    return found
+
+
+def numbers(collected):
+    return [[group.id for group in batch.groups] for batch in collected]
+
+
+def test_synchronous_batches_are_the_groups_in_order_and_none_starts_before_it_is_asked_for():
+    async def run():
+        collector = make(Work(Versions(), delay=lambda g: 0.01 * (5 - g.id % 5)), AdmissionPolicy(batch=5))
+        publish(collector, 0)
+        await asyncio.sleep(0.02)
+        assert collector.ledger.issued == 0
+        found = await batches(collector, 3)
+        assert numbers(found) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+        assert collector.ledger.counts() == {"issued": 15, "running": 0, "partial": 0, "ready": 0, "in_hand": 5, "trained": 10, "dropped": 0}
+
+    asyncio.run(run())
+
+
+def test_with_staleness_the_next_batch_is_generated_while_the_trainer_is_busy():
+    async def run():
+        collector = make(Work(Versions(), delay=lambda g: 0.01), AdmissionPolicy(batch=4, max_staleness=1))
+        publish(collector, 0)
+        await collector.next(0)
+        await asyncio.sleep(0.05)  # the trainer trains, and nobody asks for anything
+        assert [g.id for g in collector.ledger.groups(GroupState.READY)] == [4, 5, 6, 7]
+        assert collector.ledger.issued == 8, "no more than the bound allows"
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
+def test_a_filtered_group_is_counted_and_another_prompt_takes_its_place():
+    async def run():
+        work = Work(Versions(), reason=lambda g: "equal_rewards" if g.id in (1, 2) else None)
+        [batch] = await batches(collector := make(work, AdmissionPolicy(batch=4)), 1)
+        assert [g.id for g in batch.groups] == [0, 3, 4, 5]
+        assert batch.dropped == {"equal_rewards": 2} and collector.ledger.counts()["dropped"] == 2
+
+    asyncio.run(run())
+
+
+def test_filtering_without_end_stops_the_run():
+    async def run():
+        work = Work(Versions(), reason=lambda g: "equal_rewards")
+        with pytest.raises(TrainingStopped, match="equal_rewards.*max_filtered_batches"):
+            await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
+
+    asyncio.run(run())
+
+
+def test_a_failure_is_raised_once_all_tasks_have_ended_and_no_group_is_lost():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 0.01, fail=lambda g: EngineError("gone") if g.id == 2 else None)
+        collector = make(work, AdmissionPolicy(batch=4))
+        with pytest.raises(EngineError, match="gone"):
+            await batches(collector, 1)
+        collector.ledger.check()
+        assert collector.ledger.counts()["partial"] + collector.ledger.counts()["ready"] == 4
+
+    asyncio.run(run())
+
+
+def test_a_group_that_takes_too_long_names_its_deadline():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 60.0 if g.id == 1 else 0.0)
+        with pytest.raises(RltoolError, match=r"group 1 was not generated within deadlines.group = 0.05 s"):
+            await batches(make(work, AdmissionPolicy(batch=2), group_deadline=0.05), 1)
+
+    asyncio.run(run())
+
+
+def test_a_batch_that_does_not_come_names_its_deadline_and_what_there_is():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 60.0)
+        with pytest.raises(RltoolError, match=r"deadlines.batch = 0.05 s.*'running': 2"):
+            await batches(make(work, AdmissionPolicy(batch=2), batch_deadline=0.05), 1)
+
+    asyncio.run(run())
+
+
+def test_an_interrupt_ends_the_wait_at_once_and_keeps_every_group():
+    async def run():
+        collector = make(Work(Versions(), delay=lambda g: 60.0), AdmissionPolicy(batch=3))
+        publish(collector, 0)
+        waiting = asyncio.create_task(collector.next(0))
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(collector.interrupt(), 1)
+        with pytest.raises(CollectionInterrupted):
+            await waiting
+        assert collector.ledger.counts()["partial"] == 3
+
+    asyncio.run(run())
+
+
+def test_oversampling_takes_the_first_that_are_ready_and_drops_the_rest():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 60.0 if g.id in (0, 2) else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=2))
+        [batch] = await batches(collector, 1)
+        await asyncio.sleep(0.01)
+        assert [g.id for g in batch.groups] == [1, 3] and batch.dropped == {"surplus": 2}
+        assert sorted(work.aborted) == [0, 2], "their requests are not left running"
+        collector.ledger.check()
+
+    asyncio.run(run())
+
+
+def test_partial_groups_keep_their_tokens_and_go_on_under_the_next_weights():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 0.2 if g.id == 0 and not g.samples[0].response_ids else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=1, partial_rollout=True))
+        [first] = await batches(collector, 1)
+        while not collector.ledger.groups(GroupState.PARTIAL):
+            await asyncio.sleep(0.01)
+        [second] = await batches(collector, 1, first=1)
+        assert [g.id for g in first.groups] == [1, 2] and first.interrupted == 1
+        found = {g.id: g for g in second.groups}[0]
+        versions = [[span.version[-1] for span in sample.versions] for sample in found.samples]
+        assert versions == [["0", "1"], ["0", "1"]], "one token of each version"
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
+def test_a_ready_group_that_has_become_too_old_is_sampled_again_and_counted():
+    async def run():
+        work = Work(Versions(), delay=lambda g: 0.02 if g.id == 0 else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, max_staleness=1, on_stale="resample"))
+        for step in range(4):
+            publish(collector, step)
+            batch = await collector.next(step)
+            for group in batch.groups:
+                assert step - group.oldest_version <= 1
+        await collector.interrupt()
+        collector.ledger.check()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "policy",
+    [
+        AdmissionPolicy(batch=4),
+        AdmissionPolicy(batch=4, max_staleness=1),
+        AdmissionPolicy(batch=4, max_staleness=3),
+        AdmissionPolicy(batch=4, oversampling=1.5),
+        AdmissionPolicy(batch=4, oversampling=1.5, max_staleness=2, partial_rollout=True),
+        AdmissionPolicy(batch=4, max_staleness=2, on_stale="resample"),
+    ],
+    ids=lambda p: f"staleness {p.max_staleness}, oversampling {p.oversampling:g}, {p.on_stale}",
+)
+def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_token_is_too_old(policy, seed):
+    """With injected filters, failures that a resume follows, and generation of random length; the books are checked after every event."""
+    rng = random.Random(seed)
+    trained: Counter[int] = Counter()
+
+    async def attempt(kept, first, steps):
+        versions = Versions()
+        work = Work(
+            versions, delay=lambda g: rng.choice([0.0, 0.0, 0.001, 0.004]), reason=lambda g: "bad" if rng.random() < 0.1 else None,
+            fail=lambda g: EngineError("lost") if rng.random() < 0.002 else None,
+        )  # fmt: skip
+        collector = make(work, policy, on_event=lambda: collector.ledger.check())
+        if kept is not None:
+            restore_here(collector, kept)
+        kept = snapshot(collector, first, keeps_partial=True)
+        step = first
+        try:
+            for step in range(first, steps):
+                publish(collector, step)
+                batch = await collector.next(step)
+                assert len(batch.groups) == policy.batch
+                for group in batch.groups:
+                    assert step - group.oldest_version <= policy.max_staleness
+                    assert all(len(sample.response_ids) == 2 for sample in group.samples)
+                await asyncio.sleep(rng.choice([0.0, 0.002]))
+                trained.update(group.id for group in batch.groups)
+                kept = snapshot(collector, step + 1, keeps_partial=True)
+        except EngineError:
+            return kept, step, collector
+        finally:
+            await collector.interrupt()
+            collector.ledger.check()
+        return kept, steps, collector
+
+    def restore_here(collector, kept):
+        import tempfile
+        from pathlib import Path
+
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in kept.files.items():
+                (Path(directory) / name).write_bytes(content)
+            restore(collector, kept.state, Path(directory))
+
+    kept, step, resumes = None, 0, 0
+    while step < 60:
+        kept, step, collector = asyncio.run(attempt(kept, step, 60))
+        resumes += 1
+    assert resumes > 1 or seed, "failures were injected"
+    counts = collector.ledger.counts()
+    assert set(trained.values()) == {1}, "no group is trained twice"
+    assert len(trained) == 60 * policy.batch
+    lost = set(range(collector.ledger.issued)) - set(trained) - {g.id for g in collector.ledger.groups()}
+    assert len(lost) == counts["dropped"], "and none is lost but those that were dropped, and counted"
