@@ -1,22 +1,21 @@
 """Contract tests that users run on their own functions, in their own test suites.
 
-    from rltool.rollout.contracts import check_reward_function
-    def test_my_reward():
-        check_reward_function("my_package.rewards:brevity")
+from rltool.rollout.contracts import check_reward_function
+def test_my_reward():
+    check_reward_function("my_package.rewards:brevity")
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import math
 from collections.abc import Sequence
 
 from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
-from rltool.rollout.generate import GenerateContext, generate_groups
-from rltool.rollout.rewards import score_samples
+from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
@@ -26,31 +25,48 @@ def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = 
     """ContractViolation unless the function at `package.module:function` gives a finite number for every sample.
 
     samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
-    texts with the label "42" are used, among them an empty and a very long one. The function must not change the sample.
+    texts with the label "42" are used, among them an empty and a very long one. The function must not change the
+    sample.
     """
-    function = load_callable(path, setting="path")
     pairs = list(samples) or [
-        (Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1], prompt_text="6 x 7 = ", label="42", status=SampleStatus.COMPLETED), text)
+        (
+            Sample(
+                group_id=0,
+                index=i,
+                prompt_index=0,
+                prompt_ids=[1],
+                prompt_text="6 x 7 = ",
+                label="42",
+                status=SampleStatus.COMPLETED,
+            ),
+            text,
+        )
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
-    for number, (sample, text) in enumerate(pairs):
-        before = copy.deepcopy(sample)
-        stats = asyncio.run(score_samples([sample], function, lambda _, text=text: text, workers=1, timeout=timeout))
-        where = f"sample {number} (text {text[:40]!r})"
-        if stats.num_failed:
-            problems.append(f"{where}: {next(iter(stats.reasons))}")
-            continue
-        before.reward = sample.reward
-        if before != sample:
-            problems.append(f"{where}: the function changed the sample")
+    for number, ((_, text), outcome) in enumerate(zip(pairs, asyncio.run(_score(path, pairs, timeout)), strict=True)):
+        if isinstance(outcome, RewardFailure):
+            problems.append(f"sample {number} (text {text[:40]!r}): {outcome.reason}")
     _raise_if_any(path, problems)
 
 
+async def _score(path: str, pairs: Sequence[tuple[Sample, str]], timeout: float) -> list[float | RewardFailure]:
+    """As a run would, but for the changes, which a run does not look for."""
+    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True)
+    try:
+        return await pool.score([sample for sample, _ in pairs], [text for _, text in pairs])
+    finally:
+        await pool.close()
+
+
 def check_generate_function(path: str) -> None:
-    """ContractViolation unless the generate function fills a group correctly against an engine that answers every request."""
+    """ContractViolation unless the generate function fills a group correctly against an engine that answers every
+    request."""
     function = load_callable(path, setting="path")
-    group = [Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i) for i in range(4)]
+    group = [
+        Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i)
+        for i in range(4)
+    ]
     problems: list[str] = []
 
     async def engine(request: GenerateRequest) -> list[Completion]:
@@ -58,11 +74,14 @@ def check_generate_function(path: str) -> None:
             problems.append("a request without a seed: the rollout cannot be repeated")
         if any(not 0 <= token < 100 for token in request.prompt_ids):
             problems.append("a prompt id outside the vocabulary")
-        return [Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),)) for _ in range(request.n)]
+        return [
+            Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),))
+            for _ in range(request.n)
+        ]
 
     context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
     try:
-        asyncio.run(generate_groups([group], context, function=function))
+        asyncio.run(fill_group(group, context, function))
     except Exception as error:  # reported as a violation, with its cause
         raise ContractViolation(f"{path}: raised {type(error).__name__}: {error}") from error
     for sample in group:

@@ -1,24 +1,17 @@
-"""Reward functions, and running any of them over samples."""
-
-import asyncio
-import threading
+"""The reward functions that are shipped, and the contract of everybody's."""
 
 import pytest
 
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
 from rltool.rollout.contracts import ContractViolation, check_generate_function, check_reward_function
-from rltool.rollout.rewards import exact_match, final_answer, math_answer, reasoning_gym_score, score_samples
+from rltool.rollout.rewards import exact_match, final_answer, math_answer, reasoning_gym_score
 from rltool.rollout.sample import Sample, SampleStatus
 
 
 def sample(index=0, label="nus", **fields):
     return Sample(group_id=0, index=index, prompt_index=4, prompt_ids=[1], label=label, response_ids=[index], response_mask=[1],
                   response_logprobs=[-1.0], status=SampleStatus.COMPLETED, **fields)
-
-
-def score(function, samples, workers=2, timeout=5.0):
-    return asyncio.run(score_samples(samples, function, lambda ids: str(ids[0]), workers=workers, timeout=timeout))
 
 
 @pytest.mark.parametrize(("text", "value"), [("nus", 1.0), (" nus\n", 1.0), ("nuss", 0.0), ("Nus", 0.0), ("", 0.0)])
@@ -63,95 +56,6 @@ def test_reasoning_gym_score_pays_for_near_misses():
     spell = sample(prompt_text="sun=", metadata={"source_dataset": "spell_backward"})
     assert reasoning_gym_score(spell, "nus") == 1.0
     assert 0 < reasoning_gym_score(spell, "nux") < 1
-
-
-def test_rewards_are_set_in_place():
-    samples = [sample(i) for i in range(5)]
-    stats = score(lambda s, text: int(text) / 2, samples)
-    assert [s.reward for s in samples] == [0.0, 0.5, 1.0, 1.5, 2.0]
-    assert (stats.num_samples, stats.num_failed, stats.failed_fraction) == (5, 0, 0.0)
-
-
-def test_async_functions_and_async_callables():
-    async def function(s, text):
-        await asyncio.sleep(0)
-        return 2
-
-    class Judge:
-        async def __call__(self, s, text):
-            return 3
-
-    samples = [sample()]
-    score(function, samples)
-    assert samples[0].reward == 2.0
-    score(Judge(), samples)
-    assert samples[0].reward == 3.0
-
-
-def raises(s, text):
-    raise KeyError("answer")
-
-
-@pytest.mark.parametrize(
-    ("function", "reason"),
-    [
-        (raises, "KeyError: 'answer'"),
-        (lambda s, text: float("nan"), "returned nan, expected a finite number"),
-        (lambda s, text: float("-inf"), "returned -inf"),
-        (lambda s, text: None, "returned NoneType, expected a number"),
-        (lambda s, text: "high", "returned str, expected a number"),
-        (lambda s, text: next(iter([])), "StopIteration"),
-    ],
-)
-def test_a_failing_reward_fails_that_sample_alone(function, reason):
-    samples = [sample(i) for i in range(3)]
-    stats = score(lambda s, text: function(s, text) if s.index == 1 else 1.0, samples)
-    assert [s.status for s in samples] == [SampleStatus.COMPLETED, SampleStatus.FAILED, SampleStatus.COMPLETED]
-    assert [s.reward for s in samples] == [1.0, None, 1.0]
-    assert stats.num_failed == 1 and reason in stats.describe()
-
-
-def test_an_awaitable_from_a_plain_function_is_a_failure_and_not_a_number():
-    async def late():
-        return 1.0
-
-    stats = score(lambda s, text: late(), [sample()])
-    assert "declare it `async def`" in stats.describe()
-
-
-def test_a_hanging_reward_times_out_and_does_not_hold_up_the_others():
-    release = threading.Event()
-
-    def function(s, text):
-        if s.index < 2:
-            release.wait(30)
-        return 1.0
-
-    samples = [sample(i) for i in range(6)]
-    try:
-        stats = score(function, samples, workers=2, timeout=0.2)
-    finally:
-        release.set()
-    assert [s.reward for s in samples] == [None, None, 1.0, 1.0, 1.0, 1.0]
-    assert stats.reasons == {"no answer within 0.2 s": 2}
-
-
-def test_at_most_workers_run_at_once():
-    lock, running, most = threading.Lock(), 0, 0
-    pause = threading.Event()
-
-    def function(s, text):
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        pause.wait(0.01)
-        with lock:
-            running -= 1
-        return 0.0
-
-    score(function, [sample(i) for i in range(12)], workers=3)
-    assert most == 3
 
 
 @pytest.mark.parametrize(
