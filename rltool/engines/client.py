@@ -1,8 +1,8 @@
 """The one place that talks HTTP to engines and routers, whatever their dialect.
 
-Dialects say what to send and how to read the reply; this client owns deadlines, retries, keys and error text. It retries
-transport errors, 5xx and 429 of requests that may be repeated (generation, which is seeded, and probes), never another 4xx, and
-never a control call: a weight update that was half done must not be started again blindly.
+Dialects say what to send and how to read the reply; this client owns deadlines, retries, keys and error text. It
+retries transport errors, 5xx and 429 of requests that may be repeated (generation, which is seeded, and probes), never
+another 4xx, and never a control call: a weight update that was half done must not be started again blindly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from rltool.engines.types import Completion, EngineInfo, GenerateRequest, HttpRe
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
-"""Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call, which takes seconds."""
+"""Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call, which takes
+seconds."""
 HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
 QUOTED_CHARACTERS = 600
@@ -40,17 +41,19 @@ class RetryPolicy:
     attempts: int = 6
     """One more than sglang-router's own five: a worker that died is out of the router's rotation by then."""
     first_delay: float = 0.2
-    """Seconds; doubled each time. The sum, about 6 s, outlasts a router's restart, not an engine's: that is the fleet's matter."""
+    """Seconds; doubled each time. The sum, about 6 s, outlasts a router's restart, not an engine's: that is the fleet's
+    matter."""
     longest_delay: float = 4.0
 
     def delay(self, attempt: int, rng: random.Random) -> float:
-        """Seconds to wait after failed `attempt` (from 0): exponential, with jitter so that 64 clients do not return together."""
+        """Seconds to wait after failed `attempt` (from 0): exponential, with jitter so that 64 clients do not return
+        together."""
         return min(self.first_delay * 2**attempt, self.longest_delay) * rng.uniform(0.5, 1.0)
 
 
 class EngineClient:
-    """Async context manager. Connections are unlimited: how many requests are in flight is the caller's decision, and a queue
-    hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it."""
+    """Async context manager. Connections are unlimited: how many requests are in flight is the caller's decision, and a
+    queue hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it."""
 
     def __init__(self, *, retry: RetryPolicy | None = None, rng: random.Random | None = None) -> None:
         self.retry = retry or RetryPolicy()
@@ -64,7 +67,9 @@ class EngineClient:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout
         )
         # A control call is sent once: it must not die with a kept-alive connection that the server is just closing.
-        self._fresh = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=no_timeout)
+        self._fresh = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=no_timeout
+        )
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -73,15 +78,26 @@ class EngineClient:
                 await session.close()
         self._reusing = self._fresh = None
 
-    async def request(self, base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float, retry: bool, attempts: int | None = None) -> Any:
+    async def request(
+        self,
+        base_url: str,
+        request: HttpRequest,
+        *,
+        key: str | None = None,
+        timeout: float,
+        retry: bool,
+        attempts: int | None = None,
+    ) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
-        `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time or no
-        connection), EngineError (5xx to the end). With `retry` false the request is sent once.
+        `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
+        or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
+        most `attempts` times, None meaning the policy's number.
         """
         what = f"{request.method} {base_url}{request.path}"
         attempts = (attempts or self.retry.attempts) if retry else 1
         failure: EngineError | None = None
+        cause: BaseException | None = None
         tried = 0
         try:
             async with asyncio.timeout(timeout):
@@ -90,14 +106,18 @@ class EngineClient:
                     try:
                         return await self._send(base_url, request, key, what, reuse=retry)
                     except _Temporary as error:
-                        failure = error.failure
+                        failure, cause = error.failure, error.__cause__
                         if tried < attempts:
                             await asyncio.sleep(self.retry.delay(attempt, self._rng))
         except TimeoutError as error:
             before = f"; before that: {failure}" if failure else ""
-            raise EngineUnreachable(f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}") from error
+            raise EngineUnreachable(
+                f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}"
+            ) from error
         assert failure is not None
-        raise type(failure)(f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})")
+        # The error itself, not a new one of its type: that would lose its attributes, or want arguments that are not here.
+        failure.args = (f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})",)
+        raise failure from cause
 
     async def _send(self, base_url: str, request: HttpRequest, key: str | None, what: str, *, reuse: bool) -> Any:
         session = self._reusing if reuse else self._fresh
@@ -106,7 +126,12 @@ class EngineClient:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             async with session.request(
-                request.method, base_url + request.path, json=request.body, params=request.query, headers=headers, allow_redirects=False
+                request.method,
+                base_url + request.path,
+                json=request.body,
+                params=request.query,
+                headers=headers,
+                allow_redirects=False,
             ) as response:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
@@ -126,15 +151,20 @@ class EngineClient:
     ) -> list[Completion]:
         """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
 
-        Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which makes
-        the engine abort them.
+        attempts: how often each HTTP request is sent at most; None: as the client's RetryPolicy says. A caller that
+        knows other engines tries once here and then elsewhere: attempts=1.
+
+        Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which
+        makes the engine abort them.
         """
         speaks = _dialect_of(endpoint)
         key = endpoint.read_key()
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts))
+                    group.create_task(
+                        self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts)
+                    )
                     for http in speaks.generate(request)
                 ]
         except* EngineError as errors:
@@ -142,34 +172,40 @@ class EngineClient:
         return speaks.parse_generate(request, [task.result() for task in tasks])
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
-        """What `abort` must be given to end `generate(endpoint, request)`, at whichever engine a router has sent it to."""
+        """What `abort` must be given to end `generate(endpoint, request)`, at whichever engine a router has sent it
+        to."""
         return _dialect_of(endpoint).request_ids(request)
 
     async def abort(self, engine: EngineEndpoint, request_ids: Sequence[str], *, timeout: float) -> None:
         """End exactly these requests at one engine (never a router); ids that it does not have are harmless.
 
-        `generate` then returns what they have, with finish_reason "abort". That comes a moment after this has returned. The
-        first failure is raised after all ids were sent, within `timeout` seconds for all.
+        `generate` then returns what they have, with finish_reason "abort". That comes a moment after this has returned.
+        The first failure is raised after all ids were sent, within `timeout` seconds for all.
         """
         key = engine.read_key()
         slots = asyncio.Semaphore(ABORTS_SIDE_BY_SIDE)
 
         async def send(http: HttpRequest) -> None:
             async with slots:
-                await self.request(engine.url, http, key=key, timeout=timeout, retry=True)  # aborting twice is aborting once
+                await self.request(
+                    engine.url, http, key=key, timeout=timeout, retry=True
+                )  # aborting twice is aborting once
 
         requests = _dialect_of(engine).abort(request_ids)
         try:
             async with asyncio.timeout(timeout):
                 outcomes = await asyncio.gather(*map(send, requests), return_exceptions=True)
         except TimeoutError as error:
-            raise EngineUnreachable(f"{engine.url}: {len(request_ids)} requests were not aborted within {timeout:g} s") from error
+            raise EngineUnreachable(
+                f"{engine.url}: {len(request_ids)} requests were not aborted within {timeout:g} s"
+            ) from error
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest], *, timeout: float) -> list[Any]:
-        """Send control calls in order, each once; `timeout` is for all of them. The first that fails ends it by raising."""
+        """Send control calls in order, each once; `timeout` is for all of them. The first that fails ends it by
+        raising."""
         key = endpoint.read_key()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -180,7 +216,8 @@ class EngineClient:
         return replies
 
     async def probe(self, endpoint: EngineEndpoint, *, timeout: float = PROBE_SECONDS) -> EngineInfo:
-        """Ask a live engine what it is. An endpoint without a dialect is asked for that first. Changes nothing there."""
+        """Ask a live engine what it is. An endpoint without a dialect is asked for that first. Changes nothing
+        there."""
         if endpoint.dialect is None:
             name = await self.detect_dialect(endpoint.url, endpoint.read_key(), timeout=timeout)
             endpoint = endpoint.model_copy(update={"dialect": name})
@@ -210,7 +247,9 @@ class EngineClient:
                 continue
             if isinstance(reply, dict) and field in reply:
                 return name
-        raise UsageError(f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as theirs do)")
+        raise UsageError(
+            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as theirs do)"
+        )
 
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""

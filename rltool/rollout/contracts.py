@@ -1,8 +1,8 @@
 """Contract tests that users run on their own functions, in their own test suites.
 
-    from rltool.rollout.contracts import check_reward_function
-    def test_my_reward():
-        check_reward_function("my_package.rewards:brevity")
+from rltool.rollout.contracts import check_reward_function
+def test_my_reward():
+    check_reward_function("my_package.rewards:brevity")
 """
 
 from __future__ import annotations
@@ -25,10 +25,22 @@ def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = 
     """ContractViolation unless the function at `package.module:function` gives a finite number for every sample.
 
     samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
-    texts with the label "42" are used, among them an empty and a very long one. The function must not change the sample.
+    texts with the label "42" are used, among them an empty and a very long one. The function must not change the
+    sample.
     """
     pairs = list(samples) or [
-        (Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1], prompt_text="6 x 7 = ", label="42", status=SampleStatus.COMPLETED), text)
+        (
+            Sample(
+                group_id=0,
+                index=i,
+                prompt_index=0,
+                prompt_ids=[1],
+                prompt_text="6 x 7 = ",
+                label="42",
+                status=SampleStatus.COMPLETED,
+            ),
+            text,
+        )
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
@@ -48,9 +60,13 @@ async def _score(path: str, pairs: Sequence[tuple[Sample, str]], timeout: float)
 
 
 def check_generate_function(path: str) -> None:
-    """ContractViolation unless the generate function fills a group correctly against an engine that answers every request."""
+    """ContractViolation unless the generate function fills a group correctly against an engine that answers every
+    request."""
     function = load_callable(path, setting="path")
-    group = [Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i) for i in range(4)]
+    group = [
+        Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i)
+        for i in range(4)
+    ]
     problems: list[str] = []
 
     async def engine(request: GenerateRequest) -> list[Completion]:
@@ -58,7 +74,10 @@ def check_generate_function(path: str) -> None:
             problems.append("a request without a seed: the rollout cannot be repeated")
         if any(not 0 <= token < 100 for token in request.prompt_ids):
             problems.append("a prompt id outside the vocabulary")
-        return [Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),)) for _ in range(request.n)]
+        return [
+            Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),))
+            for _ in range(request.n)
+        ]
 
     context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
     try:

@@ -1,12 +1,12 @@
 """Runs any reward function: a plain one in processes of its own, an async one on the event loop.
 
-A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response. A plain one that
-hangs, dies or holds the interpreter must not hold up the rollout manager, so it runs in worker processes. They are started with
-the pool and import the function once; a group of samples travels in one message, and every sample is answered as soon as it is
-scored. So a deadline is that of one sample, a worker that hangs or dies is known to have done so at one sample, and after that
-one has failed the others of its group go on in a new worker.
+A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response. A plain
+one that hangs, dies or holds the interpreter must not hold up the rollout manager, so it runs in worker processes. They
+are started with the pool and import the function once; a group of samples travels in one message, and every sample is
+answered as soon as it is scored. So a deadline is that of one sample, a worker that hangs or dies is known to have done
+so at one sample, and after that one has failed the others of its group go on in a new worker.
 
-Not here: what a failure means for the sample, its group and the run (`set_rewards` and its callers).
+Not here: what a failure means for the sample, its group and the run (rltool.rollout.scoring).
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rltool.config.import_path import load_callable
 from rltool.errors import RltoolError
 from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
-from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.sample import Sample
 
 RewardFunction = Callable[[Sample, str], Any]
 
@@ -41,7 +40,12 @@ LOST_GROUPS = 3
 REAP_SECONDS = 5.0
 """For a killed process to be gone."""
 
-BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rltool.rollout.reward_worker import main; main({descriptor}, {function!r}, {refuse})"
+BOOTSTRAP = """\
+import sys
+sys.path[:] = {path!r}
+from rltool.rollout.reward_worker import main
+main({descriptor}, {function!r}, {refuse})
+"""
 """Not multiprocessing: its children import the parent's main module anew, which in a Ray actor is Ray's own worker."""
 
 
@@ -55,10 +59,10 @@ class RewardFailure:
 class RewardPool:
     """The reward function of a run. Construct it early: its workers warm up meanwhile. Owned by one event loop.
 
-    function_path: `package.module:function`; UsageError if it cannot be imported. workers: processes for a plain function, so
-    many groups are scored at once; an async function needs none, and its samples run all side by side. timeout: seconds for
-    each sample. refuse_changes: a function that changes its sample fails it (a worker's changes are lost, an async
-    function's are not).
+    function_path: `package.module:function`; UsageError if it cannot be imported. workers: processes for a plain
+    function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
+    timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
+    are lost, an async function's are not).
     """
 
     def __init__(self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False) -> None:
@@ -81,8 +85,8 @@ class RewardPool:
     async def score(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
         """The reward of each sample, of which a plain function gets a copy. Call it once per group.
 
-        A function that raises, is too slow, kills its process or returns anything but a finite number fails that sample.
-        RltoolError only if workers die without a sample's doing.
+        A function that raises, is too slow, kills its process or returns anything but a finite number fails that
+        sample. RltoolError only if workers die without a sample's doing.
         """
         if len(samples) != len(texts):
             raise ValueError(f"{len(samples)} samples and {len(texts)} texts")
@@ -95,7 +99,9 @@ class RewardPool:
         while left := [index for index in range(len(samples)) if index not in outcomes]:
             lost = 0 if await self._score_in_a_worker(left, packed, outcomes) else lost + 1
             if lost == LOST_GROUPS:
-                raise RltoolError(f"{lost} reward workers in a row died before they took up a group: is the host out of memory?")
+                raise RltoolError(
+                    f"{lost} reward workers in a row died before they took up a group: is the host out of memory?"
+                )
         return [outcomes[index] for index in range(len(samples))]
 
     async def close(self) -> None:
@@ -108,7 +114,8 @@ class RewardPool:
     async def _score_in_a_worker(
         self, indices: list[int], packed: list[bytes], outcomes: dict[int, float | RewardFailure]
     ) -> bool:
-        """Adds to `outcomes`, in order, until all are there or the worker is lost. False if it never took the group up."""
+        """Adds to `outcomes`, in order, until all are there or the worker is lost. False if it never took the group
+        up."""
         frame = pickle.dumps([packed[index] for index in indices])
         worker = await self._idle.get()
         after: _Worker | None = None
@@ -179,53 +186,27 @@ class RewardPool:
         return reward
 
 
-@dataclass(frozen=True)
-class RewardStats:
-    """num_failed of num_samples have no reward; reasons: message -> how often, most frequent first."""
-
-    num_samples: int
-    num_failed: int
-    reasons: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def failed_fraction(self) -> float:
-        return self.num_failed / self.num_samples if self.num_samples else 0.0
-
-    def describe(self) -> str:
-        """One line for an error message or a log."""
-        shown = "; ".join(f"{count} x {reason}" for reason, count in list(self.reasons.items())[:3])
-        return f"the reward function failed on {self.num_failed} of {self.num_samples} samples: {shown}"
-
-
-def set_rewards(samples: Sequence[Sample], outcomes: Sequence[float | RewardFailure]) -> RewardStats:
-    """Set the reward of each sample; one that failed has none and is FAILED."""
-    reasons: Counter[str] = Counter()
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        if isinstance(outcome, RewardFailure):
-            reasons[outcome.reason] += 1
-            sample.reward = None
-            sample.status = SampleStatus.FAILED
-        else:
-            sample.reward = outcome
-    return RewardStats(len(samples), sum(reasons.values()), dict(reasons.most_common()))
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine; callable objects with an async __call__ count."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 class _Worker:
-    """One process and the parent's end of its socket. Its session is its own: Ctrl-C does not reach it, and what the function
-    starts dies with it."""
+    """One process and the parent's end of its socket. Its session is its own: Ctrl-C does not reach it, and what the
+    function starts dies with it."""
 
     def __init__(self, function_path: str, refuse_changes: bool) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            code = BOOTSTRAP.format(path=sys.path, descriptor=theirs.fileno(), function=function_path, refuse=refuse_changes)
+            code = BOOTSTRAP.format(
+                path=sys.path, descriptor=theirs.fileno(), function=function_path, refuse=refuse_changes
+            )
             self._process = subprocess.Popen(
                 # unbuffered: what a function prints before it hangs is what its author needs
-                [sys.executable, "-u", "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+                [sys.executable, "-u", "-c", code],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -247,7 +228,11 @@ class _Worker:
         except TimeoutError:
             raise RltoolError(f"a reward worker did not import its function within {START_SECONDS:g} s") from None
         if answer != READY:
-            reason = answer["unusable"] if isinstance(answer, dict) else f"it ended ({await self.end()}); its own output says why"
+            reason = (
+                answer["unusable"]
+                if isinstance(answer, dict)
+                else f"it ended ({await self.end()}); its own output says why"
+            )
             raise RltoolError(f"a reward worker did not start: {reason}")
 
     async def send(self, frame: bytes) -> bool:
@@ -303,7 +288,8 @@ class _Worker:
 
 
 def _pack(samples: list[Sample], texts: list[str]) -> tuple[list[bytes], dict[int, float | RewardFailure]]:
-    """What travels of each sample, and the failures of those that cannot, by index: anything may be in a sample's metadata."""
+    """What travels of each sample, and the failures of those that cannot, by index: anything may be in a sample's
+    metadata."""
     packed, failures = [], {}
     for index, pair in enumerate(zip(samples, texts, strict=True)):
         try:

@@ -1,12 +1,12 @@
 """A process that runs a plain reward function for rltool.rollout.reward_pool: what happens on its side of the socket.
 
-In: frames of 8 bytes length (big endian) and the pickle of a list that has, for each sample of a group, the pickle of (sample,
-text); from the parent alone, over a socket that it left to this process. Out: one JSON value per line. First READY or
-{"unusable": reason}; then for each frame ACCEPTED, and for each of its samples in order the reward, a number, or
-{"failed": reason}. So the parent knows at any moment which sample is being scored.
+In: frames of 8 bytes length (big endian) and the pickle of a list that has, for each sample of a group, the pickle of
+(sample, text); from the parent alone, over a socket that it left to this process. Out: one JSON value per line. First
+READY or {"unusable": reason}; then for each frame ACCEPTED, and for each of its samples in order the reward, a number,
+or {"failed": reason}. So the parent knows at any moment which sample is being scored.
 
-The protocol has its own socket, so a function may print; and the function runs in the main thread, where libraries that set an
-alarm for their own time limits want to be.
+The protocol has its own socket, so a function may print; and the function runs in the main thread, where libraries that
+set an alarm for their own time limits want to be.
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ def _score(function: Callable[..., Any], packed: bytes, refuse_changes: bool) ->
         reward = finite(function(sample, text))
         if before != sample:
             raise ValueError(CHANGED)
-    except (Exception, SystemExit) as error:  # whatever a user's code raises is that sample's failure, counted and reported
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # whatever a user's code raises is that sample's failure, counted and reported
         return {"failed": describe(error)}
     return reward
 

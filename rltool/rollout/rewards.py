@@ -1,7 +1,8 @@
 """Reward functions that ship with rltool. Any reward function is run by rltool.rollout.reward_pool.
 
-A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response without special
-tokens. It is named by import path in reward.function. Check your own with `rltool.rollout.contracts.check_reward_function`.
+A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response without
+special tokens. It is named by import path in reward.function. Check your own with
+`rltool.rollout.contracts.check_reward_function`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ def exact_match(sample: Sample, text: str) -> float:
 
 
 def math_answer(sample: Sample, text: str) -> float:
-    r"""1.0 if the last `\boxed{...}` or `#### ...` of the response equals that of the label (or the label itself), else 0.0.
+    r"""1.0 if the last `\boxed{...}` or `#### ...` of the response equals that of the label (or the label itself), else
+    0.0.
 
     Numbers are compared by value, so "1,000", "1000.0" and "$1000" are equal.
     """
@@ -27,7 +29,8 @@ def math_answer(sample: Sample, text: str) -> float:
 
 
 def reasoning_gym_score(sample: Sample, text: str) -> float:
-    """The score of the reasoning-gym task named in metadata["source_dataset"]. Note that many tasks pay for near misses."""
+    """The score of the reasoning-gym task named in metadata["source_dataset"]. Note that many tasks pay for near
+    misses."""
     import reasoning_gym
 
     entry = {"question": sample.prompt_text, "answer": _label(sample), "metadata": sample.metadata}
@@ -35,7 +38,8 @@ def reasoning_gym_score(sample: Sample, text: str) -> float:
 
 
 def final_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` (braces may nest), else behind the last `####` on its line; None if there is neither."""
+    r"""What stands in the last `\boxed{...}` (braces may nest), else behind the last `####` on its line; None if there
+    is neither."""
     start = text.rfind("\\boxed{")
     if start >= 0:
         begin = start + len("\\boxed{")

@@ -5,7 +5,7 @@ import uuid
 
 import pytest
 
-from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.client import EngineClient, RetryPolicy, _Temporary
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
@@ -57,6 +57,32 @@ def test_retries_end(fake_vllm, engine):
     with pytest.raises(EngineError, match=r"answered 500.*the engine core is dead.*gave up after 4 attempts"):
         generate(engine)
     assert len(fake_vllm.requests) == 4
+
+
+@pytest.mark.parametrize("fault", ["500", "reset"])
+def test_a_caller_with_other_engines_has_a_generation_sent_once(fake_vllm, engine, fault):
+    if fault == "500":
+        fake_vllm.fail(GENERATE, 500)
+    else:
+        fake_vllm.reset(GENERATE)
+    with pytest.raises(EngineError, match=r"gave up after 1 attempt\)"):
+        run(lambda client: client.generate(engine, request(), timeout=10, attempts=1))
+    assert len(fake_vllm.requests) == 1
+
+
+def test_the_last_failure_is_raised_itself_with_whatever_it_knows(engine, monkeypatch):
+    class Overloaded(EngineError):
+        def __init__(self, retry_after):
+            super().__init__("overloaded")
+            self.retry_after = retry_after
+
+    async def send(self, *arguments, **options):
+        raise _Temporary(Overloaded(retry_after=7)) from OSError("the cause")
+
+    monkeypatch.setattr(EngineClient, "_send", send)
+    with pytest.raises(Overloaded, match=r"overloaded \(gave up after 4 attempts\)") as caught:
+        generate(engine)
+    assert caught.value.retry_after == 7
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 422])
@@ -155,7 +181,9 @@ def test_an_aborting_pause_cuts_what_runs_and_what_waits(fake_vllm, engine):
     fake_vllm.seconds, fake_vllm.batch.slots = 30.0, 2
 
     async def scenario(client):
-        running = [asyncio.create_task(client.generate(engine, request(n=2, max_tokens=100), timeout=30)) for _ in range(2)]
+        running = [
+            asyncio.create_task(client.generate(engine, request(n=2, max_tokens=100), timeout=30)) for _ in range(2)
+        ]
         while (fake_vllm.batch.running, fake_vllm.batch.waiting) != (2, 2):
             await asyncio.sleep(0.001)
         await client.run(engine, dialect("vllm").pause("abort"), timeout=5)
@@ -163,7 +191,9 @@ def test_an_aborting_pause_cuts_what_runs_and_what_waits(fake_vllm, engine):
 
     started, waited = sorted(run(scenario), key=lambda samples: -len(samples[0].token_ids))
     assert all(sample.finish_reason == "abort" for sample in [*started, *waited])
-    assert all(0 < len(sample.token_ids) < 100 for sample in started) and all(sample.token_ids == () for sample in waited)
+    assert all(0 < len(sample.token_ids) < 100 for sample in started) and all(
+        sample.token_ids == () for sample in waited
+    )
 
 
 def test_a_404_on_a_control_route_is_no_success(fake_vllm, engine):
@@ -201,7 +231,11 @@ def test_more_than_a_hundred_generations_are_in_flight_at_once(fake_vllm, engine
 def test_samples_beyond_the_engines_limit_are_split_over_requests(fake_vllm, engine):
     samples = generate(engine, n=100)
     assert [recorded.body["sampling_params"]["n"] for recorded in fake_vllm.requests] == [64, 36]
-    (alone,) = run(lambda client: client.generate(engine, GenerateRequest((5, 6, 7), SamplingParams(3), "a" * 32, seed=91), timeout=5))
+    (alone,) = run(
+        lambda client: client.generate(
+            engine, GenerateRequest((5, 6, 7), SamplingParams(3), "a" * 32, seed=91), timeout=5
+        )
+    )
     assert alone.token_ids == samples[90].token_ids
 
 

@@ -1,4 +1,5 @@
-"""Reward functions that misbehave, by what a sample's metadata asks for. They run in worker processes, hence a module of their own."""
+"""Reward functions that misbehave, by what a sample's metadata asks for. They run in worker processes, hence a module
+of their own."""
 
 from __future__ import annotations
 

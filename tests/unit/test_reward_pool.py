@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rltool.errors import RltoolError, UsageError
-from rltool.rollout.reward_pool import RewardFailure, RewardPool, set_rewards
+from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 HERE = "tests.unit.reward_functions:"
@@ -97,7 +97,9 @@ def test_a_hanging_sample_holds_up_no_other_group():
 
 def test_groups_are_scored_by_all_workers_at_once_and_each_by_one(tmp_path):
     async def scenario(pool):
-        return await asyncio.gather(*(pool.score([sample(do="meet", dir=str(tmp_path), parties=3)], ["0"]) for _ in range(3)))
+        return await asyncio.gather(
+            *(pool.score([sample(do="meet", dir=str(tmp_path), parties=3)], ["0"]) for _ in range(3))
+        )
 
     assert with_pool(scenario, workers=3) == [[3.0]] * 3
     assert len(set(score([sample(i, do="pid") for i in range(4)], workers=3))) == 1
@@ -144,18 +146,27 @@ def test_what_a_function_prints_comes_out_where_the_parents_output_goes(capfd):
 
 def test_changes_to_a_sample_are_a_failure_where_they_are_looked_for():
     for function in ("plain", "awaits"):
-        assert reasons(score([sample(do="change")], function=function, refuse_changes=True)) == ["ValueError: the function changed the sample"]
+        assert reasons(score([sample(do="change")], function=function, refuse_changes=True)) == [
+            "ValueError: the function changed the sample"
+        ]
         assert reasons(score([sample(do="change")], function=function)) == [0.0]
 
 
 def test_async_samples_run_all_side_by_side_whatever_the_number_of_workers():
     here = []
-    assert score([sample(i, do="together", here=here, parties=40) for i in range(40)], function="awaits") == [float(i) for i in range(40)]
+    assert score([sample(i, do="together", here=here, parties=40) for i in range(40)], function="awaits") == [
+        float(i) for i in range(40)
+    ]
 
 
 def test_an_async_function_that_fails_or_hangs_fails_its_sample_alone():
     samples = [sample(0), sample(1, do="raise"), sample(2, do="hang"), sample(3)]
-    assert reasons(score(samples, function="awaits", timeout=1.0)) == [0.0, "KeyError: 'answer'", "no answer within 1 s", 3.0]
+    assert reasons(score(samples, function="awaits", timeout=1.0)) == [
+        0.0,
+        "KeyError: 'answer'",
+        "no answer within 1 s",
+        3.0,
+    ]
 
 
 def test_an_async_function_that_ignores_its_cancellation_is_not_waited_for():
@@ -207,7 +218,11 @@ def test_a_function_that_cannot_be_imported_is_a_usage_error_before_anything_sta
 
 def test_a_module_that_fails_in_a_worker_alone_is_an_error_with_its_text(tmp_path, monkeypatch):
     (tmp_path / "once_module.py").write_text(
-        "import pathlib\nflag = pathlib.Path(__file__).with_suffix('.seen')\nif flag.exists(): raise OSError('no more')\nflag.touch()\ndef f(s, t): return 1\n"
+        "import pathlib\n"
+        "flag = pathlib.Path(__file__).with_suffix('.seen')\n"
+        "if flag.exists(): raise OSError('no more')\n"
+        "flag.touch()\n"
+        "def f(sample, text): return 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -220,12 +235,3 @@ def test_a_module_that_fails_in_a_worker_alone_is_an_error_with_its_text(tmp_pat
             await pool.close()
 
     asyncio.run(scenario())
-
-
-def test_failures_are_counted_by_reason_most_frequent_first():
-    samples = [sample(i) for i in range(4)]
-    stats = set_rewards(samples, [RewardFailure("b"), 0.5, RewardFailure("a"), RewardFailure("a")])
-    assert [s.reward for s in samples] == [None, 0.5, None, None]
-    assert [s.status for s in samples] == [SampleStatus.FAILED, SampleStatus.COMPLETED, SampleStatus.FAILED, SampleStatus.FAILED]
-    assert (stats.num_samples, stats.num_failed, stats.failed_fraction) == (4, 3, 0.75)
-    assert stats.reasons == {"a": 2, "b": 1} and stats.describe() == "the reward function failed on 3 of 4 samples: 2 x a; 1 x b"
