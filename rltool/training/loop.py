@@ -69,28 +69,34 @@ class Checkpoints(Protocol):
         """On return nothing is being written any more."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of. engines: None where no engine takes part; save_hf(step): a Hugging Face export of the present weights."""
+
+    trainer: TrainerGroup
+    source: BatchSource
+    engines: Engines | None
+    checkpoints: Checkpoints
+    save_hf: Callable[[int], None]
+    writer: MetricsWriter
+    stop: StopSignal
+
+
 class Loop:
     """One run, from `progress` to its end.
 
-    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it (replays). around_step(step): a context around each.
+    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it (replays).
+    around_step(step): a context around each step.
     """
 
     def __init__(
-        self, config: TrainConfig, trainer: TrainerGroup, source: BatchSource, engines: Engines | None, writer: MetricsWriter, stop: StopSignal,
-        checkpoints: Checkpoints, save_hf: Callable[[int], None], progress: Progress, *, stops_on_difference: bool = True,
+        self, config: TrainConfig, parts: Parts, progress: Progress, *, stops_on_difference: bool = True,
         around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
-        self.config = config
-        self.trainer = trainer
-        self.source = source
-        self.engines = engines
-        self.writer = writer
-        self.stop = stop
-        self.checkpoints = checkpoints
-        self.save_hf = save_hf
-        self.progress = progress
-        self.stops_on_difference = stops_on_difference
-        self.around_step = around_step
+        self.config, self.progress = config, progress
+        self.trainer, self.source, self.engines, self.checkpoints = parts.trainer, parts.source, parts.engines, parts.checkpoints
+        self.save_hf, self.writer, self.stop = parts.save_hf, parts.writer, parts.stop
+        self.stops_on_difference, self.around_step = stops_on_difference, around_step
         self.skipped_in_a_row = 0
         self.between_updates = False
 

@@ -25,7 +25,7 @@ from rltool.processes.state import remove_state, state_of_this_process, write_st
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
-from rltool.training.loop import Loop, Progress
+from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
 from rltool.training.preflight import (
@@ -188,9 +188,8 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         checkpoints = Checkpointer(config.checkpoint, trainer, run.checkpoints_dir, describe, console, resumed_from=progress.step if progress.saved else None)
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
-        loop = Loop(
-            config, trainer, source, engines, writer, stop, checkpoints, save_hf, progress, stops_on_difference=prepared.replay is None, around_step=recording.around
-        )  # fmt: skip
+        parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop)
+        loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         done = loop.run()
         if config.checkpoint.save_hf_at_end:
             save_hf(done.step)

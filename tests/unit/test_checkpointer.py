@@ -26,7 +26,7 @@ class Trainer:
         self.slow = False
         self._in_flight = None
 
-    def save_checkpoint(self, directory, extra, metrics):
+    def save_checkpoint(self, directory, extra, metrics, files):
         self.calls.append(f"save {extra['step']}")
         assert self._in_flight is None, "one at a time"
         self._in_flight = directory, extra["step"], metrics
@@ -50,10 +50,10 @@ class Run:
     def __init__(self, tmp_path, resumed_from=None, **settings):
         self.trainer, self.out, self.directory = Trainer(), io.StringIO(), tmp_path
         config = CheckpointConfig(**settings)
-        self.checkpoints = Checkpointer(config, self.trainer, tmp_path, lambda at: {"step": at.step}, Console(file=self.out, width=200), resumed_from=resumed_from)
+        self.checkpoints = Checkpointer(config, self.trainer, tmp_path, lambda at: ({"step": at.step}, {}), Console(file=self.out, width=200), resumed_from=resumed_from)
 
     def save(self, step, **metrics):
-        self.checkpoints.save(Progress(step, {}, metrics={name.replace("__", "/"): value for name, value in metrics.items()}))
+        self.checkpoints.save(Progress(step, metrics={name.replace("__", "/"): value for name, value in metrics.items()}))
 
     def steps(self):
         return [directories.step_of(path) for path in directories.list_checkpoints(self.directory)]

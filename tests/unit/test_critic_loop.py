@@ -13,7 +13,7 @@ from rltool.algorithms.gae import explained_variance, value_is_clipped, value_lo
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped, UsageError
-from rltool.training.loop import Loop, Progress
+from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.validate import check_model
 from tests import plain_algorithms as plain
 from tests.tiny_models import write_tiny_qwen2
@@ -38,7 +38,7 @@ class ActorCritic:
         self.calls.append("values")
         return VALUES.clone()
 
-    def forward_backward(self, batch: Any, *, fresh: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
+    def forward_backward(self, batch: Any, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
         self.calls.append("policy")
         return example_batch().old_logprobs[batch.tokens], {"train/loss": 0.5}
 
@@ -63,11 +63,13 @@ def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, Act
     nothing: Any = None
     trainer = ActorCritic(skips=skips)
     config = load_config(TrainConfig, [], [*common, *sets]).config
-    return Loop(config, trainer, nothing, None, nothing, nothing, nothing, nothing, Progress(step, {})), trainer
+    return Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(step)), trainer
 
 
-def fresh_batch() -> Any:
-    return example_batch().replace(old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
+def on_policy_batch(step: int = 0) -> Any:
+    mask = example_batch().loss_mask
+    versions = torch.where(mask > 0, step, -1)
+    return example_batch().replace(token_versions=versions, old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
 
 
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"]
@@ -87,7 +89,7 @@ KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"]
 )
 def test_values_come_before_the_policy_and_the_critic_trains_after_it(sets, step, calls):
     loop, trainer = loop_with(*sets, step=step)
-    metrics = loop.train(fresh_batch())
+    metrics = loop.train(on_policy_batch(step))
     assert trainer.calls == calls
     assert ("train/grad_norm" in metrics) == ("policy" in calls)
     assert {"train/value_loss", "train/value_mean", "train/explained_variance", "train/logprob_abs_diff_mean", "time/values_seconds"} <= set(metrics)
@@ -97,7 +99,7 @@ def test_values_come_before_the_policy_and_the_critic_trains_after_it(sets, step
 @pytest.mark.parametrize("sets", [[], KL], ids=str)
 def test_the_critics_targets_are_advantage_plus_value_before_whitening(sets):
     loop, trainer = loop_with("algorithm.gamma=0.9", *sets)
-    metrics = loop.train(fresh_batch())
+    metrics = loop.train(on_policy_batch())
     (batch,) = trainer.batches
     algorithm = loop.config.algorithm
     known = example_batch().replace(values=VALUES)
@@ -112,14 +114,14 @@ def test_the_critics_targets_are_advantage_plus_value_before_whitening(sets):
 
 def test_a_critic_that_skips_counts_as_a_skipped_step():
     loop, _ = loop_with("optimizer_steps_per_rollout=2", "critic.updates_per_optimizer_step=2", skips=True)
-    assert loop.train(fresh_batch())["train/skipped_steps"] == 2 and loop.skipped_in_a_row == 2
+    assert loop.train(on_policy_batch())["train/skipped_steps"] == 2 and loop.skipped_in_a_row == 2
 
 
 @pytest.mark.parametrize(("sets", "calls"), [([], ["values", "policy", "discard"]), (["critic.warmup_rollouts=1"], ["forward of the policy"])], ids=str)
 def test_a_gap_stops_the_critic_as_well(sets, calls):
     loop, trainer = loop_with(*sets, "monitor.logprob_difference_limit=1e-6")
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
-        loop.train(fresh_batch())
+        loop.train(on_policy_batch())
     assert trainer.calls == calls
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -13,8 +13,8 @@ from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 RUN = "0123456789abcdef" * 2
 OTHER_RUN = "fedcba9876543210" * 2
 V0 = WeightVersion(RUN, 0, 0)
-V1 = V0.next()
-V2 = V1.next()
+V1 = replace(V0, number=V0.number + 1)
+V2 = replace(V0, number=V0.number + 2)
 A, B, JUDGE = "http://a:1", "http://b:1", "http://judge:1"
 
 
@@ -582,7 +582,6 @@ def test_a_policy_that_makes_no_sense_is_refused(wrong):
 def test_a_weight_version_survives_its_text_form():
     version = WeightVersion(RUN, 3, 41)
     assert WeightVersion.parse(str(version)) == version
-    assert str(version.next()) == f"{RUN}:3:42"
 
 
 @pytest.mark.parametrize("text", ["default", "3", "", f"{RUN}:0", f"{RUN}:0:-1", f"{RUN}:00:1", f"{RUN}:0:1 ", f"{RUN.upper()}:0:1"])

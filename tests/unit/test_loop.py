@@ -14,18 +14,19 @@ from rich.console import Console
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, SaveFailed, TrainingStopped
-from rltool.training.loop import Loop, Progress
+from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopSignal
 
 
-def make_batch(groups=(0, 0, 1, 1)) -> TrainBatch:
+def make_batch(groups=(0, 0, 1, 1), version=0) -> TrainBatch:
     n = len(groups)
     mask = torch.tensor([0.0, 1.0] * n)
     return TrainBatch(
         tokens=torch.arange(2 * n), lengths=torch.full((n,), 2), loss_mask=mask, rewards=torch.arange(n).float(),
         group_ids=torch.tensor(groups), loss_weights=mask, rollout_logprobs=torch.full((2 * n,), -1.0) * mask,
+        token_versions=torch.where(mask > 0, version, -1),
     )  # fmt: skip
 
 
@@ -40,7 +41,6 @@ class World:
         self.accuracy = 0.0
         self.fail_at: dict[str, BaseException] = {}
         self.version = 0
-        self.position = 0
 
     def _do(self, what: str) -> None:
         self.calls.append(what)
@@ -48,22 +48,18 @@ class World:
             raise self.fail_at.pop(what)
 
     # source
-    def next(self, step, max_staleness):
+    def next_batch(self, step):
         self._do("rollout")
-        self.position += 1
-        return SourcedBatch(make_batch(), {"rollout/reward_mean": 0.5}, (f"v{self.version}",))
-
-    def state_dict(self):
-        return {"position": self.position}
+        return SourcedBatch(make_batch(version=step), {"rollout/reward_mean": 0.5}, (f"v{self.version}",))
 
     # engines
     @property
     def weight_version(self):
         return f"v{self.version}"
 
-    def push_weights(self):
-        self._do("push")
-        self.version += 1
+    def sync_weights(self, step):
+        self._do("sync")
+        self.version = step
         return {"time/sync_seconds": 0.1}
 
     def evaluate(self):
@@ -79,7 +75,7 @@ class World:
         self.batches.append(batch)
         return {"train/loss": 0.1, **self.optimizer_step()}
 
-    def forward_backward(self, batch, fresh=False):
+    def forward_backward(self, batch, on_policy=False):
         self._do("gradients")
         self.batches.append(batch)
         return torch.full((len(batch.tokens),), self.trainer_logprob), {"train/loss": 0.1}
@@ -93,10 +89,10 @@ class World:
 
 
 class Saves(list):
-    """Checkpoints that are complete at once: (step, data position) of each."""
+    """Checkpoints that are complete at once: the step of each."""
 
     def save(self, progress):
-        self.append((progress.step, progress.source))
+        self.append(progress.step)
 
     def check(self):
         return {}
@@ -117,23 +113,21 @@ class Run:
         self.file = tmp_path / "metrics.jsonl"
         self.writer = MetricsWriter(self.file, tensorboard=None, console=Console(file=io.StringIO()))
         self.stop = StopSignal()
-        self.loop = Loop(
-            self.config, world, world, world if engines else None, self.writer, self.stop,
-            self.saves, self.exports.append, progress or Progress(0, {"position": 0}),
-        )  # fmt: skip
+        parts = Parts(world, world, world if engines else None, self.saves, self.exports.append, self.writer, self.stop)
+        self.loop = Loop(self.config, parts, progress or Progress(0))
 
     def records(self):
         return [json.loads(line) for line in self.file.read_text().splitlines()]
 
 
-def test_weights_are_pushed_before_the_first_rollout_and_after_every_update(tmp_path):
+def test_weights_are_synced_before_the_first_rollout_and_after_every_update(tmp_path):
     world = World()
     run = Run(tmp_path, world)
     run.loop.run()
-    assert world.calls == ["push", "evaluate", "rollout", "gradients", "update", "push", "rollout", "gradients", "update", "push", "evaluate"]
-    assert run.saves == [(2, {"position": 2})]
+    assert world.calls == ["sync", "evaluate", "rollout", "gradients", "update", "sync", "rollout", "gradients", "update", "sync", "evaluate"]
+    assert run.saves == [2]
     assert [r["step"] for r in run.records()] == [-1, 0, 1]
-    assert run.records()[1]["weight_versions"] == ["v1"] and run.records()[1]["weight_version"] == "v2"
+    assert run.records()[1]["weight_versions"] == ["v0"] and run.records()[1]["weight_version"] == "v1"
 
 
 def test_each_optimizer_step_gets_whole_groups_with_weights_of_its_own_and_group_advantages(tmp_path):
@@ -152,17 +146,17 @@ def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
     assert world.calls.count("reference") == 1 and world.batches[0].ref_logprobs is not None
 
 
-def test_supervised_training_pushes_weights_only_to_evaluate(tmp_path):
+def test_supervised_training_syncs_weights_only_to_evaluate(tmp_path):
     world = World()
     Run(tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}).loop.run()
-    assert world.calls == ["push", "evaluate", "rollout", "update", "rollout", "update", "push", "evaluate", "rollout", "update", "rollout", "update", "push", "evaluate"]
+    assert world.calls == ["sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate"]
 
 
 def test_it_ends_once_the_goal_is_reached(tmp_path):
     world = World()
     world.accuracy = 0.4
     run = Run(tmp_path, world, steps=9, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2, "stop_at": 0.3})
-    assert run.loop.run().step == 2 and run.saves == [(2, {"position": 2})]
+    assert run.loop.run().step == 2 and run.saves == [2]
 
 
 @pytest.mark.parametrize("gap", [0.2, math.nan])
@@ -172,14 +166,14 @@ def test_a_gap_above_the_limit_stops_before_the_optimizer_step_and_saves_the_sta
     run = Run(tmp_path, world)
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         run.loop.run()
-    assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [(0, {"position": 0})]
+    assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 
 
 def test_a_replay_measures_the_gap_and_goes_on(tmp_path):
     world = World()
     world.trainer_logprob = -3.0
     run = Run(tmp_path, world, engines=False)
-    run.loop.stop_on_gap = False
+    run.loop.stops_on_difference = False
     run.loop.run()
     assert run.records()[0]["train/logprob_abs_diff_mean"] == 2.0
 
@@ -190,10 +184,10 @@ def test_skipped_steps_are_counted_and_too_many_in_a_row_stop_the_run(tmp_path):
     run = Run(tmp_path, world, steps=9, optimizer={"max_skipped_steps": 3})
     with pytest.raises(TrainingStopped, match="3 optimizer steps in a row"):
         run.loop.run()
-    assert run.records()[-1]["train/skipped_steps"] == 1 and run.saves == [(3, {"position": 3})]
+    assert run.records()[-1]["train/skipped_steps"] == 1 and run.saves == [3]
 
 
-@pytest.mark.parametrize("where", ["rollout", "push"])
+@pytest.mark.parametrize("where", ["rollout", "sync"])
 def test_an_engine_failure_between_steps_saves_before_it_is_raised(tmp_path, where):
     world = World()
     world.fail_on_call = 1
@@ -201,7 +195,7 @@ def test_an_engine_failure_between_steps_saves_before_it_is_raised(tmp_path, whe
     run = Run(tmp_path, world)
     with pytest.raises(EngineError, match="gone"):
         run.loop.run()
-    assert run.saves == [(1, {"position": 1})]
+    assert run.saves == [1]
 
 
 def test_a_failure_between_the_optimizer_steps_of_one_rollout_saves_nothing(tmp_path):
@@ -214,20 +208,20 @@ def test_a_failure_between_the_optimizer_steps_of_one_rollout_saves_nothing(tmp_
     assert run.saves == []
 
 
-def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_position_before_it(tmp_path):
+def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_step_before_it(tmp_path):
     world = World()
     run = Run(tmp_path, world, steps=9)
 
-    def rollout(step, max_staleness):
-        if world.position == 1:
-            world.position += 1
-            signal.raise_signal(signal.SIGTERM)
-        return World.next(world, step, max_staleness)
+    def rollout(step):
+        if step == 1:
+            with run.stop.interruptible():  # as the wait for the rollout manager is
+                signal.raise_signal(signal.SIGTERM)
+        return World.next_batch(world, step)
 
-    world.next = rollout
+    world.next_batch = rollout
     with run.stop.installed():
         assert run.loop.run().step == 1
-    assert run.saves == [(1, {"position": 1})] and run.stop.exit_code == 0
+    assert run.saves == [1] and run.stop.exit_code == 0
 
 
 def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
@@ -242,7 +236,7 @@ def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     world.optimizer_step = update
     with run.stop.installed():
         assert run.loop.run().step == 1
-    assert run.saves == [(1, {"position": 1})] and run.stop.exit_code == 130
+    assert run.saves == [1] and run.stop.exit_code == 130
 
 
 def test_a_second_interrupt_ends_at_once():
@@ -256,7 +250,7 @@ def test_checkpoints_and_exports_come_when_they_are_due_and_none_twice(tmp_path)
     world = World()
     run = Run(tmp_path, world, steps=4, checkpoint={"every_steps": 2, "save_hf_every": 3})
     run.loop.run()
-    assert [step for step, _ in run.saves] == [2, 4] and run.exports == [3]
+    assert run.saves == [2, 4] and run.exports == [3]
 
 
 class FailingSaves(Saves):
@@ -284,7 +278,7 @@ def test_a_save_that_fails_ends_the_run_at_the_next_step_boundary_and_none_is_tr
     run.loop.checkpoints = saves = FailingSaves()
     with pytest.raises(SaveFailed, match="no space"):
         run.loop.run()
-    assert [step for step, _ in saves] == [1, 2] and world.calls.count("update") == 2
+    assert saves == [1, 2] and world.calls.count("update") == 2
     assert run.records()[0]["checkpoint/bytes"] == 1.0
 
 
@@ -323,7 +317,7 @@ def test_a_checkpoint_knows_the_metrics_of_its_step(tmp_path):
 
 
 def test_a_resumed_run_that_is_stopped_at_once_does_not_save_again(tmp_path):
-    run = Run(tmp_path, World(), steps=4, progress=Progress(4, {"position": 4}, saved=True))
+    run = Run(tmp_path, World(), steps=4, progress=Progress(4, saved=True))
     run.loop.run()
     assert run.saves == []
 

@@ -11,7 +11,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
-from rltool.training.loop import Loop, Progress
+from rltool.training.loop import Loop, Parts, Progress
 from tests import plain_algorithms as plain
 
 RESPONSE = 6
@@ -29,8 +29,8 @@ class RememberingTrainer:
         self.asked.append(weights)
         return self.known[weights].clone()
 
-    def forward_backward(self, batch: TrainBatch, *, fresh: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
-        assert fresh
+    def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
+        assert on_policy
         self.trained.append(batch)
         order = [int(token) for token in batch.tokens]  # tokens of the example are numbered
         return self.known["policy"][order], {"train/loss": 0.0}
@@ -48,7 +48,7 @@ def train(*sets: str) -> tuple[RememberingTrainer, dict[str, float], TrainConfig
     config = load_config(TrainConfig, [], [*common, *sets]).config
     trainer = RememberingTrainer()
     nothing: Any = None
-    loop = Loop(config, trainer, nothing, None, nothing, nothing, nothing, nothing, Progress(0, {}))
+    loop = Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(0))
     fresh = example_batch().replace(old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
     metrics = loop.train(fresh)
     return trainer, metrics, config

@@ -52,8 +52,8 @@ def test_a_recorded_run_on_synthetic_data_replays_bit_by_bit(tmp_path):
     model = write_tiny_qwen2(tmp_path / "model", tied=True)
     config = TrainConfig.model_validate({"model": {"path": model}, "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
     fake = FakeRollouts(config, tmp_path / "record")
-    live = [fake.next(step, 0).batch for step in range(2)]
-    replayed = [RecordedRollouts(config, tmp_path / "record").next(step, 0).batch for step in range(2)]
+    live = [fake.next_batch(step).batch for step in range(2)]
+    replayed = [RecordedRollouts(config, tmp_path / "record").next_batch(step).batch for step in range(2)]
     for a, b in zip(live, replayed, strict=True):
         assert a.tokens.equal(b.tokens) and a.rollout_logprobs.equal(b.rollout_logprobs) and a.rewards.equal(b.rewards)
     assert int(live[0].tokens.max()) < VOCAB_SIZE and not live[0].tokens.equal(live[1].tokens)

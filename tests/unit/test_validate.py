@@ -8,7 +8,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.training.preflight import ProbedFleet, choose_medium, engine_problems
+from rltool.training.preflight import ProbedFleet, choose_transport, engine_problems
 from rltool.training.validate import check_config
 
 
@@ -79,7 +79,7 @@ def info(**changes) -> EngineInfo:
 
 
 @pytest.mark.parametrize(
-    ("changes", "medium", "message"),
+    ("changes", "transport", "message"),
     [
         ({"vocab_size": 256}, "gloo", "vocabulary of 256.*one of 128"),
         ({"model_config": {**MODEL, "hidden_size": 32}}, "gloo", "another model: hidden_size is 32.*is 64"),
@@ -91,9 +91,9 @@ def info(**changes) -> EngineInfo:
         ({"max_model_len": 100}, "gloo", "--max-model-len 2048"),
     ],
 )
-def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, medium, message):
+def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, transport, message):
     config = load_config(TrainConfig, [], base).config
-    problems = engine_problems(info(**changes), MODEL, config, medium)
+    problems = engine_problems(info(**changes), MODEL, config, transport)
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problems[0])
@@ -106,11 +106,11 @@ def probed(backend: str) -> ProbedFleet:
 
 def test_weights_go_over_gloo_unless_an_engine_offers_nccl_alone_which_is_refused_with_the_fix(base):
     config = load_config(TrainConfig, [], base).config
-    assert choose_medium(config, probed("rltool")) == "gloo"
+    assert choose_transport(config, probed("rltool")) == "gloo"
     with pytest.raises(UsageError, match="http://engine:1.*--weight-backend rltool"):
-        choose_medium(config, probed("nccl"))
+        choose_transport(config, probed("nccl"))
     with pytest.raises(UsageError, match="not built yet"):
-        choose_medium(load_config(TrainConfig, [], [*base, 'weights.transport="nccl"']).config, probed("rltool"))
+        choose_transport(load_config(TrainConfig, [], [*base, 'weights.transport="nccl"']).config, probed("rltool"))
 
 
 def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):

@@ -11,7 +11,7 @@ from rltool.algorithms.contracts import example_batch
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
-from rltool.training.loop import Loop, Progress
+from rltool.training.loop import Loop, Parts, Progress
 
 
 class Recorder:
@@ -27,8 +27,8 @@ class Recorder:
         self.calls.append(f"forward of the {weights}")
         return self._logprobs(batch)
 
-    def forward_backward(self, batch: Any, *, fresh: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
-        assert fresh and batch.old_logprobs is None
+    def forward_backward(self, batch: Any, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
+        assert on_policy and batch.old_logprobs is None
         self.calls.append("forward and backward")
         return self._logprobs(batch), {"train/loss": 0.5}
 
@@ -48,10 +48,10 @@ class Recorder:
 def loop_with(off: float, *sets: str) -> tuple[Loop, Recorder]:
     config = load_config(TrainConfig, [], ["model.path=model", "monitor.logprob_difference_limit=0.1", *sets]).config
     trainer, nothing = Recorder(off), None
-    return Loop(config, trainer, nothing, None, nothing, nothing, nothing, nothing, Progress(0, {})), trainer
+    return Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(0)), trainer
 
 
-def fresh_batch() -> Any:
+def on_policy_batch() -> Any:
     return example_batch().replace(old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
 
 
@@ -67,7 +67,7 @@ def fresh_batch() -> Any:
 )
 def test_the_old_policy_costs_a_forward_of_its_own_only_where_it_must_be_known_first(sets, calls):
     loop, trainer = loop_with(0.02, *sets)
-    metrics = loop.train(fresh_batch())
+    metrics = loop.train(on_policy_batch())
     assert trainer.calls == calls
     assert metrics["train/logprob_abs_diff_mean"] == pytest.approx(0.02, abs=1e-5)
 
@@ -80,7 +80,7 @@ def test_the_old_policy_costs_a_forward_of_its_own_only_where_it_must_be_known_f
 def test_a_gap_above_the_limit_is_found_before_any_weight_changes(sets, calls):
     loop, trainer = loop_with(0.5, *sets)
     with pytest.raises(TrainingStopped, match="no optimizer step was made on this rollout"):
-        loop.train(fresh_batch())
+        loop.train(on_policy_batch())
     assert trainer.calls == calls
     # Nothing stands between the optimizer steps of one rollout: the state before it may be saved.
     assert not loop.between_updates
