@@ -11,7 +11,7 @@ from typing import Protocol
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
-from rltool.rollout.reward_pool import RewardFailure, RewardStats, set_rewards
+from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import Sample, SampleStatus
 
 Decode = Callable[[Sequence[int]], str]
@@ -38,7 +38,8 @@ class ScoreStats:
 
     def describe(self) -> str:
         """One line for an error message or a log."""
-        return RewardStats(self.scored, self.failed, dict(self.reasons.most_common())).describe()
+        shown = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
+        return f"the reward function failed on {self.failed} of {self.scored} samples: {shown}"
 
 
 def equal_rewards(group: list[Sample]) -> str | None:
@@ -75,9 +76,16 @@ class Scorer:
         """Set each sample's reward; one whose reward failed is FAILED and has none. Texts are decoded whole, environment tokens included."""
         started = asyncio.get_running_loop().time()
         texts = await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
-        found = set_rewards(samples, await self._rewards.score(samples, texts))
-        seconds = asyncio.get_running_loop().time() - started
-        return ScoreStats(found.num_samples, found.num_failed, groups=1, seconds=seconds, reasons=Counter(found.reasons))
+        stats = ScoreStats(scored=len(samples), groups=1)
+        for sample, value in zip(samples, await self._rewards.score(samples, texts), strict=True):
+            if isinstance(value, RewardFailure):
+                sample.reward, sample.status = None, SampleStatus.FAILED
+                stats.failed += 1
+                stats.reasons[value.reason] += 1
+            else:
+                sample.reward = value
+        stats.seconds = asyncio.get_running_loop().time() - started
+        return stats
 
     async def finish(self, samples: list[Sample]) -> str | None:
         """Score a group, take failed and aborted samples out of the list, apply hook and filter.

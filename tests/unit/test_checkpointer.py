@@ -76,7 +76,7 @@ def test_an_asynchronous_one_is_waited_for_by_the_next_and_at_the_end(tmp_path):
     assert run.steps() == []
     run.save(2)
     assert run.steps() == [1]
-    run.checkpoints.finish(Progress(2, {}))
+    run.checkpoints.finish(Progress(2))
     assert run.trainer.calls == ["save 1", "complete 1", "save 2", "complete 2"]
 
 
@@ -106,16 +106,16 @@ def test_the_checkpoint_at_the_end_is_tried_again_and_must_succeed(tmp_path):
     run.trainer.slow, run.trainer.broken = True, {4}
     run.save(4)
     with pytest.raises(SaveFailed):
-        run.checkpoints.finish(Progress(4, {}))
+        run.checkpoints.finish(Progress(4))
     assert run.trainer.calls == ["save 4", "complete 4", "save 4", "complete 4"]
     run.trainer.broken = set()
-    run.checkpoints.finish(Progress(4, {}))
+    run.checkpoints.finish(Progress(4))
     assert run.steps() == [4]
 
 
 def test_nothing_is_saved_again_at_the_end_if_it_is_there(tmp_path):
     run = Run(tmp_path, resumed_from=4)
-    run.checkpoints.finish(Progress(4, {}))
+    run.checkpoints.finish(Progress(4))
     assert run.trainer.calls == []
 
 
