@@ -18,7 +18,7 @@ import aiohttp
 
 from rltool.engines.dialects import NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.types import Completion, EngineInfo, GenerateRequest, HttpRequest
+from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
@@ -255,6 +255,15 @@ class EngineClient:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
         http = _dialect_of(endpoint).health()
         await self.request(endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=False)
+
+
+    async def load(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> EngineLoad:
+        """How much one engine has to do. Sent once: a number that comes late is worth nothing."""
+        speaks = _dialect_of(endpoint)
+        reply = await self.request(
+            endpoint.url, speaks.load(), key=endpoint.read_key(), timeout=timeout, retry=True, attempts=1
+        )
+        return speaks.parse_load(reply)
 
 
 class _Temporary(Exception):

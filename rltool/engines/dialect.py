@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest
+from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 
 PauseMode = Literal["keep", "wait", "abort"]
 Medium = Literal["gloo", "disk", "nccl"]
@@ -38,6 +38,11 @@ class Dialect(Protocol):
 
     def health(self) -> HttpRequest: ...
 
+    def load(self) -> HttpRequest:
+        """How much the engine has to do; cheap enough to be asked every second. The reply goes to parse_load."""
+
+    def parse_load(self, reply: Any) -> EngineLoad: ...
+
     # -- control plane; each list is sent in order, all must answer 2xx
     def pause(self, mode: PauseMode) -> list[HttpRequest]: ...
 
@@ -48,7 +53,7 @@ class Dialect(Protocol):
 
         An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A request
         that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A request that arrives
-        after the abort is not ended by it.
+        after the abort, or that the server has not yet let in, is not ended by it: whoever waits for the end repeats the abort.
         """
 
     # -- weights

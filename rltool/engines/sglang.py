@@ -15,7 +15,7 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode
-from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
+from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
 from rltool.errors import EngineError, UsageError
 
 GENERATE_PATH = "/generate"
@@ -128,6 +128,19 @@ class SglangDialect:
         # Not /health: that generates a token unless the server was told not to, takes a second, and fails while paused.
         return HttpRequest("GET", "/ready")
 
+    def load(self) -> HttpRequest:
+        return HttpRequest("GET", "/v1/loads", query={"include": "core"})
+
+    def parse_load(self, reply: Any) -> EngineLoad:
+        loads = reply.get("loads") if isinstance(reply, dict) else None
+        if not loads:
+            raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
+        return EngineLoad(
+            running=sum(load["num_running_reqs"] for load in loads),
+            waiting=sum(load["num_waiting_reqs"] for load in loads),
+            kv_cache_usage=max(load["token_usage"] for load in loads),
+        )
+
     # -- control plane
 
     def pause(self, mode: PauseMode) -> list[HttpRequest]:
@@ -154,7 +167,9 @@ class SglangDialect:
     def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
         """One request per id: the route takes one. Its front end knows whole ids alone, its scheduler matches by prefix.
 
-        An empty id is refused here, for it would be a prefix of everybody's.
+        A request that came while the engine was paused is held back by the front end, which does not know its id before the
+        engine is resumed: abort it again then. (One that was running when the pause came is ended at once.) An empty id is
+        refused here, for it would be a prefix of everybody's.
         """
         if "" in request_ids:
             raise ValueError("an empty request id would abort the requests of everybody")

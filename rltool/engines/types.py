@@ -100,6 +100,19 @@ class EngineInfo:
 
 
 @dataclass(frozen=True)
+class EngineLoad:
+    """What one engine has to do at this moment, over all its data-parallel replicas.
+
+    running: samples in its batches; waiting: samples that it has accepted and not started, or put back for lack of space;
+    kv_cache_usage: the used share of the KV cache, in [0, 1], of the fullest replica.
+    """
+
+    running: int
+    waiting: int
+    kv_cache_usage: float
+
+
+@dataclass(frozen=True)
 class TensorMeta:
     """One tensor of the weight stream: HF name, torch dtype name without "torch." (e.g. "float32"), shape."""
 

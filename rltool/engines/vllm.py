@@ -12,7 +12,7 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
-from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
+from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = "/inference/v1/generate"
@@ -22,6 +22,10 @@ REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
+
+LOAD_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+"""v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each of the n
+samples of a request counts for itself."""
 
 SEED_MODULUS = 2**31
 MAX_N_PER_REQUEST = 64
@@ -124,6 +128,13 @@ class VllmDialect:
 
     def health(self) -> HttpRequest:
         return HttpRequest("GET", "/health")
+
+    def load(self) -> HttpRequest:
+        return HttpRequest("GET", "/metrics")
+
+    def parse_load(self, reply: Any) -> EngineLoad:
+        running, waiting, usage = (_gauge(reply, name) for name in LOAD_METRICS)
+        return EngineLoad(running=round(sum(running)), waiting=round(sum(waiting)), kv_cache_usage=max(usage))
 
     # -- control plane
 
@@ -260,6 +271,15 @@ def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
             count = min(count, SEED_MODULUS - (request.seed + start) % SEED_MODULUS)
         yield start, count
         start += count
+
+
+def _gauge(text: Any, name: str) -> list[float]:
+    """The values of a metric in Prometheus' text format, one for each data-parallel engine of the server."""
+    lines = text.splitlines() if isinstance(text, str) else ()
+    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
+    if not values:
+        raise EngineError(f"/metrics has no {name}: was this vLLM server started with --disable-log-stats?")
+    return values
 
 
 def _request_id(request: GenerateRequest, start: int) -> str:

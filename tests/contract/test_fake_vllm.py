@@ -11,7 +11,7 @@ from tests.contract.vllm_contract import CONTRACT
 
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)
 def test_contract(fake_vllm, key_file, clause):
-    fake_vllm.seconds = 0.3
+    fake_vllm.seconds, fake_vllm.batch.slots = 0.3, fake_vllm.max_num_seqs
 
     async def run():
         engine = EngineEndpoint(url=fake_vllm.url, dialect="vllm", key_file=key_file, boot_id=fake_vllm.boot_id)

@@ -16,7 +16,7 @@ from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
-from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams, TensorMeta
+from rltool.engines.types import EngineLoad, GenerateRequest, HttpRequest, SamplingParams, TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
@@ -241,17 +241,46 @@ def test_an_abort_ends_our_own_requests_alone_and_they_come_back_with_what_they_
     play(scenario)
 
 
-def test_a_request_that_waits_in_a_paused_engine_is_aborted_with_no_tokens(engine, key_file):
+def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_came_since(engine, key_file):
+    engine.seconds = 5.0
+
     async def scenario(client):
         where = endpoint(engine, key_file)
+        before, since = (GenerateRequest((1,), SamplingParams(100), letter * 32, seed=3) for letter in "ab")
+        running = asyncio.create_task(client.generate(where, before, timeout=SECONDS))
+        await asyncio.to_thread(engine.wait_in_flight, 1)
         await client.run(where, SPEAKS.pause("keep"), timeout=SECONDS)
-        asked = request()
-        waiting = asyncio.create_task(client.generate(where, asked, timeout=SECONDS))
+        held_back = asyncio.create_task(client.generate(where, since, timeout=SECONDS))
+        while engine.seen["/generate"] < 2:
+            await asyncio.sleep(0.001)
+        ids = [before.request_id, since.request_id]
+        await client.abort(where, ids, timeout=SECONDS)
+        (sample,) = await running
+        assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) < 100
+        await client.run(where, SPEAKS.resume(), timeout=SECONDS)
+        await asyncio.to_thread(engine.wait_in_flight, 1)
+        assert not held_back.done()
+        await client.abort(where, ids, timeout=SECONDS)
+        (sample,) = await held_back
+        assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) < 100
+
+    play(scenario)
+
+
+def test_the_load_is_what_runs_what_waits_and_how_full_the_cache_is(engine, key_file):
+    engine.seconds, engine.batch.slots, engine.batch.kv_tokens = 5.0, 2, 100
+
+    async def scenario(client):
+        where = endpoint(engine, key_file)
+        assert await client.load(where) == EngineLoad(0, 0, 0.0)
+        asked = request(n=3)
+        task = asyncio.create_task(client.generate(where, asked, timeout=SECONDS))
         while not engine.batch.waiting:
             await asyncio.sleep(0.001)
+        load = await client.load(where)
+        assert (load.running, load.waiting) == (2, 1) and 0.08 <= load.kv_cache_usage < 0.3  # two prompts of 3 tokens and more
         await client.abort(where, client.request_ids(where, asked), timeout=SECONDS)
-        (sample,) = await waiting
-        assert (sample.token_ids, sample.finish_reason) == ((), "abort")
+        assert [sample.finish_reason for sample in await task] == ["abort"] * 3
 
     play(scenario)
 

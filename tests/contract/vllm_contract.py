@@ -13,7 +13,7 @@ import pytest
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.types import Completion, GenerateRequest, HttpRequest, SamplingParams
+from rltool.engines.types import Completion, EngineLoad, GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected
 
 PROMPT = (40, 41, 17, 90, 33, 5)
@@ -175,6 +175,20 @@ async def aborting_what_is_not_there_changes_nothing(client: EngineClient, engin
     assert [sample.finish_reason for sample in await task] == ["length", "length"]
 
 
+async def the_load_tells_what_runs_and_what_waits(client: EngineClient, engine: EngineEndpoint) -> None:
+    """64 sequences at once (max_num_seqs of our launch line): of 96 samples 32 wait."""
+    while (await client.load(engine)).running:  # what the clauses before have left to be counted down
+        await asyncio.sleep(0.05)
+    assert await client.load(engine) == EngineLoad(0, 0, 0.0)
+    tasks = [asyncio.create_task(client.generate(engine, request(n=n, sampling=LONG), timeout=SECONDS)) for n in (64, 32)]
+    seen = []
+    while not all(task.done() for task in tasks):
+        seen.append(await client.load(engine))
+        await asyncio.sleep(0.01)
+    assert any((load.running, load.waiting) == (64, 32) and 0 < load.kv_cache_usage < 1 for load in seen), seen
+    await asyncio.gather(*tasks)
+
+
 async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClient, engine: EngineEndpoint) -> None:
     speaks = dialect("vllm")
     await client.run(engine, speaks.shutdown_transfer("g"), timeout=SECONDS)
@@ -209,6 +223,7 @@ CONTRACT = [
     an_abort_ends_our_own_requests_alone,
     an_aborted_sample_has_its_tokens_so_far,
     aborting_what_is_not_there_changes_nothing,
+    the_load_tells_what_runs_and_what_waits,
     an_update_without_a_transfer_or_a_start_is_an_error,
     the_key_is_demanded_and_unknown_routes_do_not_exist,
 ]

@@ -317,6 +317,40 @@ def test_an_aborting_pause_returns_partial_samples_and_lets_a_sync_follow(engine
     play(scenario)
 
 
+def test_an_abort_ends_our_own_requests_alone_with_the_tokens_that_they_have(play):
+    async def scenario(trainer: Trainer):
+        client, where = trainer.client, trainer.where
+        ours, theirs = (new_request(seed=None, n=2, max_tokens=LONG) for _ in range(2))
+        tasks = [asyncio.create_task(client.generate(where, asked, timeout=SECONDS)) for asked in (ours, theirs)]
+        await has_running_request(trainer, 4)
+        assert 0 < (await client.load(where)).kv_cache_usage < 1
+        await client.abort(where, [*client.request_ids(where, ours), uuid.uuid4().hex], timeout=SECONDS)
+        cut, whole = [await task for task in tasks]
+        assert all(sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG for sample in cut)
+        assert [(sample.finish_reason, len(sample.token_ids)) for sample in whole] == [("length", LONG)] * 2
+
+    play(scenario)
+
+
+def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_came_since(play):
+    async def scenario(trainer: Trainer):
+        client, where = trainer.client, trainer.where
+        before, since = (new_request(seed=None, max_tokens=LONG) for _ in range(2))
+        running = asyncio.create_task(client.generate(where, before, timeout=SECONDS))
+        await has_running_request(trainer)
+        await trainer.tell(SPEAKS.pause("keep"))
+        held_back = asyncio.create_task(client.generate(where, since, timeout=SECONDS))
+        await asyncio.sleep(0.5)  # until it has arrived, of which nothing tells
+        await client.abort(where, [before.request_id, since.request_id], timeout=SECONDS)
+        (sample,) = await running
+        assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG
+        await trainer.tell(SPEAKS.resume())
+        (sample,) = await held_back
+        assert (sample.finish_reason, len(sample.token_ids)) == ("length", LONG)
+
+    play(scenario)
+
+
 def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engine, play):
     async def die_midway(trainer: Trainer):
         await trainer.tell([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
@@ -406,11 +440,7 @@ def test_no_route_that_matters_answers_without_the_key(engine, http):
     assert engine.http(http.method, http.path, http.body, key="wrong")[0] == 401
 
 
-async def has_running_request(trainer: Trainer) -> None:
-    """Until SGLang's load says that a request is being decoded."""
-    while True:
-        load = await trainer.client.request(
-            trainer.where.url, HttpRequest("GET", "/v1/loads"), key=trainer.where.read_key(), timeout=SECONDS, retry=False
-        )
-        if sum(rank["num_running_reqs"] for rank in load["loads"]):
-            return
+async def has_running_request(trainer: Trainer, samples: int = 1) -> None:
+    """Until SGLang's load says that so many requests are being decoded."""
+    while (await trainer.client.load(trainer.where)).running < samples:
+        pass

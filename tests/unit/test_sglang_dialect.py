@@ -9,7 +9,7 @@ import pytest
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.sglang import SglangDialect, check_prompt_ids, parse_reply
-from rltool.engines.types import GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, TensorMeta, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 SPEAKS = SglangDialect()
@@ -251,6 +251,33 @@ def test_a_server_started_by_others_has_a_boot_id_of_its_start_times():
 def test_a_server_of_another_kind_is_refused():
     with pytest.raises(EngineError, match="not SGLang's"):
         SPEAKS.parse_probe(PROBE | {"server": {"version": "0.32.0"}})
+
+
+def loads(**changes):
+    """What a 0.5.23 with two requests of four samples in all answered, cut to what is of interest, and one that waits."""
+    load = {
+        "timestamp": 1795288903.03, "dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 1, "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": 64, "num_total_tokens": 64, "max_total_num_tokens": 32768, "max_running_requests": 4096, "token_usage": 0.002,
+        "gen_throughput": 0.0, "decode_moments": [13.0, 52.0],
+    }  # fmt: skip
+    return {"timestamp": "2026-11-21T19:21:43+00:00", "version": "0.5.23", "accelerator": None, "loads": [load | changes]}
+
+
+def test_the_load_is_read_from_the_core_section_of_v1_loads():
+    http = SPEAKS.load()
+    assert (http.method, http.path, http.query) == ("GET", "/v1/loads", {"include": "core"})
+    assert SPEAKS.parse_load(loads()) == EngineLoad(4, 1, 0.002)
+
+
+def test_the_load_of_data_parallel_ranks_is_their_sum_and_the_fullest_cache():
+    ranks = [*loads()["loads"], *loads(dp_rank=1, num_running_reqs=7, num_waiting_reqs=0, token_usage=0.4)["loads"]]
+    assert SPEAKS.parse_load(loads() | {"loads": ranks}) == EngineLoad(11, 1, 0.4)
+
+
+@pytest.mark.parametrize("reply", [None, "text", {}, {"loads": []}])
+def test_a_load_that_tells_nothing_is_an_error_and_not_an_idle_engine(reply):
+    with pytest.raises(EngineError, match="/v1/loads"):
+        SPEAKS.parse_load(reply)
 
 
 def test_health_is_the_route_that_generates_nothing():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.types import GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, TensorMeta, VersionSpan
 from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -62,6 +62,42 @@ def test_an_abort_names_every_request_of_a_prompt_as_vllm_names_it_inside(n):
 
 def test_aborting_nothing_sends_nothing_for_an_empty_list_may_mean_everybody():
     assert DIALECT.abort([]) == []
+
+
+METRICS = """\
+# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="policy"} 64.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="policy"} 32.0
+# HELP vllm:num_requests_waiting_by_reason Number of waiting requests by reason. Reason labels: 'capacity' = waiting for ...
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",model_name="policy",reason="capacity"} 32.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="policy",reason="deferred"} 0.0
+# HELP vllm:kv_cache_usage_perc KV-cache usage. 1 means 100 percent usage.
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.0416
+"""
+"""What a 0.32.0 answered, cut to the lines about it."""
+
+
+def test_the_load_is_read_from_the_metrics():
+    assert (DIALECT.load().method, DIALECT.load().path) == ("GET", "/metrics")
+    assert DIALECT.parse_load(METRICS) == EngineLoad(64, 32, 0.0416)
+
+
+def test_the_load_of_data_parallel_engines_is_their_sum_and_the_fullest_cache():
+    second = METRICS.replace('engine="0"', 'engine="1"').replace("64.0", "3.0").replace("0.0416", "9.5e-01")
+    assert DIALECT.parse_load(METRICS + second) == EngineLoad(67, 64, 0.95)
+
+
+@pytest.mark.parametrize("name", ["vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc{"])
+def test_a_metric_that_is_missing_is_an_error_that_names_it_and_not_an_idle_engine(name):
+    with pytest.raises(EngineError, match=name[:-1] + ".*--disable-log-stats"):
+        DIALECT.parse_load("\n".join(line for line in METRICS.splitlines() if not line.startswith(name)))
+    with pytest.raises(EngineError, match="--disable-log-stats"):
+        DIALECT.parse_load(None)
 
 
 def test_without_a_seed_none_is_sent():

@@ -73,10 +73,12 @@ class Batch:
     """The requests that a fake engine holds, in order of arrival. `state` (its weights, its version) changes with `note`.
 
     slots: how many samples are generated at once, set before the first request; the others wait. None: all of them.
+    kv_tokens: the size of the KV cache as the load tells it; a full one stops nobody.
     """
 
     def __init__(self, state: Any) -> None:
         self.slots: int | None = None
+        self.kv_tokens = 1_000_000
         self.paused = False
         self._requests: dict[Running, None] = {}
         self._idle: dict[Running, None] = {}
@@ -103,11 +105,12 @@ class Batch:
         return sum(request.samples for request in list(self._requests) if not request.started)
 
     @property
-    def held_tokens(self) -> int:
-        """Of prompts and responses that are being generated."""
+    def kv_cache_usage(self) -> float:
+        """The share of `kv_tokens` that the prompts and responses in generation take."""
         now = time.monotonic()
         started = [request for request in list(self._requests) if request.started]
-        return sum(request.prompt_length + request.samples * request.tokens(now) for request in started)
+        held = sum(request.prompt_length + request.samples * request.tokens(now) for request in started)
+        return min(1.0, held / self.kv_tokens)
 
     async def generate(self, request_id: str, *, length: int, token_seconds: float, samples: int = 1, prompt_length: int = 0) -> Generated:
         """Returns once the request is done or aborted; a cancellation (its client has gone) takes it out."""

@@ -123,6 +123,7 @@ class FakeSglang:
         yield "GET", "/model_info", self._model_info
         yield "GET", "/server_info", self._server_info
         yield "GET", "/v1/models", self._models
+        yield "GET", "/v1/loads", self._loads
         yield "POST", "/generate", self._generate
         yield "POST", "/abort_request", self._abort
         yield "POST", "/pause_generation", self._pause
@@ -166,6 +167,8 @@ class FakeSglang:
         if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
             self._stop.set()  # on a CPU the real one dies of it
             await asyncio.Event().wait()
+        while self.batch.paused:  # its front end holds it back, and does not know its id yet
+            await asyncio.sleep(0.001)
         seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
         generated = await self.batch.generate(body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"]))
         tokens = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(generated.states))]
@@ -203,6 +206,10 @@ class FakeSglang:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "policy", "max_model_len": 512}]})
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        load = {"dp_rank": 0, "num_running_reqs": self.batch.running, "num_waiting_reqs": self.batch.waiting}
+        return web.json_response({"version": "0.5.23", "loads": [load | {"token_usage": self.batch.kv_cache_usage}]})
 
     # -- control
 

@@ -97,6 +97,7 @@ class FakeVllm(FakeServer):
             ("GET", "/health"): self._health,
             ("GET", "/version"): self._version,
             ("GET", "/v1/models"): self._models,
+            ("GET", "/metrics"): self._metrics,
             ("GET", "/get_world_size"): self._world_size,
             ("GET", "/weight_info"): self._weight_info,
             ("GET", "/is_paused"): self._is_paused,
@@ -133,6 +134,18 @@ class FakeVllm(FakeServer):
     async def _models(self, _) -> web.Response:
         model = {"id": self.model_id, "object": "model", "root": "/models/fake", "parent": None, "max_model_len": self.max_model_len}
         return web.json_response({"object": "list", "data": [model]})
+
+    async def _metrics(self, _) -> web.Response:
+        labels = f'{{engine="0",model_name="{self.model_id}"}}'
+        gauges = {
+            "num_requests_running": ("Number of requests in model execution batches.", self.batch.running),
+            "num_requests_waiting": ("Number of requests waiting to be processed.", self.batch.waiting),
+            "kv_cache_usage_perc": ("KV-cache usage. 1 means 100 percent usage.", self.batch.kv_cache_usage),
+        }
+        lines = []
+        for name, (text, value) in gauges.items():
+            lines += [f"# HELP vllm:{name} {text}", f"# TYPE vllm:{name} gauge", f"vllm:{name}{labels} {float(value)}"]
+        return web.Response(text="\n".join(lines) + "\n")
 
     async def _world_size(self, _) -> web.Response:
         return web.json_response({"world_size": self.world_size})
