@@ -56,7 +56,8 @@ OWNERS = {
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
-    "aiohttp": {"engines/client.py": "the one place that talks HTTP"},
+    "aiohttp": {"engines/client.py": "generation and control calls", "training/run_server.py": "the driver's endpoint"},
+    "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
 
