@@ -120,3 +120,13 @@ def test_the_time_of_a_probe_is_for_all_of_its_questions(fake_vllm, key_file, mo
     monkeypatch.setattr("rltool.engines.sync_client.send", slow_send)
     probe(EngineEndpoint(url=fake_vllm.url, dialect="vllm", key_file=key_file), timeout=5.0)
     assert given[:4] == [5.0, 3.0, 1.0, 0.001]
+
+
+def test_a_redirect_is_not_followed_with_the_key(fake_vllm):
+    class Elsewhere(FakeServer):
+        async def handle(self, recorded):
+            return web.Response(status=307, headers={"Location": fake_vllm.url + "/is_paused"})
+
+    with Elsewhere() as server, pytest.raises(EngineRejected, match="307"):
+        send(server.url, HttpRequest("GET", "/is_paused"), key="test-key", timeout=5)
+    assert fake_vllm.requests == []
