@@ -16,7 +16,7 @@ from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 
 
 def status(
-    run: Annotated[str | None, typer.Option("--run", help="Run to show; default: the newest.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Run to show; default: the newest, which is named.")] = None,
     all_runs: Annotated[bool, typer.Option("--all", help="Every run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
 ) -> None:
@@ -39,9 +39,10 @@ def _print(run: RunDirectory, report: RunReport) -> None:
     console = Console()
     rows = report.processes
     if not rows:
-        console.print(f"run {run.name} ({run.path}): no process", soft_wrap=True)
+        console.print(f"run {run.name}: {run.path}: no process", highlight=False, markup=False, soft_wrap=True)
         return
-    table = Table(title=f"run {run.name}")
+    console.print(f"run {run.name}: {run.path}", highlight=False, markup=False, soft_wrap=True)
+    table = Table()
     for name in ("role", "pid", "alive", "url"):
         table.add_column(name, no_wrap=True)
     for name in ("health", "weight version", "GPUs"):

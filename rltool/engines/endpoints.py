@@ -161,6 +161,11 @@ def _parse_one(part: str, text: str) -> Address:
     return Address(url=f"{url.scheme}://{_bracketed(host, malformed)}:{port}")
 
 
+def files_in(texts: Iterable[str]) -> list[Path]:
+    """The endpoints files among everything that was typed."""
+    return [address.file for text in texts for address in parse_address(text) if address.file is not None]
+
+
 def _is_path(part: str) -> bool:
     """`runs/x/endpoints.json`, `~/e`, `endpoints.json`; not `host:8000/route`, which is an address with too much behind it."""
     head, slash, _ = part.partition("/")

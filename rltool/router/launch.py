@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.router import RouterConfig
-from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, parse_address, resolve
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, files_in, resolve
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
@@ -45,7 +45,7 @@ def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
     Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs go
     to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
     """
-    files = [address.file for text in addresses for address in parse_address(text) if address.file is not None]
+    files = files_in(addresses)
     if not addresses:
         run = open_run(run_name, create=False)
         files = [run.endpoints_file]
