@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
     {"errors"},
-    {"config", "processes", "templates"},
+    {"config", "processes", "templates", "report"},
     {"engines", "router", "algorithms", "models"},
     {"megatron"},
     {"rollout", "weights", "checkpoints"},
@@ -64,7 +64,7 @@ OWNERS = {
 LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
-IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "commands", "router", "engines")
+IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines")
 """Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
 
 

@@ -79,6 +79,7 @@ def test_files_belong_to_the_run_that_they_lie_in(runs, tmp_path):
     (tmp_path / "endpoints.json").write_text("{}")
     (mine.path / "other.json").write_text("{}")
     assert runs_of([mine.endpoints_file, tmp_path / "endpoints.json", mine.path / "other.json"]) == [mine]
+    assert runs_of([mine.path / "other.json"]) == []
     assert runs_of([mine.path / ".." / "mine" / "endpoints.json", mine.endpoints_file]) == [mine]
 
 
