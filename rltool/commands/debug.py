@@ -14,6 +14,7 @@ from rltool.commands.options import (
     FreshRun,
     MemorySnapshot,
     ProfileSteps,
+    ReplayRun,
     Router,
     Sets,
     recording_flags,
@@ -77,18 +78,17 @@ def train_only(
     record: Annotated[Path | None, typer.Option(help="With --fake-data: write the samples to this directory, for --rollouts.")] = None,
     config: Config = None,
     set_: Sets = None,
-    run: FreshRun = None,
+    run: ReplayRun = None,
     steps: Annotated[int | None, typer.Option(help="Number of steps; without it all recorded ones, or `steps` of the configuration.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
 ) -> None:
     """Train on recorded or synthetic rollouts. No engine takes part; the train/rollout gap is measured, but stops nothing."""
-    from rltool.commands.train import finish
+    from rltool.commands.train import finish, named_run
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
-    from rltool.processes.run_directory import plan_run
     from rltool.rollout.dump import dumped_steps
     from rltool.rollout.record import check_directory
     from rltool.training.session import Replay, prepare
@@ -105,4 +105,4 @@ def train_only(
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     if rollouts is not None and steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
-    finish(prepare(loaded, plan_run(run), resume=resume, replay=Replay(rollouts, record)))
+    finish(prepare(loaded, named_run(run, resume=resume), resume=resume, replay=Replay(rollouts, record)))

@@ -1,19 +1,27 @@
-"""`rltool engines resume`."""
+"""`rltool engines list`, `add`, `remove` (of a living run) and `resume`."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from rltool.engines.endpoints import resolve
-from rltool.engines.resume import resume_engines
+from rltool.commands.tables import engine_table
+from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.endpoints import EngineEndpoint, resolve
+from rltool.engines.resume import Resumed, resume_engines
+from rltool.engines.run_client import choose_driver
+from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 
 app = typer.Typer(add_completion=False, help="Engines that are already running.", no_args_is_help=True)
+
+LivingRun = Annotated[str | None, typer.Option("--run", help="Run that is training; default: the only one that does.")]
+KeyFile = Annotated[Path | None, typer.Option(help="File with the key of engines given as HOST:PORT.")]
 
 
 @app.callback()
@@ -21,18 +29,57 @@ def _engines() -> None:
     pass
 
 
+@app.command("list")
+def list_engines(run: LivingRun = None) -> None:
+    """Show the engines of a run that is training, and which of them serve."""
+    directory, driver = choose_driver(run)
+    Console().print(engine_table(driver.engines(), f"engines of run {directory.name}"))
+
+
+@app.command()
+def add(
+    addresses: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json.")],
+    run: LivingRun = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Have a run that is training use more engines; each serves after its first weight sync."""
+    engines = resolve(addresses).engines
+    frozen = [engine.url for engine in engines if not engine.takes_weights]
+    if frozen:
+        raise UsageError(f"{', '.join(frozen)}: update_weights is false in the endpoints file, so this is no engine of a policy")
+    directory, driver = choose_driver(run)
+    for engine in engines:
+        _print(driver.add_engine(engine.url, engine.key_file or key_file), engine.url, f"added to run {directory.name}")
+
+
+@app.command()
+def remove(
+    addresses: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json.")], run: LivingRun = None
+) -> None:
+    """Have a run that is training leave engines: they finish what they have and get nothing new. The engines live on."""
+    engines = resolve(addresses).engines
+    directory, driver = choose_driver(run)
+    for engine in engines:
+        _print(driver.remove_engine(engine.url), engine.url, f"leaves run {directory.name}")
+
+
+def _print(reply: object, url: str, what: str) -> None:
+    state = reply.get("state") if isinstance(reply, dict) else None
+    Console().print(f"{url}: {what}" + (f" ({state})" if state else ""), highlight=False, soft_wrap=True)
+
+
 @app.command()
 def resume(
     addresses: Annotated[list[str] | None, typer.Argument(help="@endpoints.json or HOST:PORT; default: the run's engines.")] = None,
     run: Annotated[str | None, typer.Option("--run", help="Run whose engines are meant; default: the newest.")] = None,
-    key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as HOST:PORT.")] = None,
+    key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each step.")] = 30.0,
 ) -> None:
     """Unpause engines that a dead trainer left paused, and shut its transfer group down. Preflight of train does the same."""
     console = Console()
     engines = resolve(addresses or [f"@{open_run(run, create=False).endpoints_file}"]).engines
     keyed = [engine if engine.key_file else engine.model_copy(update={"key_file": key_file}) for engine in engines]
-    results = asyncio.run(resume_engines(keyed, timeout=timeout))
+    results = asyncio.run(_resume(keyed, timeout))
     for result in results:
         if result.error is not None:
             console.print(f"[red]{result.url}: {result.error}[/red]", soft_wrap=True)
@@ -40,3 +87,8 @@ def resume(
             was = {True: "was paused, resumed", False: "was not paused", None: "resumed"}[result.was_paused]
             console.print(f"{result.url}: {was}; {result.transfer}", soft_wrap=True)
     raise typer.Exit(1 if any(result.error for result in results) else 0)
+
+
+async def _resume(engines: Sequence[EngineEndpoint], timeout: float) -> list[Resumed]:
+    async with EngineClient(retry=RetryPolicy(attempts=2)) as client:
+        return await resume_engines(client, engines, timeout=timeout)

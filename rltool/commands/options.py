@@ -14,7 +14,20 @@ External = Annotated[
 ]
 Router = Annotated[str | None, typer.Option("--router", help="URL that generation goes through; endpoints.json may name it already.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="section.key=value (a TOML value); repeatable, wins over --config.")]
-Run = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it the newest is taken.")]
+TrainRun = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        help="Name of the run directory. Without it: that of the given endpoints.json if it was never trained, else a fresh one; "
+        "with --resume the newest that has a checkpoint.",
+    ),
+]
+ReplayRun = Annotated[
+    str | None,
+    typer.Option(
+        "--run", help="Name of the run directory. Without it a fresh one is made; with --resume the newest that has a checkpoint."
+    ),
+]
 FreshRun = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")]
 
 ProfileSteps = Annotated[str | None, typer.Option("--profile-steps", metavar="A:B", help="Write a profiler trace of steps A to B - 1 (the first is 0), of every rank, to the run's profile/.")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,6 @@ from typer.core import TyperGroup
 
 from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import resolve
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_directory import open_run
@@ -85,41 +83,25 @@ def add(
 ) -> None:
     """Add engines to the run's router and wait until it serves through them."""
     router = running_router(open_run(run, create=False))
-
-    async def work() -> None:
-        async with EngineClient() as client:
-            for engine in resolve(addresses).engines:
-                keyed = engine if engine.key_file else engine.model_copy(update={"key_file": key_file or router.key_file})
-                worker = await add_worker(client, router, keyed, timeout=timeout)
-                console.print(f"added {worker.url}")
-
-    asyncio.run(work())
+    for engine in resolve(addresses).engines:
+        keyed = engine if engine.key_file else engine.model_copy(update={"key_file": key_file or router.key_file})
+        console.print(f"added {add_worker(router, keyed, timeout=timeout).url}")
 
 
 @app.command()
 def remove(urls: Annotated[list[str], typer.Argument(help="Engine URLs.")], run: Run = None, timeout: Timeout = 60.0) -> None:
     """Remove engines from the run's router and wait until they get no new request."""
     router = running_router(open_run(run, create=False))
-
-    async def work() -> None:
-        async with EngineClient() as client:
-            for engine in resolve(urls).engines:
-                removed = await remove_worker(client, router, engine.url, timeout=timeout)
-                console.print(f"removed {engine.url}" if removed else f"{engine.url} was no worker")
-
-    asyncio.run(work())
+    for engine in resolve(urls).engines:
+        removed = remove_worker(router, engine.url, timeout=timeout)
+        console.print(f"removed {engine.url}" if removed else f"{engine.url} was no worker")
 
 
 @app.command("list")
 def list_command(run: Run = None) -> None:
     """List the workers of the run's router."""
     router = running_router(open_run(run, create=False))
-
-    async def work() -> Table:
-        async with EngineClient() as client:
-            table = Table("worker", "healthy", "in flight", "model", title=f"workers of {router.url}")
-            for worker in await list_workers(client, router):
-                table.add_row(worker.url, "yes" if worker.healthy else "no", str(worker.load), worker.model_id)
-            return table
-
-    console.print(asyncio.run(work()))
+    table = Table("worker", "healthy", "in flight", "model", title=f"workers of {router.url}")
+    for worker in list_workers(router):
+        table.add_row(worker.url, "yes" if worker.healthy else "no", str(worker.load), worker.model_id)
+    console.print(table)

@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from rltool.engines.run_status import ProcessStatus, run_status
+from rltool.commands.tables import engine_table, progress_line
+from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 
 
 def status(
-    run: Annotated[str | None, typer.Option("--run", help="Run to show; default: the newest.")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Run to show; default: the newest, which is named.")] = None,
     all_runs: Annotated[bool, typer.Option("--all", help="Every run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
 ) -> None:
     """Show what a run's processes are doing."""
     runs = list_runs() if all_runs else [open_run(run, create=False)]
-    found = [(directory, asyncio.run(run_status(directory))) for directory in runs]
+    found = [(directory, run_status(directory)) for directory in runs]
     if as_json:
-        print(json.dumps({"runs": [_as_json(directory, rows) for directory, rows in found]}, indent=2))
+        print(json.dumps({"runs": [_as_json(directory, report) for directory, report in found]}, indent=2))
         return
-    for directory, rows in found:
-        _print(directory, rows)
+    for directory, report in found:
+        _print(directory, report)
 
 
-def _as_json(run: RunDirectory, rows: list[ProcessStatus]) -> dict:
-    return {"name": run.name, "path": str(run.path), "processes": [row.model_dump(mode="json") for row in rows]}
+def _as_json(run: RunDirectory, report: RunReport) -> dict:
+    processes = [row.model_dump(mode="json") for row in report.processes]
+    return {"name": run.name, "path": str(run.path), "processes": processes, "training": report.training}
 
 
-def _print(run: RunDirectory, rows: list[ProcessStatus]) -> None:
+def _print(run: RunDirectory, report: RunReport) -> None:
     console = Console()
+    rows = report.processes
     if not rows:
-        console.print(f"run {run.name} ({run.path}): no process", soft_wrap=True)
+        console.print(f"run {run.name}: {run.path}: no process", highlight=False, markup=False, soft_wrap=True)
         return
-    table = Table(title=f"run {run.name}")
+    console.print(f"run {run.name}: {run.path}", highlight=False, markup=False, soft_wrap=True)
+    table = Table()
     for name in ("role", "pid", "alive", "url"):
         table.add_column(name, no_wrap=True)
     for name in ("health", "weight version", "GPUs"):
@@ -46,8 +50,13 @@ def _print(run: RunDirectory, rows: list[ProcessStatus]) -> None:
     for row in rows:
         alive = {True: "yes", False: "[red]no[/red]", None: "-"}[row.alive]
         gpus = ",".join(map(str, row.gpus)) or "-"
-        table.add_row(row.role, str(row.pid or "-"), alive, row.url or "-", row.health or "-", row.weight_version or "-", gpus)
+        health = escape(row.health or "-")
+        table.add_row(row.role, str(row.pid or "-"), alive, row.url or "-", health, row.weight_version or "-", gpus)
     console.print(table)
+    if report.training is not None:
+        console.print(progress_line(report.training), highlight=False, markup=False, soft_wrap=True)
+        if report.training.get("engines"):
+            console.print(engine_table(report.training["engines"], "the run's engines"))
     for row in rows:
         if row.log is not None:
             console.print(f"{row.role}: {row.log}", soft_wrap=True, highlight=False)

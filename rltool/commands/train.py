@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,13 +15,14 @@ from rltool.commands.options import (
     MemorySnapshot,
     ProfileSteps,
     Router,
-    Run,
     Sets,
+    TrainRun,
     recording_flags,
     rollout_flags,
 )
 
 if TYPE_CHECKING:
+    from rltool.processes.run_directory import RunDirectory
     from rltool.training.session import Prepared
 
 
@@ -28,7 +31,7 @@ def train(
     rollout_external: External = None,
     router: Router = None,
     set_: Sets = None,
-    run: Run = None,
+    run: TrainRun = None,
     ray_address: Annotated[str | None, typer.Option(help="Address of a running Ray cluster; without it a local one is started.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of rollouts, each followed by its optimizer steps.")] = None,
@@ -40,18 +43,31 @@ def train(
     """Train against running engines: GRPO and its family, or supervised (algorithm.loss = "sft")."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
-    from rltool.processes.run_directory import open_run, plan_run
+    from rltool.engines.endpoints import files_in
     from rltool.training.report import print_plan
     from rltool.training.session import prepare
 
     flags = {**rollout_flags(rollout_external, router), **recording_flags(profile_steps, memory_snapshot), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
-    directory = plan_run(run) if run is not None else open_run(None, create=False)
+    directory = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
     prepared = prepare(loaded, directory, resume=resume)
     if dry_run:
         print_plan(prepared, Console())
         return
     finish(prepared)
+
+
+def named_run(name: str | None, *, resume: bool, endpoints_files: Sequence[Path] = ()) -> RunDirectory:
+    """The run that the command line means, named on the screen. Nothing is made. Raises UsageError."""
+    from rltool.checkpoints.directory import latest_checkpoint
+    from rltool.processes.run_choice import run_to_train
+
+    def resumable(run: RunDirectory) -> bool:
+        return latest_checkpoint(run.checkpoints_dir) is not None
+
+    directory, why = run_to_train(name, resume=resume, endpoints_files=endpoints_files, resumable=resumable)
+    Console().print(f"run {directory.name} ({why}): {directory.path}", highlight=False, markup=False, soft_wrap=True)
+    return directory
 
 
 def finish(prepared: Prepared) -> None:

@@ -40,6 +40,8 @@ class EngineEndpoint(Config):
     boot_id: str | None = None
     gpus: tuple[int, ...] = ()
     key_file: Path | None = None
+    takes_weights: bool = True
+    """False: never synced and never STALE. `resolve` clears it where the model has update_weights = false."""
 
     def read_key(self) -> str | None:
         """The bearer key, or None where the engine demands none. Raises UsageError where the file cannot be read."""
@@ -55,7 +57,8 @@ class EngineEndpoint(Config):
 
 
 class ModelEndpoints(Config):
-    """The engines of one model. update_weights is false for engines that are never synced (a judge, a reference)."""
+    """The engines of one model. update_weights is false for a model that is never synced (a judge, a reference); ask each engine's
+    takes_weights, for what `resolve` returns may be mixed."""
 
     update_weights: bool = True
     data_url: str | None = None
@@ -138,6 +141,8 @@ def _parse_one(part: str, text: str) -> Address:
         if part == "@":
             raise malformed("no file after the @")
         return Address(file=Path(part[1:]).expanduser())
+    if _is_path(part):
+        raise malformed(f"this is a path, and a file is named with @ before it: @{part}")
     try:
         url = urlsplit(part if "://" in part else f"http://{part}")
         host, port = url.hostname, url.port
@@ -156,6 +161,17 @@ def _parse_one(part: str, text: str) -> Address:
     return Address(url=f"{url.scheme}://{_bracketed(host, malformed)}:{port}")
 
 
+def files_in(texts: Iterable[str]) -> list[Path]:
+    """The endpoints files among everything that was typed."""
+    return [address.file for text in texts for address in parse_address(text) if address.file is not None]
+
+
+def _is_path(part: str) -> bool:
+    """`runs/x/endpoints.json`, `~/e`, `endpoints.json`; not `host:8000/route`, which is an address with too much behind it."""
+    head, slash, _ = part.partition("/")
+    return "://" not in part and (part.endswith(".json") or (bool(slash) and ":" not in head))
+
+
 def _bracketed(host: str, malformed) -> str:
     if ":" not in host:
         return host
@@ -169,18 +185,17 @@ def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
     """The engines of `model` behind everything that was typed; files are read, bare URLs have an unknown dialect.
 
     A file that holds one model only is taken whatever that model is called. Raises UsageError: nothing typed, a file without
-    that model or without engines, an engine named twice, two different routers.
+    that model or without engines, an engine named twice, two different routers. Engines of a file whose model has
+    update_weights = false do not take weights; the result's update_weights tells whether any engine does.
     """
     engines: list[EngineEndpoint] = []
     data_urls: set[str] = set()
-    update_weights = True
     for address in (a for text in texts for a in parse_address(text)):
         if address.url is not None:
             engines.append(EngineEndpoint(url=address.url))
             continue
         found = _model_of(Endpoints.load(address.file), address.file, model)
-        engines.extend(found.engines)
-        update_weights = update_weights and found.update_weights
+        engines.extend(engine if found.update_weights else _frozen(engine) for engine in found.engines)
         if found.data_url is not None:
             data_urls.add(found.data_url)
     if not engines:
@@ -191,7 +206,12 @@ def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
         raise UsageError(f"these engines are named twice: {', '.join(twice)}")
     if len(data_urls) > 1:
         raise UsageError(f"the endpoints files name different routers: {', '.join(sorted(data_urls))}; one model has one router")
-    return ModelEndpoints(update_weights=update_weights, data_url=next(iter(data_urls), None), engines=tuple(engines))
+    takers = any(engine.takes_weights for engine in engines)
+    return ModelEndpoints(update_weights=takers, data_url=next(iter(data_urls), None), engines=tuple(engines))
+
+
+def _frozen(engine: EngineEndpoint) -> EngineEndpoint:
+    return engine.model_copy(update={"takes_weights": False})
 
 
 def _model_of(endpoints: Endpoints, file: Path, model: str) -> ModelEndpoints:

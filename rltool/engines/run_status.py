@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
+from rltool.engines.run_client import Driver, RunStatus, driver_of
+from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
-from rltool.errors import EngineError, EngineUnreachable
+from rltool.errors import EngineUnreachable, RltoolError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, is_alive, read_states
 
 ASK_SECONDS = 5.0
+_ASKED_SIDE_BY_SIDE = 32
 
 
 class ProcessStatus(BaseModel):
@@ -33,16 +39,32 @@ class ProcessStatus(BaseModel):
     log: Path | None
 
 
-async def run_status(run: RunDirectory) -> list[ProcessStatus]:
-    """Every process of the run, and engines in its endpoints.json that it did not start. Asks all side by side, 5 s at most."""
+@dataclass(frozen=True)
+class RunReport:
+    """training: what the driver says of its run; None where none lives, or where it did not answer (its row says why)."""
+
+    processes: list[ProcessStatus]
+    training: RunStatus | None
+
+
+def run_status(run: RunDirectory) -> RunReport:
+    """Every process of the run, and engines in its endpoints.json that it did not start; all are asked side by side.
+
+    A server that does not answer costs ASK_SECONDS, and twice that if it is slow to everything.
+    """
     states = read_states(run)
     engines = _engines(run)
-    async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
-        rows = [_row(client, state, engines.get(state.url or "")) for state in states]
-        started = {state.url for state in states}
-        foreign = [engine for url, engine in engines.items() if url not in started]
-        rows += [_foreign(client, index, engine) for index, engine in enumerate(foreign)]
-        return list(await asyncio.gather(*rows))
+    told: list[RunStatus] = []
+    rows: list[Callable[[], ProcessStatus]] = []
+    for state in states:
+        driver = driver_of(run, state)
+        rows.append(partial(_driver_row, state, driver, told) if driver else partial(_row, state, engines.get(state.url or "")))
+    started = {state.url for state in states}
+    foreign = [engine for url, engine in engines.items() if url not in started]
+    rows += [partial(_foreign_row, index, engine) for index, engine in enumerate(foreign)]
+    with ThreadPoolExecutor(_ASKED_SIDE_BY_SIDE) as pool:
+        processes = list(pool.map(lambda row: row(), rows))
+    return RunReport(processes=processes, training=told[0] if told else None)
 
 
 def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
@@ -51,47 +73,64 @@ def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
     return {engine.url: engine for model in Endpoints.load(run.endpoints_file).models.values() for engine in model.engines}
 
 
-async def _row(client: EngineClient, state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
+def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     alive = is_alive(state)
     health: str | None = None
     version: str | None = None
     if alive and engine is not None:
-        health, version = await _ask_engine(client, engine)
+        health, version = _ask_engine(engine)
     elif alive and state.url is not None:
-        health = await _ask(client, state.url, "/readiness" if state.role == "router" else "/health")
+        health = _ask(state.url, "/readiness" if state.role == "router" else "/health")
     return ProcessStatus(
         role=state.role, pid=state.pid, alive=alive, url=state.url, health=health, weight_version=version, gpus=state.gpus, log=state.log
     )
 
 
-async def _foreign(client: EngineClient, index: int, engine: EngineEndpoint) -> ProcessStatus:
-    health, version = await _ask_engine(client, engine)
+def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> ProcessStatus:
+    """The living driver; what it says of the run goes into `told`."""
+    health, version = "ok", None
+    try:
+        status = driver.status()
+    except EngineUnreachable as error:
+        health = f"does not answer: {error}"
+    except RltoolError as error:
+        health = str(error)
+    else:
+        version = status.get("weight_version")
+        told.append(status)
+    return ProcessStatus(
+        role=state.role, pid=state.pid, alive=True, url=state.url, health=health, weight_version=version, gpus=state.gpus, log=state.log
+    )
+
+
+def _foreign_row(index: int, engine: EngineEndpoint) -> ProcessStatus:
+    health, version = _ask_engine(engine)
     return ProcessStatus(
         role=f"endpoint-{index}", pid=None, alive=None, url=engine.url, health=health, weight_version=version, gpus=engine.gpus, log=None
     )
 
 
-async def _ask_engine(client: EngineClient, engine: EngineEndpoint) -> tuple[str, str | None]:
+def _ask_engine(engine: EngineEndpoint) -> tuple[str, str | None]:
     try:
-        info = await client.probe(engine, timeout=ASK_SECONDS)
+        info = probe(engine, timeout=ASK_SECONDS)
     except EngineUnreachable:
         return "unreachable", None
-    except EngineError as error:
+    except RltoolError as error:
         return str(error), None
     if info.paused:
         return "paused", info.weight_version
     try:
-        await client.health(engine.model_copy(update={"dialect": info.dialect}), timeout=ASK_SECONDS)
-    except EngineError as error:
+        send(engine.url, dialect(info.dialect).health(), key=engine.read_key(), timeout=ASK_SECONDS)
+    except RltoolError as error:
         return str(error), info.weight_version
     return "ok", info.weight_version
 
 
-async def _ask(client: EngineClient, url: str, path: str) -> str:
+def _ask(url: str, path: str) -> str:
     try:
-        await client.request(url, HttpRequest("GET", path), timeout=ASK_SECONDS, retry=False)
+        send(url, HttpRequest("GET", path), timeout=ASK_SECONDS)
     except EngineUnreachable:
         return "unreachable"
-    except EngineError as error:
+    except RltoolError as error:
         return str(error)
     return "ok"

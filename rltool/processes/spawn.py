@@ -57,6 +57,13 @@ class RunningProcess:
         """None while it runs; negative is the number of the signal that killed it."""
         return self.popen.poll()
 
+    def wait(self, seconds: float) -> int | None:
+        """The exit code as soon as it has ended, None if it still runs after `seconds`."""
+        try:
+            return self.popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
     def failure(self, what: str) -> ProcessFailed:
         """The error to show: what happened, the last lines of the log, where it is, what to type next."""
         quoted = "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"

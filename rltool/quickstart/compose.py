@@ -16,10 +16,10 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import stop_processes
 from rltool.processes.supervise import ProcessGroup
-from rltool.quickstart.report import write_report
 from rltool.quickstart.stages import Stages
 from rltool.quickstart.task import TaskFiles, make_task
 from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.report.page import write_report
 
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 8, 8
 """A word of five letters and "=", and the same backward with the end mark, with room to ramble."""
@@ -154,17 +154,19 @@ def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int,
         serving = stages.begin("serve-engines", *engines)
         stages.do("convert-ckpt", "convert-ckpt", str(base), str(start), note="converting")
     with stages.stage(f"supervised warm start, {warm_up_steps} steps"):
-        stages.train("warm-up", warm_up_steps, "train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name, shown_every=50, root=run.path)
+        arguments = ("train", "--config", str(run.path / "warmup.toml"), "--run", warm_up.name)
+        stages.train("warm-up", warm_up_steps, *arguments, metrics=warm_up.metrics_file, shown_every=50, root=run.path)
     with stages.stage("a router in front of the engines"):
         stages.finish(serving, note="engines are starting")
         stages.do("start-router", "router", f"@{run.endpoints_file}", "--run", run.name, "--detach")
     external = f"@{run.endpoints_file}"
     with stages.stage(f"GRPO, {steps} rollouts of 32 prompts x 8 samples"):
-        stages.train("grpo", steps, "train", "--config", str(run.path / "grpo.toml"), "--run", run.name, "--rollout-external", external)
+        arguments = ("train", "--config", str(run.path / "grpo.toml"), "--run", run.name, "--rollout-external", external)
+        stages.train("grpo", steps, *arguments, metrics=run.metrics_file)
     with stages.stage("the trained checkpoint, back to Hugging Face"):
         stages.do("convert-back", "convert-ckpt", str(run.checkpoints_dir / f"step_{steps}"), str(trained), "--to", "hf", note="converting")
     with stages.stage("report"):
-        report = write_report(run.path)
+        report = write_report(run.path, stages=stages.timings)
     return _result(run, report, stages.timings)
 
 

@@ -15,7 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rltool.processes.run_directory import RUNS_VARIABLE, RunDirectory
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.supervise import ProcessGroup
+from rltool.quickstart.metrics_tail import MetricsTail, finished_step, headline, numbers
+from rltool.training.metrics import step_line
 
+STEP_LINE = "step "
+"""How the trainer's own line of a step begins; each step is shown from its metrics instead."""
 POLL_SECONDS = 0.1
 
 Watch = Callable[[str], None]
@@ -59,25 +63,40 @@ class Stages:
         """begin and finish."""
         self.finish(self.begin(role, *arguments), watch=watch, note=note)
 
-    def train(self, role: str, steps: int, *arguments: str, shown_every: int = 10, root: Path | None = None) -> None:
-        """A training verb: a bar over its steps with the newest figures, and every so many step lines kept on the screen."""
+    def train(
+        self, role: str, steps: int, *arguments: str, metrics: Path, shown_every: int = 10, root: Path | None = None
+    ) -> None:
+        """A training verb: a bar over its steps with the newest figures, and every so many steps a line kept on the screen.
+
+        Steps are read from `metrics`, the run's metrics.jsonl; what the verb prints besides its step lines is shown as it comes.
+        """
+        tail = MetricsTail(metrics)
         process = self.begin(role, *arguments, root=root)
         columns = (SpinnerColumn(), TextColumn("   {task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task("starting", total=steps)
 
+            def show(line: str) -> None:
+                self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+
             def watch(line: str) -> None:
-                if not line.startswith("step "):
-                    self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
-                    return
-                done = int(line.split()[1].split("/")[0])
-                bar.update(task, completed=done, description=_headline(line))
-                if done == 1 or done % shown_every == 0:
-                    self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+                if not line.startswith(STEP_LINE):
+                    show(line)
 
-            self._follow(process, watch)
+            def look() -> None:
+                for record in tail.new_records():
+                    done = finished_step(record)
+                    if done is None:
+                        continue
+                    measured = numbers(record)
+                    bar.update(task, completed=done, description=headline(measured))
+                    if done == 1 or done % shown_every == 0:
+                        show(step_line(done - 1, steps, measured))
 
-    def _follow(self, process: RunningProcess, watch: Watch) -> None:
+            self._follow(process, watch, look)
+
+    def _follow(self, process: RunningProcess, watch: Watch, look: Callable[[], None] = lambda: None) -> None:
+        """Until it has ended: `watch` gets each line of its log, and `look` is called after every look at the log."""
         with process.log.open(encoding="utf-8", errors="replace") as log:
             pending = ""
             while True:
@@ -87,17 +106,9 @@ class Stages:
                 for line in lines:
                     if line.strip():
                         watch(line.rstrip())
+                look()
                 if code == 0:
                     return
                 if code is not None:
                     raise process.failure(describe_exit(code))
                 time.sleep(POLL_SECONDS)
-
-
-def _headline(line: str) -> str:
-    """The part of a step line that a bar has room for."""
-    parts = line.split("  ")
-    chosen = [part for part in parts if part.startswith(("reward", "heldout accuracy", "loss"))]
-    return "  ".join(chosen[:2]) or "training"
-
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,28 @@ def load_prompts(
         why = f"all {too_long} prompts are longer than sampling.max_prompt_tokens = {max_prompt_tokens}" if too_long else "no rows"
         raise UsageError(f"the data set is empty ({names}): {why}")
     return PromptSet(prompts, too_long)
+
+
+def data_summary(train: PromptSet, evaluation: Mapping[str, PromptSet], *, targets_too_long: int | None = None) -> str:
+    """One line on what was read, and what was left out of each set and why; for the start of a run.
+
+    targets_too_long: of supervised training, the rows among train.prompts that were left out for their response (the
+    num_too_long of a SupervisedSet); None: rollouts, which know no targets.
+    """
+    kept = len(train.prompts) - (targets_too_long or 0)
+    what = "prompts" if targets_too_long is None else "supervised rows"
+    parts = [f"{kept} {what}{_left_out(train.num_too_long, targets_too_long or 0)}"]
+    parts += [f"{name}: {len(found.prompts)} prompts{_left_out(found.num_too_long)}" for name, found in evaluation.items()]
+    return "data: " + "; ".join(parts)
+
+
+def _left_out(prompts: int, targets: int = 0) -> str:
+    reasons = [
+        f"{count} with a {what} longer than sampling.{limit}"
+        for count, what, limit in ((prompts, "prompt", "max_prompt_tokens"), (targets, "response", "max_response_tokens"))
+        if count
+    ]
+    return f" (left out: {' and '.join(reasons)})" if reasons else ""
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:

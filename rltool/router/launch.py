@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.router import RouterConfig
-from rltool.engines.client import EngineClient, RetryPolicy
-from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, parse_address, resolve
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, files_in, resolve
+from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.processes.hosts import http_url
 from rltool.processes.ports import reserved_ports
-from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
-from rltool.processes.spawn import ProcessSpec, RunningProcess
+from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.state import is_alive, read_state
 from rltool.processes.supervise import ProcessGroup
 from rltool.router.workers import add_worker, wait_ready
 
 ROLE = "router"
+
+_POLL_SECONDS = 0.05
+_CALL_SECONDS = 5.0
+_PROBES_SIDE_BY_SIDE = 32
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
     Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs go
     to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
     """
-    files = [address.file for text in addresses for address in parse_address(text) if address.file is not None]
+    files = files_in(addresses)
     if not addresses:
         run = open_run(run_name, create=False)
         files = [run.endpoints_file]
@@ -104,7 +108,7 @@ def start_router(
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
-    engines = asyncio.run(_probed(model.engines, config.ready_timeout))
+    engines = _probed(model.engines, config.ready_timeout)
     key_file = router_key_file(config, engines, group.run)
     with reserved_ports(1, host=config.host, first=config.port) as main, reserved_ports(1) as metrics:
         argv = router_argv(config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file)
@@ -113,7 +117,7 @@ def start_router(
         metrics.release()
         process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
     router = EngineEndpoint(url=url, dialect="sglang", key_file=key_file)
-    asyncio.run(_register(process, router, engines, config.ready_timeout, report))
+    _register(process, router, engines, config.ready_timeout, report)
     if endpoints_file is not None:
         set_data_url(endpoints_file, model, url)
     return url
@@ -149,10 +153,10 @@ def running_router(run: RunDirectory) -> EngineEndpoint:
     return EngineEndpoint(url=state.url, dialect="sglang", key_file=key_file)
 
 
-async def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[EngineEndpoint]:
+def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[EngineEndpoint]:
     """The engines with their dialects, each asked; refuses those that do not answer the router's /generate."""
-    async with EngineClient() as client:
-        infos = await asyncio.gather(*(client.probe(engine, timeout=timeout) for engine in engines))
+    with ThreadPoolExecutor(_PROBES_SIDE_BY_SIDE) as pool:
+        infos = list(pool.map(lambda engine: probe(engine, timeout=timeout), engines))
     for engine, info in zip(engines, infos, strict=True):
         if info.dialect == "vllm" and not info.plugin:
             raise UsageError(
@@ -162,24 +166,38 @@ async def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[Eng
     return [engine.model_copy(update={"dialect": info.dialect}) for engine, info in zip(engines, infos, strict=True)]
 
 
-async def _register(
-    process: RunningProcess, router: EngineEndpoint, engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]
+def _register(
+    process: RunningProcess,
+    router: EngineEndpoint,
+    engines: Sequence[EngineEndpoint],
+    timeout: float,
+    report: Callable[[str], None],
 ) -> None:
-    async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
+    """Wait until the router listens, add every engine, wait until it serves. Raises ProcessFailed where the router has ended."""
+    try:
+        _wait_until_listening(process, router.url, timeout)
+        for engine in engines:
+            worker = add_worker(router, engine, timeout=timeout)
+            report(f"worker {worker.url} registered")
+        wait_ready(router, [engine.url for engine in engines], timeout=timeout)
+    except EngineError as error:
+        # What a dead router did not answer is no news; how it ended is. An exit is seen a moment after its connections break.
+        code = process.wait(_POLL_SECONDS)
+        if code is not None:
+            raise process.failure(f"{describe_exit(code)} while starting") from error
+        raise
 
-        async def listening() -> bool:
-            try:
-                await client.request(router.url, HttpRequest("GET", "/liveness"), timeout=5.0, retry=False)
-            except EngineError as error:
-                raise NotReady(str(error)) from error
-            return True
 
-        async def serving() -> bool:
-            for engine in engines:
-                worker = await add_worker(client, router, engine, timeout=timeout)
-                report(f"worker {worker.url} registered")
-            await wait_ready(client, router, [engine.url for engine in engines], timeout=timeout)
-            return True
-
-        await wait_until_ready(process, listening, timeout=timeout, poll=0.05)
-        await wait_until_ready(process, serving, timeout=timeout, poll=0.05, probe_timeout=timeout)
+def _wait_until_listening(process: RunningProcess, url: str, timeout: float) -> None:
+    ends = time.monotonic() + timeout
+    while True:
+        try:
+            send(url, HttpRequest("GET", "/liveness"), timeout=_CALL_SECONDS)
+        except EngineError as error:
+            code = process.wait(_POLL_SECONDS)
+            if code is not None:
+                raise process.failure(f"{describe_exit(code)} while starting") from error
+            if time.monotonic() >= ends:
+                raise process.failure(f"was not ready within {timeout:g} s ({error})") from error
+        else:
+            return

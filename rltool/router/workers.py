@@ -1,18 +1,18 @@
 """The worker list of a running sglang-router: read, add and wait, remove and wait.
 
-POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for.
+POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for. They block; who has
+an event loop calls them in a thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 
@@ -48,11 +48,11 @@ def find_worker(workers: Iterable[Worker], url: str) -> Worker | None:
     return next((worker for worker in workers if worker.url == url.rstrip("/")), None)
 
 
-async def list_workers(client: EngineClient, router: EngineEndpoint) -> list[Worker]:
-    return parse_workers(await _call(client, router, HttpRequest("GET", "/workers")))
+def list_workers(router: EngineEndpoint) -> list[Worker]:
+    return parse_workers(_call(router, HttpRequest("GET", "/workers")))
 
 
-async def add_worker(client: EngineClient, router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float) -> Worker:
+def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float) -> Worker:
     """Register an engine and wait until the router has it as a healthy worker. Adding one that is there already is harmless.
 
     Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout` seconds.
@@ -61,66 +61,66 @@ async def add_worker(client: EngineClient, router: EngineEndpoint, engine: Engin
     key = engine.read_key()
     if key is not None:
         body["api_key"] = key
-    accepted = await _call(client, router, HttpRequest("POST", "/workers", body))
+    accepted = _call(router, HttpRequest("POST", "/workers", body))
     job = f"/workers/{accepted['worker_id']}"
 
-    async def registered() -> Worker | None:
-        worker = find_worker(await list_workers(client, router), engine.url)
+    def registered() -> Worker | None:
+        worker = find_worker(list_workers(router), engine.url)
         if worker is not None and worker.healthy:
             return worker
-        await _raise_if_job_failed(client, router, job, engine.url)
+        _raise_if_job_failed(router, job, engine.url)
         return None
 
-    return await _until(registered, timeout, f"{router.url} did not register {engine.url} as a healthy worker")
+    return _until(registered, timeout, f"{router.url} did not register {engine.url} as a healthy worker")
 
 
-async def remove_worker(client: EngineClient, router: EngineEndpoint, url: str, *, timeout: float) -> bool:
+def remove_worker(router: EngineEndpoint, url: str, *, timeout: float) -> bool:
     """Take an engine out and wait until it is gone: then it gets no new request. False if it was no worker.
 
     Requests that are already with it are not cut off.
     """
-    worker = find_worker(await list_workers(client, router), url)
+    worker = find_worker(list_workers(router), url)
     if worker is None:
         return False
     try:
-        await _call(client, router, HttpRequest("DELETE", f"/workers/{worker.id}"))
+        _call(router, HttpRequest("DELETE", f"/workers/{worker.id}"))
     except EngineRejected as error:
         if error.status != 404:  # gone meanwhile
             raise
 
-    async def gone() -> bool | None:
-        return True if find_worker(await list_workers(client, router), url) is None else None
+    def gone() -> bool | None:
+        return True if find_worker(list_workers(router), url) is None else None
 
-    return await _until(gone, timeout, f"{router.url} did not let go of {url}")
+    return _until(gone, timeout, f"{router.url} did not let go of {url}")
 
 
-async def wait_ready(client: EngineClient, router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -> None:
+def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -> None:
     """Wait until the router says that it is ready and every one of `urls` is a healthy worker.
 
     /readiness, because /health answers 200 without a single worker.
     """
     wanted = [url.rstrip("/") for url in urls]
 
-    async def ready() -> bool | None:
-        workers = await list_workers(client, router)
+    def ready() -> bool | None:
+        workers = list_workers(router)
         if not all((worker := find_worker(workers, url)) and worker.healthy for url in wanted):
             return None
         try:
-            await _call(client, router, HttpRequest("GET", "/readiness"))
+            _call(router, HttpRequest("GET", "/readiness"))
         except EngineError:  # 503 until a worker serves
             return None
         return True
 
-    await _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
+    _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
 
 
-async def _call(client: EngineClient, router: EngineEndpoint, request: HttpRequest) -> Any:
-    return await client.request(router.url, request, key=router.read_key(), timeout=_CALL_SECONDS, retry=False)
+def _call(router: EngineEndpoint, request: HttpRequest) -> Any:
+    return send(router.url, request, key=router.read_key(), timeout=_CALL_SECONDS)
 
 
-async def _raise_if_job_failed(client: EngineClient, router: EngineEndpoint, job: str, url: str) -> None:
+def _raise_if_job_failed(router: EngineEndpoint, job: str, url: str) -> None:
     try:
-        status = (await _call(client, router, HttpRequest("GET", job))).get("job_status") or {}
+        status = _call(router, HttpRequest("GET", job)).get("job_status") or {}
     except EngineRejected as error:
         if error.status == 404:  # between accepting and queueing
             return
@@ -129,14 +129,18 @@ async def _raise_if_job_failed(client: EngineClient, router: EngineEndpoint, job
         raise EngineError(f"{router.url} could not register {url}: {status.get('message')}")
 
 
-async def _until(
-    attempt: Callable[[], Awaitable[T | None]], timeout: float, what: str, clock: Callable[[], float] = time.monotonic
+def _until(
+    attempt: Callable[[], T | None],
+    timeout: float,
+    what: str,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     deadline = clock() + timeout
     while True:
-        found = await attempt()
+        found = attempt()
         if found is not None:
             return found
         if clock() >= deadline:
             raise EngineUnreachable(f"{what} within {timeout:g} s")
-        await asyncio.sleep(_POLL_SECONDS)
+        sleep(_POLL_SECONDS)

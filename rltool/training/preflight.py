@@ -31,6 +31,11 @@ class ProbedFleet:
     infos: dict[str, EngineInfo]
 
     @property
+    def takers(self) -> dict[str, EngineInfo]:
+        """What those engines said that take weights; the others (update_weights = false) are never synced."""
+        return {e.url: self.infos[e.url] for e in self.endpoints.engines if e.takes_weights}
+
+    @property
     def total_world_size(self) -> int:
         return sum(info.world_size for info in self.infos.values())
 
@@ -73,7 +78,7 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
 def choose_transport(config: TrainConfig, fleet: ProbedFleet) -> Transport:
     """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl, which is not built yet."""
     wanted = config.weights.transport
-    nccl_only = [url for url, info in fleet.infos.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
+    nccl_only = [url for url, info in fleet.takers.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
     if wanted == "nccl" or (wanted == "auto" and nccl_only):
         which = ", ".join(nccl_only) or "the engines"
         raise UsageError(
@@ -88,10 +93,19 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | 
 
     transport None: weights are not sent (debug rollout-only)."""
     if transport is not None:
-        for kind in {e.dialect for e in fleet.endpoints.engines}:
+        if not fleet.takers:
+            raise UsageError(
+                "none of the given engines takes weights (update_weights is false in their endpoints.json), so what they sample would never be "
+                "the trained model's: point --rollout-external at engines of the policy"
+            )
+        for kind in {info.dialect for info in fleet.takers.values()}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
-    problems = [f"{url}: {problem}" for url, info in fleet.infos.items() for problem in engine_problems(info, model, config, transport)]
+    problems = [
+        f"{url}: {problem}"
+        for url, info in fleet.infos.items()
+        for problem in engine_problems(info, model, config, transport if url in fleet.takers else None)
+    ]
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
     stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]

@@ -9,6 +9,7 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
 from rltool.training.preflight import check_fleet, choose_medium, describe_fleet, probe_fleet, resolve_endpoints
 from tests.contract.fakes.sglang import FakeSglang
@@ -78,3 +79,31 @@ def test_an_sglang_engine_is_recognised(configure, tmp_path):
         config = configure(engine.url, key=tmp_path / "sglang-key")
         fleet = probe_fleet(resolve_endpoints(config), timeout=5)
     assert fleet.endpoints.engines[0].dialect == "sglang" and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"
+
+
+def endpoints_file(path, *engines, update_weights):
+    Endpoints(models={"policy": ModelEndpoints(update_weights=update_weights, engines=engines)}).save(path)
+    return f"@{path}"
+
+
+def test_an_engine_that_takes_no_weights_is_not_asked_for_a_weight_backend(configure, fake_vllm, tmp_path):
+    fake_vllm.weight_backend = "nccl"  # of which the trainer can make nothing
+    frozen = endpoints_file(tmp_path / "frozen", EngineEndpoint(url=fake_vllm.url), update_weights=False)
+    with FakeVllm(key="test-key") as policy:
+        fleet = preflight(configure(frozen, policy.url))
+        assert set(fleet.takers) == {policy.url}
+    with pytest.raises(UsageError, match="nccl|NCCL"):
+        preflight(configure(fake_vllm.url))
+
+
+def test_engines_of_which_none_takes_weights_cannot_be_trained_against(configure, fake_vllm, tmp_path):
+    frozen = endpoints_file(tmp_path / "frozen", EngineEndpoint(url=fake_vllm.url), update_weights=False)
+    with pytest.raises(UsageError, match="none of the given engines takes weights"):
+        preflight(configure(frozen))
+
+
+def test_an_engine_that_takes_no_weights_must_serve_the_model_all_the_same(configure, fake_vllm, tmp_path):
+    fake_vllm.vocab_size += 1
+    frozen = endpoints_file(tmp_path / "frozen", EngineEndpoint(url=fake_vllm.url), update_weights=False)
+    with FakeVllm(key="test-key") as policy, pytest.raises(UsageError, match="vocabulary"):
+        preflight(configure(frozen, policy.url))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run
+from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import process_tree
 from rltool.processes.supervise import ProcessGroup
@@ -64,19 +66,11 @@ def router(run, key):
 
 
 def call(function, router, *arguments):
-    async def work():
-        async with EngineClient() as client:
-            return await function(client, router, *arguments, timeout=TIMEOUT)
-
-    return asyncio.run(work())
+    return function(router, *arguments, timeout=TIMEOUT)
 
 
 def workers_of(router):
-    async def work():
-        async with EngineClient() as client:
-            return {worker.url: worker.healthy for worker in await list_workers(client, router)}
-
-    return asyncio.run(work())
+    return {worker.url: worker.healthy for worker in list_workers(router)}
 
 
 def http(method, url, body=None, key=None):
@@ -160,7 +154,7 @@ def test_a_request_in_flight_is_not_cut_off_by_the_removal_of_its_worker(router,
             generating = asyncio.create_task(client.generate(router, request, timeout=TIMEOUT))
             while not worker.in_flight:
                 await asyncio.sleep(0.01)
-            await remove_worker(client, router, worker.url, timeout=TIMEOUT)
+            await asyncio.to_thread(call, remove_worker, router, worker.url)
             assert not generating.done()
             return await generating
 
@@ -177,15 +171,10 @@ def test_adding_a_worker_twice_leaves_one(router, worker):
 def test_a_worker_that_never_answers_is_an_error_with_a_deadline_and_does_not_block_others(router, worker, run):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         dead = EngineEndpoint(url=f"http://127.0.0.1:{silent.getsockname()[1]}", dialect="sglang", key_file=run.key_file)
-
-        async def work():
-            async with EngineClient() as client:
-                with pytest.raises(EngineUnreachable, match=dead.url):
-                    await add_worker(client, router, dead, timeout=1.0)
-                await add_worker(client, router, worker.endpoint, timeout=TIMEOUT)
-                await remove_worker(client, router, worker.url, timeout=TIMEOUT)
-
-        asyncio.run(work())
+        with pytest.raises(EngineUnreachable, match=dead.url):
+            add_worker(router, dead, timeout=1.0)
+        call(add_worker, router, worker.endpoint)
+        call(remove_worker, router, worker.url)
 
 
 def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
@@ -238,6 +227,28 @@ def test_an_engine_that_is_down_is_named_before_a_router_starts(run, worker, tmp
     with ProcessGroup(own) as group, pytest.raises(EngineError, match=worker.url):
         start_router(RouterConfig(ready_timeout=2.0), ModelEndpoints(engines=(worker.endpoint,)), group)
     assert read_states(own) == []
+
+
+LISTENS_THEN_DIES = """
+import http.server, os
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def do_POST(self):
+        print("no memory left", flush=True); os._exit(4)
+http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [("print('no such library'); raise SystemExit(3)", "no such library"), (LISTENS_THEN_DIES, "no memory left")])
+def test_a_router_that_dies_while_it_starts_is_reported_with_the_end_of_its_log(run, worker, tmp_path, monkeypatch, code, said):
+    def argv(config, *, port, prometheus_port, key_file):
+        return (sys.executable, "-c", code.replace("PORT", str(port)))
+
+    monkeypatch.setattr("rltool.router.launch.router_argv", argv)
+    own = open_run("dies", create=True, root=tmp_path)
+    with ProcessGroup(own) as group, pytest.raises(ProcessFailed, match=rf"(?s)router ended with exit code [34] while starting.*{said}"):
+        start_router(RouterConfig(), ModelEndpoints(engines=(worker.endpoint,)), group)
 
 
 def test_a_worker_that_dies_is_taken_out_by_the_health_checks(router, worker):

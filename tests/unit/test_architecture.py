@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
     {"errors"},
-    {"config", "processes", "templates"},
+    {"config", "processes", "templates", "report"},
     {"engines", "router", "algorithms", "models"},
     {"megatron"},
     {"rollout", "weights", "checkpoints"},
@@ -56,14 +56,15 @@ OWNERS = {
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
-    "aiohttp": {"engines/client.py": "the one place that talks HTTP"},
+    "aiohttp": {"engines/client.py": "generation and control calls", "training/run_server.py": "the driver's endpoint"},
+    "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
 
 LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
-IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "commands", "router", "engines")
+IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines")
 """Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from rltool.config.train import DataConfig
 from rltool.errors import UsageError
-from rltool.rollout.data import Prompt, PromptSource, load_prompts
+from rltool.rollout.batching import supervised_set
+from rltool.rollout.data import Prompt, PromptSource, data_summary, load_prompts
 
 
 class LetterTokenizer:
@@ -196,3 +197,32 @@ def test_resume_goes_on_exactly(taken):
 def test_resume_with_other_data_is_refused(other, message):
     with pytest.raises(UsageError, match=message):
         source().load_state_dict(other.state_dict())
+
+
+def test_what_was_left_out_of_each_set_is_said_in_one_line(tmp_path):
+    train = jsonl(tmp_path / "train.jsonl", {"prompt": "much too long"}, {"prompt": "b"}, {"prompt": "c"})
+    easy = jsonl(tmp_path / "easy.jsonl", {"prompt": "d"})
+    hard = jsonl(tmp_path / "hard.jsonl", {"prompt": "d"}, {"prompt": "very, very long"}, {"prompt": "also very long"})
+    train, easy, hard = (load(path, max_prompt_tokens=5) for path in (train, easy, hard))
+    assert data_summary(easy, {}) == "data: 1 prompts"
+    assert data_summary(train, {"easy": easy, "hard": hard}) == (
+        "data: 2 prompts (left out: 1 with a prompt longer than sampling.max_prompt_tokens); easy: 1 prompts; "
+        "hard: 1 prompts (left out: 2 with a prompt longer than sampling.max_prompt_tokens)"
+    )
+
+
+def test_rows_that_are_left_out_for_their_response_are_counted_apart(tmp_path):
+    rows = [{"prompt": "much too long", "response": "x"}, {"prompt": "b", "response": "far too long"}, {"prompt": "c", "response": "y"}]
+    found = load(jsonl(tmp_path / "rows.jsonl", *rows), max_prompt_tokens=5)
+
+    class TargetTokenizer(LetterTokenizer):
+        def encode_target(self, text):
+            return [*map(ord, text), 0]
+
+    rows = supervised_set(found.prompts, TargetTokenizer(), max_response_tokens=3)
+    assert (len(rows.prompts), rows.num_too_long) == (1, 1)
+    assert data_summary(found, {}, targets_too_long=rows.num_too_long) == (
+        "data: 1 supervised rows (left out: 1 with a prompt longer than sampling.max_prompt_tokens and 1 with a response longer than "
+        "sampling.max_response_tokens)"
+    )
+    assert data_summary(load(jsonl(tmp_path / "one.jsonl", {"prompt": "c"})), {}, targets_too_long=0) == "data: 1 supervised rows"

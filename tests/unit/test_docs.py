@@ -95,6 +95,13 @@ def test_there_are_commands_to_check():
     assert {line.split()[1] for _, line in typed_commands()} >= {"serve-engines", "router", "convert-ckpt", "train", "debug", "engines", "status", "logs", "stop"}
 
 
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if hasattr(load_command(verb), "commands")])
+def test_every_command_of_a_group_is_shown_once_as_it_is_typed(verb):
+    typed = [words for _, line in typed_commands() if (words := shlex.split(line, comments=True)[1:])[0] == verb]
+    used = {leaf(words)[0].name for words in typed}
+    assert used == set(load_command(verb).commands)
+
+
 def test_every_make_target_exists():
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = {match[1] for text in PAGES.values() for code in (*code_lines(text), *inline_code(text)) if (match := re.match(r"make ([a-z0-9-]+)", code))}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -59,6 +60,12 @@ def test_a_malformed_address_is_quoted_with_the_expected_form(text, reason):
         parse_address(text)
     assert reason in str(caught.value)
     assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["runs/x/endpoints.json", "/tmp/e", "./e", "~/e", "endpoints.json", "../runs/x/endpoints.json"])
+def test_a_path_without_the_at_sign_is_refused_with_that_hint(path):
+    with pytest.raises(UsageError, match="this is a path, and a file is named with @ before it: @" + re.escape(path)):
+        parse_address(f"a:1,{path}")
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path):
@@ -139,6 +146,28 @@ def test_a_file_with_several_models_needs_the_right_name(tmp_path):
     with pytest.raises(UsageError, match="no model 'policy', only draft, judge"):
         resolve([f"@{tmp_path}/e"])
     assert resolve([f"@{tmp_path}/e"], model="judge").engines == engines
+
+
+def test_engines_of_a_model_that_is_not_updated_take_no_weights_and_others_beside_them_do(tmp_path):
+    fleet("http://judge:1", update_weights=False).save(tmp_path / "judge")
+    fleet("http://a:1").save(tmp_path / "policy")
+    assert {e.url: e.takes_weights for e in resolve([f"@{tmp_path}/judge"]).engines} == {"http://judge:1": False}
+    mixed = resolve([f"@{tmp_path}/policy", f"@{tmp_path}/judge", "b:2"])
+    assert {e.url: e.takes_weights for e in mixed.engines} == {"http://a:1": True, "http://judge:1": False, "http://b:2": True}
+    assert mixed.update_weights and not resolve([f"@{tmp_path}/judge"]).update_weights
+
+
+def test_one_engine_of_a_model_may_be_left_alone(tmp_path):
+    engines = [{"url": "http://a:1", "takes_weights": False}, {"url": "http://b:2"}]
+    (tmp_path / "e").write_text(json.dumps({"version": 1, "models": {"policy": {"engines": engines}}}))
+    assert [engine.takes_weights for engine in resolve([f"@{tmp_path}/e"]).engines] == [False, True]
+
+
+def test_reading_and_saving_a_file_changes_nothing_in_it(tmp_path):
+    fleet("http://judge:1", update_weights=False).save(tmp_path / "e")
+    before = (tmp_path / "e").read_text()
+    Endpoints.load(tmp_path / "e").save(tmp_path / "e")
+    assert (tmp_path / "e").read_text() == before
 
 
 def test_nothing_typed_is_refused():

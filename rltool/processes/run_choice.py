@@ -1,0 +1,65 @@
+"""Which run `train` means where nobody said --run. The decision is pure; the facts are gathered apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory, list_runs, plan_run
+from rltool.processes.state import is_alive, read_state
+
+
+@dataclass(frozen=True)
+class Choice:
+    """run None: a fresh one. `why`: for the line that names the run, after its name."""
+
+    run: RunDirectory | None
+    why: str
+
+
+def choose_run(
+    *, resume: bool, trained: Callable[[RunDirectory], bool], resumable: Callable[[RunDirectory], bool],
+    of_engines: Sequence[RunDirectory], runs: Sequence[RunDirectory],
+) -> Choice:  # fmt: skip
+    """of_engines: runs whose endpoints.json was given; runs: all, oldest first.
+
+    With `resume` the newest run that has a checkpoint. Else the run of the engines, if it is one and was never trained: engines and
+    trainer then share a directory, and a second training on the same engines gets its own. Raises UsageError where there is
+    nothing to resume.
+    """
+    if resume:
+        for run in reversed(runs):
+            if resumable(run):
+                return Choice(run, "the newest run with a checkpoint")
+        raise UsageError("--resume: no run has a complete checkpoint; name the run with --run, or leave --resume out to start one")
+    if len(of_engines) != 1:
+        return Choice(None, "a fresh run")
+    if trained(of_engines[0]):
+        return Choice(None, f"a fresh run: {of_engines[0].name}, that of the given engines, was trained already")
+    return Choice(of_engines[0], "the run of the given engines")
+
+
+def run_to_train(
+    name: str | None, *, resume: bool, endpoints_files: Iterable[Path], resumable: Callable[[RunDirectory], bool], root: Path | None = None
+) -> tuple[RunDirectory, str]:
+    """(run, why it is this one) for `train`; nothing is made. `resumable`: it holds a complete checkpoint. Raises UsageError."""
+    if name is not None:
+        return plan_run(name, root=root), "named by --run"
+    choice = choose_run(
+        resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files), runs=list_runs(root)
+    )
+    return choice.run or plan_run(None, root=root), choice.why
+
+
+def is_trained(run: RunDirectory) -> bool:
+    """It holds metrics or checkpoints, or a trainer works in it that has not finished its first step."""
+    state = read_state(run, "train")
+    return run.is_used or (state is not None and is_alive(state))
+
+
+def runs_of(endpoints_files: Iterable[Path]) -> list[RunDirectory]:
+    """The runs that these files lie in, each once; a file elsewhere belongs to none."""
+    directories = {file.absolute().parent.resolve(): None for file in endpoints_files if file.name == "endpoints.json"}
+    return [RunDirectory(path) for path in directories if (path / "state" / "run.json").exists()]
