@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rltool.config.parallel import ParallelLayout
 from rltool.errors import RltoolError, UsageError
 
 FILE = "manifest.json"
@@ -32,6 +33,7 @@ class Manifest:
 
     files: path relative to the directory -> {"bytes": size, "sha256": hex}, all files but the manifest
     layout: ranks that saved it; it loads under any other, but the random generators only under the same
+    distributed_optimizer: how its optimizer state is cut; it loads into an optimizer of the same kind only
     metrics: of the step after which it was saved
     """
 
@@ -40,7 +42,8 @@ class Manifest:
     dtype: str
     step: int | None = None
     weight_version: str | None = None
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    distributed_optimizer: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -75,7 +78,11 @@ def side_by_side(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T
 
 
 def to_text(manifest: Manifest) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+    """The manifest as JSON. In the file the kind of optimizer stands among the sizes of the layout."""
+    sizes = {**manifest.layout.to_json(), "distributed_optimizer": int(manifest.distributed_optimizer)}
+    content = {"format": FORMAT, "version": VERSION, **asdict(manifest), "layout": sizes}
+    del content["distributed_optimizer"]
+    return json.dumps(content, indent=1) + "\n"
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -99,8 +106,10 @@ def read(directory: Path) -> Manifest:
     if found != (FORMAT, VERSION):
         raise UsageError(f"{path} has format {found[0]!r} version {found[1]!r}; expected {FORMAT!r} version {VERSION}")
     try:
-        return Manifest(**content)
-    except TypeError as error:
+        sizes = content.pop("layout", {})
+        distributed = bool(sizes.get("distributed_optimizer", 0))
+        return Manifest(**content, layout=ParallelLayout.from_json(sizes), distributed_optimizer=distributed)
+    except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
 

@@ -17,12 +17,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rltool.config.parallel import ParallelLayout
 from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.cpu_mode import cpu_mode
 from rltool.megatron.products import add_product
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch's settings of its memory on the GPU; a user's own are left alone."""
@@ -37,28 +39,36 @@ class OtherRankFailed(RltoolError):
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """Where a rank stands. Megatron's order: tensor parallel innermost, then context, then data parallel, then pipeline stages.
+class Rendezvous:
+    """How one rank finds the others: rank 0 hosts a store at address:port, the others connect to it.
 
-    The ranks over which experts are dealt (ep) are neighbours by `replica_rank`.
+    port: 0, in a world of one rank, is any that is free; timeout: seconds for the rendezvous, and for every collective after it.
     """
 
     rank: int
-    world_size: int
+    address: str
+    port: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the layout. Megatron's order: tensor parallel innermost, then context, data, pipeline parallel.
+
+    The ranks over which experts are spread (ep) are neighbours by `replica_rank`.
+    """
+
+    rank: int
+    layout: ParallelLayout
     tp_rank: int
-    tp_size: int
     pp_rank: int
-    pp_size: int
+    cp_rank: int
     dp_rank: int
-    dp_size: int
-    ep_rank: int = 0
-    ep_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
+    ep_rank: int
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
+        return self.pp_rank == self.layout.pp - 1
 
     @property
     def returns_logprobs(self) -> bool:
@@ -67,12 +77,8 @@ class Coordinates:
 
     @property
     def replica_rank(self) -> int:
-        """Among the ranks that hold the same parameters (those of data and context parallelism): this one's index."""
-        return self.cp_rank + self.cp_size * self.dp_rank
-
-    @property
-    def replica_size(self) -> int:
-        return self.cp_size * self.dp_size
+        """Among the `layout.replica_size` ranks that hold the same parameters: this one's index."""
+        return self.cp_rank + self.layout.cp * self.dp_rank
 
 
 def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **required: Any) -> T:
@@ -87,29 +93,15 @@ def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **requ
 class Runtime:
     """Device and process groups of this process; at most one is open at a time. `close` ends them."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        master_address: str,
-        master_port: int,
-        tensor_parallel: int,
-        pipeline_parallel: int,
-        device: str,
-        timeout: float,
-        seed: int,
-        context_parallel: int = 1,
-        expert_parallel: int = 1,
-    ) -> None:
-        """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
+    def __init__(self, layout: ParallelLayout, rendezvous: Rendezvous, *, device: str, seed: int) -> None:
+        """Joins the other ranks. device: cpu, cuda, or auto for what torch finds here. Raises RendezvousFailed, UsageError."""
         if dist.is_initialized():
             raise RuntimeError("this process already belongs to a torch.distributed group; close that trainer first")
-        self.device = _pick_device(device, rank)
-        self._join(rank, world_size, master_address, master_port, timeout)
+        self.device = _pick_device(device, rendezvous.rank)
+        self._join(layout.world_size, rendezvous)
         try:
             with self.mode():
-                self._build_groups(tensor_parallel, pipeline_parallel, context_parallel, expert_parallel, timeout, seed)
+                self.coordinates = _build_groups(layout, rendezvous.timeout, seed)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -118,54 +110,21 @@ class Runtime:
         """Context for every entry into Megatron."""
         return cpu_mode() if self.device.type == "cpu" else nullcontext()
 
-    def _join(self, rank: int, world_size: int, address: str, port: int, timeout: float) -> None:
-        limit = timedelta(seconds=timeout)
+    def _join(self, world_size: int, at: Rendezvous) -> None:
+        limit = timedelta(seconds=at.timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
             # A TCPStore of its own making listens on every interface, whatever address it is given.
-            store = host_store(address, port, timeout) if rank == 0 else dist.TCPStore(address, port, world_size, timeout=limit)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            if at.rank == 0:
+                store = host_store(at.address, at.port, at.timeout)
+            else:
+                store = dist.TCPStore(at.address, at.port, world_size, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
-                f"trainer rank {rank} of {world_size} could not join the others at {address}:{port} within {timeout:g} s "
+                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within {at.timeout:g} s "
                 f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
             ) from error
-
-    def _build_groups(
-        self,
-        tensor_parallel: int,
-        pipeline_parallel: int,
-        context_parallel: int,
-        expert_parallel: int,
-        timeout: float,
-        seed: int,
-    ) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel,
-            pipeline_model_parallel_size=pipeline_parallel,
-            context_parallel_size=context_parallel,
-            expert_model_parallel_size=expert_parallel,
-            distributed_timeout_minutes=timeout / 60,
-        )
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
-        self.coordinates = Coordinates(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=tensor_parallel,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=pipeline_parallel,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=context_parallel,
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
-            ep_size=expert_parallel,
-        )
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
@@ -180,9 +139,8 @@ class Runtime:
         return parallel_state.get_context_parallel_group()
 
     def global_rank(self, *, tp: int, pp: int, replica: int = 0) -> int:
-        """Rank in the whole world of these coordinates; replica: see `Coordinates.replica_rank`."""
-        at = self.coordinates
-        return tp + at.tp_size * (replica + at.replica_size * pp)
+        """Rank in the whole world of these coordinates: see `ParallelLayout.global_rank`."""
+        return self.coordinates.layout.global_rank(tp=tp, pp=pp, replica=replica)
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
@@ -210,7 +168,7 @@ class Runtime:
             result = action()
         except Exception as error:
             failure = error
-        rank, failed = self.coordinates.rank, [0.0] * self.coordinates.world_size
+        rank, failed = self.coordinates.rank, [0.0] * self.coordinates.layout.world_size
         failed[rank] = float(failure is not None)
         failed = self.max_over_world(failed)
         if failure is not None:
@@ -228,6 +186,42 @@ class Runtime:
         with self.mode():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def in_megatron(method: F) -> F:
+    """A method of something with a `runtime` that touches Megatron: it runs inside the runtime's mode."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.mode():
+            return method(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _build_groups(layout: ParallelLayout, timeout: float, seed: int) -> Coordinates:
+    """Megatron's process groups and random generators of this process. Returns where it stands in them."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        distributed_timeout_minutes=timeout / 60,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Coordinates(
+        rank=dist.get_rank(),
+        layout=layout,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+    )
 
 
 def _pick_device(wanted: str, rank: int) -> torch.device:

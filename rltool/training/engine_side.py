@@ -70,7 +70,9 @@ class EngineSide:
         return metrics
 
     def _check_values(self) -> float:
-        request = probe_request(self._vocab_size, self.config.sampling.temperature, self._max_model_len)
+        # Under supervised training the trainer's logits are not tempered, so the engines' must not be either.
+        temperature = self.config.algorithm.logits_temperature(self.config.sampling.temperature)
+        request = probe_request(self._vocab_size, temperature, self._max_model_len)
         completions = get_all([self.actor.sample_each.remote(request)], 2 * self.config.deadlines.sync_step)[0]
         batch = probe_batch(request, list(completions.values()))
         logprobs = self.trainer.logprobs(batch)

@@ -143,7 +143,7 @@ class TrainerGroup:
         """Micro-batches per data-parallel rank: as sample indices, and as references to the batches themselves."""
         trainer = self.config.trainer
         plan = plan_micro_batches(
-            batch.lengths.tolist(), max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.data_parallel, costs=self._costs(batch)
+            batch.lengths.tolist(), max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.layout.dp, costs=self._costs(batch)
         )
         return plan, [ray.put([batch.micro_batch(samples) for samples in rank]) for rank in plan]
 
