@@ -21,15 +21,13 @@ from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import (
-    Coordinates,
+from rltool.megatron.patches import (
     fuse_weight_gradients,
-    mlp_submodules,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
     route_without_transformer_engine,
-    with_known_fields,
 )
+from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
 from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-import io
 import os
-import queue
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -20,8 +17,7 @@ import torch.distributed as dist
 from rltool.config.parallel import ParallelLayout
 from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron.cpu_mode import cpu_mode
-from rltool.megatron.products import add_product
+from rltool.megatron.patches import cpu_mode
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -239,18 +235,6 @@ def _pick_device(wanted: str, rank: int) -> torch.device:
     return device
 
 
-def save_without_manager_process() -> None:
-    """Keeps dist_checkpointing from starting a manager process for the results of its writers.
-
-    It does so at the first save (2.6 s), only to hand results from this process to this process, and the manager outlives a
-    rank that is killed. A plain queue serves a synchronous save; an asynchronous one would need the manager.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if getattr(filesystem_async, "_results_queue", False) is None:
-        filesystem_async._results_queue = queue.SimpleQueue()
-
-
 def asynchronous_save_options() -> dict[str, Any]:
     """Further arguments of an asynchronous dist_checkpointing.save: 0.19's default needs another package."""
     from megatron.core import dist_checkpointing
@@ -258,91 +242,10 @@ def asynchronous_save_options() -> dict[str, Any]:
     return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
 
 
-@contextmanager
-def unsharded_state_kept(kept: list[bytes]) -> Iterator[None]:
-    """Megatron-core 0.16 writes the unsharded state on rank 0 in the middle of planning a save, where a full disk would leave the
-    other ranks waiting: here it comes into `kept`. 0.19 has no such file; all of it is sharded."""
-    from megatron.core.dist_checkpointing.strategies import common
-
-    strategy = getattr(common, "TorchCommonSaveStrategy", None)
-    if strategy is None:
-        yield
-        return
-    original = strategy.save_common
-
-    def keep(self: Any, state: Any, directory: Any) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        kept.append(buffer.getvalue())
-
-    strategy.save_common = keep
-    try:
-        yield
-    finally:
-        strategy.save_common = original
-
-
-def route_without_transformer_engine() -> None:
-    """Lets the router of Megatron-core 0.16 run where Transformer Engine is not installed.
-
-    It asks whether `te_general_gemm` is None, but defines that name only when Transformer Engine could be imported.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def recompute_without_transformer_engine() -> None:
-    """Lets Megatron compute norms and activations again where neither Transformer Engine nor a C++ compiler is installed.
-
-    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine. That of 0.19 compiles an
-    extension in the first backward pass, to give one tensor another's memory; a copy, as in 0.16, costs little.
-    """
-    from megatron.core.tensor_parallel import random
-
-    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-    if hasattr(random, "_get_share_storage"):
-        random._get_share_storage = lambda: _copy_storage
-
-
-def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-    memory = target.untyped_storage()
-    memory.resize_(source.untyped_storage().size())
-    memory.copy_(source.untyped_storage())
-
-
-def fuse_weight_gradients(device: torch.device) -> bool:
-    """Lets Megatron's linear layers add the gradients of their weights to fp32 `main_grad` as they are computed, by `add_product` in
-    the place of Apex's extension: less traffic, and no rounding to bf16 in between. False where Megatron cannot: it makes a
-    stand-in for the gradient on the current CUDA device."""
-    from megatron.core.tensor_parallel import layers
-
-    if device.type != "cuda":
-        return False
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-        wgrad_gemm_accum_fp32=lambda inputs, gradient, total: add_product(total, gradient.t(), inputs)
-    )
-    layers._grad_accum_fusion_available = True
-    return True
-
-
 def mlp_submodules(layer: Any) -> Any:
     """The submodules of the MLP in the spec of a dense layer: 0.16 has another spec there, 0.19 a partial of the class."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
-
-
-def rotate_in_one_kernel() -> None:
-    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between.
-
-    What it hands over as angles is what `RotaryPositions` made.
-    """
-    from megatron.core.transformer import attention
-
-    from rltool.megatron.kernels import rotate
-
-    attention.apply_rotary_pos_emb = lambda x, turn, *_, **__: rotate(x, turn)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
