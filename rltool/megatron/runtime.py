@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -226,7 +227,9 @@ def _pick_device(wanted: str, rank: int) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("trainer.device is cuda, but torch finds no CUDA device here; use device = cpu or auto")
+        raise UsageError(
+            f"trainer.device is cuda, but torch finds no CUDA device for rank {rank} on host {socket.gethostname()}; use device = cpu or auto"
+        )
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         # Read at the first allocation. Packed rows differ in length: without it, memory that is free comes in pieces too small.
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

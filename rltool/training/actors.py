@@ -24,6 +24,7 @@ from rltool.engines.fleet import Fleet
 from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest
 from rltool.processes.ports import reserve_ports
 from rltool.rollout.manager import RolloutManager, RolloutResult
+from rltool.training.devices import RankDevice, device_of_rank
 from rltool.weights.control import Failures, WeightControl
 from rltool.weights.sender import (
     Connection,
@@ -61,6 +62,10 @@ class TrainerActor:
         self.critic: Any = None
         self.saver: Any = None
         self.recorder: Any = None
+
+    def device(self) -> RankDevice:
+        """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each other."""
+        return device_of_rank(self.rank)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""

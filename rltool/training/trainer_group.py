@@ -21,6 +21,7 @@ from rltool.errors import RltoolError
 from rltool.models.cost import ModelCost
 from rltool.models.registry import family_for, read_hf_config
 from rltool.training.actors import TrainerActor
+from rltool.training.devices import RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
 from rltool.weights.sender import Connection, Target
 
@@ -54,7 +55,12 @@ class TrainerGroup:
     """All ranks of one trainer. Methods return when every rank has answered, except send, write and join, which return futures."""
 
     def __init__(self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None) -> None:
+        # What "auto" stands for is decided: a rank that found something else would compute in another way than the others.
+        trainer = config.trainer.model_copy(update={"device": plan.device})
+        config = config.model_copy(update={"trainer": trainer})
         self.config = config
+        self.device = plan.device
+        self.devices: list[RankDevice] = []
         self.ranks = []
         for rank, bundle in enumerate(plan.trainer):
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
@@ -66,8 +72,11 @@ class TrainerGroup:
         self._cost: ModelCost | None = None
 
     def start(self, total_optimizer_steps: int) -> None:
-        """Let the ranks find each other and build the model. Waits rendezvous_timeout at most, plus the time to import."""
+        """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most, plus the
+        time to import. UsageError naming ranks and hosts without the planned device."""
         deadline = self.config.trainer.rendezvous_timeout + 120
+        self.devices = get_all([rank.device.remote() for rank in self.ranks], deadline)
+        check_rank_devices(self.device, self.devices)
         master = get_all([self.ranks[0].address.remote()], deadline)[0]
         self.coordinates = get_all([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline)
 
