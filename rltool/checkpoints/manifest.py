@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: what it is, and size and sha256 of every file in it. Written last. Pure files."""
+"""The manifest of a checkpoint directory: what it is, size and sha256 of every file. Written last. Pure files."""
 
 from __future__ import annotations
 
@@ -63,9 +63,13 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_files(directory: Path, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file below the directory, the manifest left out. known: descriptions made already, by name."""
+    """Size and hash of every file below the directory, but the manifest. known: descriptions made already, by name."""
     described = dict(known or {})
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file() and path != directory / FILE}
+    paths = {
+        path.relative_to(directory).as_posix(): path
+        for path in directory.rglob("*")
+        if path.is_file() and path != directory / FILE
+    }
     missing = [name for name in paths if name not in described]
     described.update(zip(missing, side_by_side(describe_file, [paths[name] for name in missing]), strict=True))
     return {name: described[name] for name in sorted(paths)}
@@ -132,7 +136,9 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
             raise CheckpointDamaged(f"{directory}: {name} is missing; use another checkpoint")
         size = path.stat().st_size
         if size != expected["bytes"]:
-            raise CheckpointDamaged(f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint")
+            raise CheckpointDamaged(
+                f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint"
+            )
     extra = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     extra -= {*manifest.files, FILE}
     if extra:
@@ -141,4 +147,6 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))[part::parts]
     for name, found in zip(names, side_by_side(sha256_of, [directory / name for name in names]), strict=True):
         if found != manifest.files[name]["sha256"]:
-            raise CheckpointDamaged(f"{directory / name} is not the file that was saved (its sha256 differs); use another checkpoint")
+            raise CheckpointDamaged(
+                f"{directory / name} is not the file that was saved (its sha256 differs); use another checkpoint"
+            )

@@ -24,10 +24,21 @@ from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
-__all__ = ["STATE", "finish", "load_checkpoint", "load_model", "load_teacher", "load_weights", "open_verified", "save_checkpoint"]
+__all__ = [
+    "STATE",
+    "finish",
+    "load_checkpoint",
+    "load_model",
+    "load_teacher",
+    "load_weights",
+    "open_verified",
+    "save_checkpoint",
+]
 
 
-def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, Any], *, critic: Critic | None = None) -> None:
+def save_checkpoint(
+    trainer: MegatronTrainer, directory: Path, extra: dict[str, Any], *, critic: Critic | None = None
+) -> None:
     """One checkpoint, complete on return: see `CheckpointSaver.save`. A run keeps a saver instead."""
     saver = CheckpointSaver(trainer, asynchronous=False, critic=critic)
     try:
@@ -40,9 +51,10 @@ def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, 
 def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic | None = None) -> dict[str, Any]:
     """Restores everything that a `CheckpointSaver` saved, under any layout of ranks, and returns its `extra`.
 
-    With a KL term load the initial weights first: they become the reference, and this call does not change it. Under another
-    layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint
-    of another model or without training state.
+    With a KL term load the initial weights first: they become the reference, and this call does not change it. Under
+    another layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left
+    out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint of another model or without
+    training state.
     """
     manifests.read(directory)
     with directories.reading(directory):
@@ -64,13 +76,13 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
 
 
 def check_optimizer(manifest: Manifest, trainer: MegatronTrainer, directory: Path) -> None:
-    """UsageError when the checkpoint's optimizer state is not of this trainer's kind: Megatron stores the two differently."""
+    """UsageError when the optimizer state is not of this trainer's kind: Megatron stores the two differently."""
     saved, ours = manifest.distributed_optimizer, trainer.config.distributed_optimizer
     if saved != ours:
         raise UsageError(
-            f"{directory} was saved with trainer.distributed_optimizer = {str(saved).lower()}, but it is {str(ours).lower()} now, and optimizer "
-            f"states of one kind cannot be read by the other; resume with the setting of the checkpoint, or start a new run from its weights "
-            f"(model.path = {directory})"
+            f"{directory} was saved with trainer.distributed_optimizer = {str(saved).lower()}, but it is "
+            f"{str(ours).lower()} now, and optimizer states of one kind cannot be read by the other; resume with the "
+            f"setting of the checkpoint, or start a new run from its weights (model.path = {directory})"
         )
 
 
@@ -79,16 +91,16 @@ def check_has_critic(directory: Path) -> None:
     tensors = dist_checkpointing.load_tensors_metadata(str(Path(directory) / STATE))
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         raise UsageError(
-            f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the setting of the checkpoint, or '
-            f"start a new run from its weights (model.path = {directory})"
+            f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the '
+            f"setting of the checkpoint, or start a new run from its weights (model.path = {directory})"
         )
 
 
 def load_weights(model: TrainedModel, path: Path) -> None:
     """Initial weights from a Hugging Face directory or from the policy of a checkpoint of ours.
 
-    The policy's also become the reference; the value head of a critic stays. UsageError for another model than this one,
-    CheckpointDamaged before anything is loaded.
+    The policy's also become the reference; the value head of a critic stays. UsageError for another model than this
+    one, CheckpointDamaged before anything is loaded.
     """
     _read_weights(model, path)
     with model.runtime.mode():
@@ -115,7 +127,10 @@ def _read_weights(model: TrainedModel, path: Path) -> None:
 
 
 def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: str | None = None) -> None:
-    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`. without: as for `load_hf`."""
+    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`.
+
+    without: as for `load_hf`.
+    """
     with runtime.mode():
         state = {"model": {name: value for name, value in model_state(model).items() if name.split(".")[0] != without}}
         loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
@@ -123,15 +138,20 @@ def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: s
 
 
 def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest:
-    """The manifest, after the ranks have checked all hashes together. UsageError when the checkpoint is of another model."""
+    """The manifest, after the ranks have checked all hashes together.
+
+    UsageError when the checkpoint is of another model, CheckpointDamaged when its files are not those that were saved.
+    """
     manifest = manifests.read(directory)
     at = runtime.coordinates
-    runtime.on_every_rank(lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.layout.world_size), f"checking {directory}")
+    runtime.on_every_rank(
+        lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.layout.world_size), f"checking {directory}"
+    )
     saved = family_for(read_hf_config(directory))
     if saved.hf_tensors() != family.hf_tensors():
         raise UsageError(
             f"{directory} holds another model ({saved.architecture}, {saved.num_layers} layers, vocabulary "
-            f"{saved.vocab_size}) than the configured one ({family.architecture}, {family.num_layers} layers, vocabulary "
-            f"{family.vocab_size})"
+            f"{saved.vocab_size}) than the configured one ({family.architecture}, {family.num_layers} layers, "
+            f"vocabulary {family.vocab_size})"
         )
     return manifest

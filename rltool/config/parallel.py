@@ -69,5 +69,6 @@ class ParallelLayout:
     @classmethod
     def from_json(cls, sizes: Mapping[str, Any]) -> ParallelLayout:
         """The inverse of `to_json`. A size that is missing is 1; ValueError or TypeError for what is no layout."""
-        tp, pp, cp, ep, dp = (int(sizes.get(f"{name}_parallel", 1)) for name in ("tensor", "pipeline", "context", "expert", "data"))
+        names = ("tensor", "pipeline", "context", "expert", "data")
+        tp, pp, cp, ep, dp = (int(sizes.get(f"{name}_parallel", 1)) for name in names)
         return cls(tp * pp * cp * dp, tp, pp, cp, ep)

@@ -41,7 +41,8 @@ class TrainerConfig(Config):
     world_size: int = Field(1, ge=1)
     """Ranks, one Ray bundle each: a multiple of tensor_parallel x pipeline_parallel; the quotient is data parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where the ranks run on GPUs: those that torch finds on this host, or those that the cluster at ray.address declares; else cpu."""
+    """auto: cuda where there are GPUs for the ranks (found by torch on this host, or declared by the cluster at ray.address),
+    else cpu."""
     tensor_parallel: int = Field(1, ge=1)
     """Must divide the attention heads, their query groups and the feed-forward size."""
     pipeline_parallel: int = Field(1, ge=1)

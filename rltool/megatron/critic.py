@@ -1,7 +1,7 @@
 """The critic of PPO: a Megatron model of its own with one value per token, trained beside the policy on the same ranks.
 
-It shares the policy's runtime and layout, and nothing else: weights, gradients, optimizer and schedule are its own, and so is
-the memory for them. Its weights never leave the trainer. Everything here is collective, as in `MegatronTrainer`.
+It shares the policy's runtime and layout, and nothing else: weights, gradients, optimizer and schedule are its own, and
+so is the memory for them. Its weights never leave the trainer. Everything here is collective, as in `MegatronTrainer`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rltool.models.base import EMBEDDING, HEAD, Family
 from rltool.models.registry import family_for, read_hf_config
 
 HEAD_NAME = "output_layer"
-"""Attribute of the model that holds the head, in the place of the vocabulary's: Megatron's state dict insists on a weight there."""
+"""Attribute of the model that holds the value head: the vocabulary's, as Megatron insists on a weight there."""
 STATE_PREFIX = "critic."
 """Before the names of its tensors in a checkpoint, where the policy's stand beside them."""
 
@@ -41,11 +41,15 @@ class ValueHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
     def values(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, hidden]. Returns [R] float32."""
         return nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
 
 def _untied(family: Family) -> Family:
-    """Without a vocabulary head the embedding is tied to nothing: Megatron would hold it twice, on the first and the last stage."""
+    """The family with an embedding of its own.
+
+    Without a vocabulary head it is tied to nothing: Megatron would hold it twice, on the first and the last stage.
+    """
     if not family.tied_embeddings:
         return family
     head = replace(family.parameter(EMBEDDING), name=HEAD)
@@ -58,8 +62,9 @@ class Critic(TrainedModel):
     own_part = HEAD_NAME
 
     def __init__(self, trainer: MegatronTrainer, config: CriticConfig, *, total_optimizer_steps: int) -> None:
-        """trainer: the policy of this rank, whose runtime, layout, dtype and algorithm the critic takes, and whose optimizer's
-        settings where `config` has none of its own. UsageError when critic.path names a model that cannot be built in this layout.
+        """trainer: the policy of this rank, whose `setup` the critic takes, but for the optimizer settings in `config`.
+
+        UsageError when critic.path names a model that cannot be built in this layout.
         """
         self.path = config.path or trainer.model_path
         shared = trainer.setup.optimizer
@@ -84,14 +89,14 @@ class Critic(TrainedModel):
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Values of micro.rows."""
-        # Each rank goes on to the whole loss by a head of its own: the gradient that comes back is already the whole one.
+        # Each rank goes on to the whole loss by a head of its own: what comes back is already the whole gradient.
         states = self._states(micro, hidden, gradient_in_parts=False)
         return self._on_all_context_ranks(micro, self.gpt.output_layer.values(states))
 
     @in_megatron
     @torch.no_grad()
     def compute_values(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
-        """Per micro-batch [T] float32 on the CPU: the value of the state in which tokens[t] was chosen, 0 where there is no loss.
+        """Per micro-batch [T] float32 on the CPU: value of the state in which tokens[t] was chosen, 0 without a loss.
 
         micro_batches and the ranks that get None: as for `MegatronTrainer.compute_logprobs`.
         """
@@ -101,16 +106,17 @@ class Critic(TrainedModel):
     def train_step(self, micro_batches: list[TrainBatch], *, global_loss_tokens: int) -> dict[str, float]:
         """One optimizer step on the mean clipped value loss over all loss tokens of the global batch.
 
-        micro_batches: as for `MegatronTrainer.forward_backward`, with `values` and `value_targets` (ValueError without). Returns
-        train/value_loss, train/value_clip_fraction, train/critic_grad_norm, train/critic_lr and train/critic_skipped, equal on
-        all ranks.
+        micro_batches: as for `MegatronTrainer.forward_backward`, with `values` and `value_targets` (ValueError
+        without). Returns train/value_loss, train/value_clip_fraction, train/critic_grad_norm, train/critic_lr and
+        train/critic_skipped, equal on all ranks.
         """
         clip = self.algorithm.value_clip
 
         def loss_of(micro: MicroBatch, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
             old, targets = (to_device(field[micro.rows], values.device) for field in _fields(micro.batch))
             total = value_loss(values, old, targets, clip=clip).sum()
-            return total, {"loss": total.detach(), "clipped": value_is_clipped(values.detach(), old, targets, clip=clip).sum()}
+            clipped = value_is_clipped(values.detach(), old, targets, clip=clip).sum()
+            return total, {"loss": total.detach(), "clipped": clipped}
 
         _, sums = self._gradients(micro_batches, loss_of, ["loss", "clipped"], global_loss_tokens=global_loss_tokens)
         measured, made = self._step(sums["loss"])

@@ -1,4 +1,4 @@
-"""Where Megatron runs: device, process groups, and what differs between Megatron-core 0.16 and 0.19. Nothing else asks."""
+"""Where Megatron runs: device, process groups, and how Megatron-core 0.16 and 0.19 differ. Nothing else asks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class OtherRankFailed(RltoolError):
 class Rendezvous:
     """How one rank finds the others: rank 0 hosts a store at address:port, the others connect to it.
 
-    port: 0, in a world of one rank, is any that is free; timeout: seconds for the rendezvous, and for every collective after it.
+    port: 0 is any that is free, in a world of one rank
+    timeout: seconds for the rendezvous, and for every collective after it
     """
 
     rank: int
@@ -50,7 +51,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the layout. Megatron's order: tensor parallel innermost, then context, data, pipeline parallel.
+    """Where a rank stands in the layout. Megatron's order: tensor parallel innermost, then context, data, pipeline.
 
     The ranks over which experts are spread (ep) are neighbours by `replica_rank`.
     """
@@ -65,6 +66,7 @@ class Coordinates:
 
     @property
     def is_last_stage(self) -> bool:
+        """Of the pipeline: where the loss is."""
         return self.pp_rank == self.layout.pp - 1
 
     @property
@@ -91,7 +93,10 @@ class Runtime:
     """Device and process groups of this process; at most one is open at a time. `close` ends them."""
 
     def __init__(self, layout: ParallelLayout, rendezvous: Rendezvous, *, device: str, seed: int) -> None:
-        """Joins the other ranks. device: cpu, cuda, or auto for what torch finds here. Raises RendezvousFailed, UsageError."""
+        """Joins the other ranks. device: cpu, cuda, or auto for what torch finds here.
+
+        Raises RendezvousFailed, and UsageError for a device that is not here.
+        """
         if dist.is_initialized():
             raise RuntimeError("this process already belongs to a torch.distributed group; close that trainer first")
         self.device = _pick_device(device, rendezvous.rank)
@@ -119,18 +124,21 @@ class Runtime:
             dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
-                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within {at.timeout:g} s "
-                f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
+                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within "
+                f"{at.timeout:g} s ({error}); check that all ranks run and that this address is reachable from each of "
+                f"their hosts"
             ) from error
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
+        """This rank's tensor-parallel ranks."""
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group()
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
+        """This rank's context-parallel ranks."""
         from megatron.core import parallel_state
 
         return parallel_state.get_context_parallel_group()
@@ -146,6 +154,7 @@ class Runtime:
         return total.tolist()
 
     def max_over_world(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over all ranks, in float64, equal everywhere."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.tolist()
@@ -155,10 +164,9 @@ class Runtime:
         return self.on_every_rank(action if self.coordinates.rank == 0 else lambda: None, what)
 
     def on_every_rank(self, action: Callable[[], T], what: str) -> T:
-        """Runs `action`, which talks to no other rank; if it raises anywhere, all ranks raise: its own error there, OtherRankFailed
-        elsewhere.
+        """Runs `action`, which talks to no other rank. If it raises anywhere, all ranks raise.
 
-        Without this the others would wait in the next collective until its deadline.
+        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until its deadline.
         """
         failure: Exception | None = None
         try:
@@ -228,10 +236,11 @@ def _pick_device(wanted: str, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UsageError(
-            f"trainer.device is cuda, but torch finds no CUDA device for rank {rank} on host {socket.gethostname()}; use device = cpu or auto"
+            f"trainer.device is cuda, but torch finds no CUDA device for rank {rank} on host {socket.gethostname()}; "
+            f"use device = cpu or auto"
         )
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        # Read at the first allocation. Packed rows differ in length: without it, memory that is free comes in pieces too small.
+        # Read at the first allocation. Packed rows differ in length: without it, free memory comes in pieces too small.
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -242,15 +251,16 @@ def asynchronous_save_options() -> dict[str, Any]:
     """Further arguments of an asynchronous dist_checkpointing.save: 0.19's default needs another package."""
     from megatron.core import dist_checkpointing
 
-    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+    known = inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in known else {}
 
 
 def mlp_submodules(layer: Any) -> Any:
-    """The submodules of the MLP in the spec of a dense layer: 0.16 has another spec there, 0.19 a partial of the class."""
+    """The submodules of the MLP in a dense layer's spec: 0.16 has another spec there, 0.19 a partial of the class."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that does not hold up the host: from ordinary memory it would wait until the device has done all that is queued."""
+    """A copy that does not hold up the host: from ordinary memory it would wait until the device's queue is empty."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -36,7 +36,10 @@ from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
 from rltool.models.base import Family
 
 MicroBatchLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""f(micro_batch, *outputs) -> (the loss summed over micro_batch.rows, sums for metrics by name); outputs: of `TrainedModel.outputs`."""
+"""f(micro_batch, *outputs) -> (the loss summed over micro_batch.rows, sums for metrics by name).
+
+outputs: of `TrainedModel.outputs`.
+"""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,13 @@ class TrainedModel(ABC):
     """
 
     own_part: ClassVar[str | None] = None
-    """A part of the model, by its attribute's name, that its family does not have: no Hugging Face directory holds its weights."""
+    """Attribute of a part of the model that its family does not have: no Hugging Face directory holds its weights."""
 
     def __init__(self, setup: Setup, family: Family, *, total_optimizer_steps: int) -> None:
-        """Weights are uninitialised. UsageError for a model that cannot be cut that way, or a schedule that does not fit."""
+        """Weights are uninitialised. UsageError for a model that cannot be cut so, or a schedule that does not fit."""
         self.setup, self.family = setup, family
-        self.runtime, self.config, self.algorithm, self.dtype = setup.runtime, setup.trainer, setup.algorithm, setup.dtype
+        self.runtime, self.dtype = setup.runtime, setup.dtype
+        self.config, self.algorithm = setup.trainer, setup.algorithm
         with self.runtime.mode():
             self.gpt = self.build()
             self._build_optimizer(total_optimizer_steps)
@@ -73,44 +77,55 @@ class TrainedModel(ABC):
 
     @abstractmethod
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """What the last pipeline stage makes of its hidden states: each [R] float32, of micro.rows, the same on all its ranks.
+        """What the last pipeline stage makes of its hidden states: each [R] float32, of micro.rows.
 
-        hidden: [T, hidden], or [T / tp, hidden] under sequence parallelism.
+        The same on all ranks of the stage. hidden: [T, hidden], or [T / tp, hidden] under sequence parallelism.
         """
 
     @property
     def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
         return self.runtime.coordinates
 
     def _build_optimizer(self, total_optimizer_steps: int) -> None:
         runtime, trainer, optimizer = self.runtime, self.config, self.setup.optimizer
         gradients = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            # A non-finite gradient is for `step` to see and skip, not for Megatron to stop at.
+            # A non-finite gradient is for `_step` to see and skip, not for Megatron to stop at.
             check_for_nan_in_grad=False,
             use_distributed_optimizer=trainer.distributed_optimizer,
             overlap_grad_reduce=trainer.overlap_grad_reduce and runtime.coordinates.layout.replica_size > 1,
         )
         self.ddp = DistributedDataParallel(self.gpt.config, gradients, self.gpt)
         if gradients.overlap_grad_reduce:
-            # The schedule runs all micro-batches but the last in this context. Without it Megatron counts gradients over all of
-            # them, and fails in the first step with another number of micro-batches than the step before.
+            # The schedule runs all micro-batches but the last in this context. Without it Megatron counts gradients
+            # over all of them, and fails in the first step with another number of micro-batches than the step before.
             self.gpt.config.no_sync_func = self.ddp.no_sync
         # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
-        self.gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
-        self.optimizer = optim.build_optimizer(self.ddp, optimizer, self.dtype, distributed=trainer.distributed_optimizer)
+        self.gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
+        self.optimizer = optim.build_optimizer(
+            self.ddp, optimizer, self.dtype, distributed=trainer.distributed_optimizer
+        )
         self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
     # -- weights
 
     @in_megatron
     def load_hf_weights(self, path: Path) -> None:
-        """Weights of a Hugging Face directory, but for `own_part`. UsageError for unknown, missing or misshapen tensors."""
+        """Weights of a Hugging Face directory, but for `own_part`.
+
+        UsageError for unknown or missing tensors, ShapeMismatch for misshapen ones.
+        """
         hf_weights.load_hf(self.gpt, self.family, path, self.runtime, without=self.own_part)
         self.weights_changed(initial=True)
 
     def weights_changed(self, *, initial: bool = False) -> None:
-        """After the parameters were overwritten: refreshes fp32 master weights. initial: the run starts from these weights."""
+        """After the parameters were overwritten: refreshes fp32 master weights. Call it inside the runtime's mode.
+
+        initial: the run starts from these weights.
+        """
         self.optimizer.reload_model_params()
 
     # -- forward and backward
@@ -140,11 +155,12 @@ class TrainedModel(ABC):
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
         """[H, hidden]: the states that predict those of micro.rows which fall to this rank.
 
-        hidden: as for `outputs`. gradient_in_parts: what follows is cut over tensor-parallel ranks, so that each comes back with
-        its part of the gradient, and the parts are summed; else each comes back with all of it.
+        hidden: as for `outputs`. gradient_in_parts: what follows is cut over tensor-parallel ranks, so that each comes
+        back with its part of the gradient, and the parts are summed; else each comes back with all of it.
         """
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=gradient_in_parts)[micro.sources]
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=gradient_in_parts)
+            return hidden[micro.sources]
         states = hidden[micro.sources]
         return copy_to_tensor_model_parallel_region(states) if gradient_in_parts else states
 
@@ -163,8 +179,8 @@ class TrainedModel(ABC):
     def _compute(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[Tensor] | None:
         """Per micro-batch [T] float32 on the CPU: the first of `outputs` in the rows of `rows_of`, 0 elsewhere.
 
-        micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on the
-        rank of each replica where `coordinates.returns_logprobs`.
+        micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on
+        the rank of each replica where `coordinates.returns_logprobs`.
         """
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
@@ -175,15 +191,15 @@ class TrainedModel(ABC):
 
     def _gradients(
         self, micro_batches: list[TrainBatch], loss_of: MicroBatchLoss, names: list[str], *, global_loss_tokens: int
-    ) -> tuple[list[Tensor] | None, dict[str, float]]:
-        """Gradients of the sum of `loss_of` over all micro-batches of all data-parallel ranks, divided by global_loss_tokens.
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Gradients of the sum of `loss_of` over the global batch, divided by global_loss_tokens.
 
-        micro_batches: as for `_compute`. Returns the first of `outputs` in the rows of the loss tokens, as `_compute` does, and
-        the sums over the world of what `loss_of` returns under `names`, equal on all ranks. ValueError for a global batch
-        without loss tokens.
+        micro_batches: as for `_compute`. Returns per micro-batch [T] float32 on the device, on the last pipeline stage:
+        the first of `outputs` of the loss tokens, 0 elsewhere; and the sums over the world of what `loss_of` returns
+        under `names`, equal on all ranks. ValueError for a global batch without loss tokens.
         """
         if global_loss_tokens < 1:
-            raise ValueError(f"global_loss_tokens is {global_loss_tokens}: a global batch without loss tokens cannot train")
+            raise ValueError(f"global_loss_tokens is {global_loss_tokens}: without loss tokens nothing can be trained")
         rows: list[Tensor] = []
 
         def step_loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -198,10 +214,10 @@ class TrainedModel(ABC):
 
         self.discard_gradients()
         entries = self._run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
-        here = self.coordinates.returns_logprobs
-        local = [math.fsum(float(entry.get(name, 0.0)) for entry in entries) if here else 0.0 for name in names]
-        sums = dict(zip(names, self.runtime.sum_over_world(local), strict=True))
-        return [values.cpu() for values in rows] if here else None, sums
+        # Of the ranks that have the same sums one counts.
+        counted = entries if self.coordinates.returns_logprobs else []
+        local = [math.fsum(float(entry.get(name, 0.0)) for entry in counted) for name in names]
+        return rows, dict(zip(names, self.runtime.sum_over_world(local), strict=True))
 
     @in_megatron
     def discard_gradients(self) -> None:
@@ -212,7 +228,7 @@ class TrainedModel(ABC):
     def _step(self, loss: float) -> tuple[dict[str, float], bool]:
         """One optimizer step with the gradients at hand: (lr and grad_norm, whether it was made), equal on all ranks.
 
-        A non-finite loss or gradient on any rank skips the update on all: parameters, optimizer and schedule stay as they were.
+        A non-finite loss or gradient on any rank skips it on all: parameters, optimizer and schedule do not change.
         """
         metrics = {"lr": float(self.optimizer.param_groups[0]["lr"])}
         self.optimizer.prepare_grads()
@@ -246,7 +262,7 @@ class TrainedModel(ABC):
 
     @in_megatron
     def parameter_hash(self) -> str:
-        """sha256 over the bytes of all parameters of all ranks, the same on every rank. Depends on the layout of ranks."""
+        """sha256 over all parameters of all ranks, the same on every rank. Depends on the layout of ranks."""
         digest = hashlib.sha256()
         for name, parameter in sorted(global_names(self.gpt).items()):
             digest.update(name.encode())

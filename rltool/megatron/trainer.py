@@ -1,7 +1,8 @@
 """One rank of the trainer: log-probabilities, one optimizer step at a time, weights out, state for checkpoints.
 
-Plain Python around Megatron-core: whoever calls it decides about processes. Everything here is collective: all ranks call
-the same methods in the same order, from one thread each. Files of checkpoints are the business of rltool.checkpoints.
+Plain Python around Megatron-core: whoever calls it decides about processes. Everything here is collective: all ranks
+call the same methods in the same order, from one thread each. Files of checkpoints are the business of
+rltool.checkpoints.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class TrainingRun:
 
 
 class MegatronTrainer(TrainedModel):
-    """The policy of one rank, and the runtime that every model of this rank shares. After construction: `load_hf_weights` or
-    `rltool.checkpoints.torch_dist.load_weights`, then anything else."""
+    """The policy of one rank, and the runtime that every model of this rank shares.
+
+    After construction: `load_hf_weights` or `rltool.checkpoints.torch_dist.load_weights`, then anything else.
+    """
 
     def __init__(
         self,
@@ -72,13 +75,16 @@ class MegatronTrainer(TrainedModel):
         self._waiting: dict[str, Tensor] | None = None
         try:
             super().__init__(
-                Setup(runtime, trainer, optimizer, algorithm, dtype), family, total_optimizer_steps=run.total_optimizer_steps
+                Setup(runtime, trainer, optimizer, algorithm, dtype),
+                family,
+                total_optimizer_steps=run.total_optimizer_steps,
             )
         except BaseException:
             runtime.close()
             raise
 
     def build(self) -> GPTModel:
+        """The family's model; from `output_weight` on `outputs` computes."""
         compile_on_cuda(self.config.compile)
         model = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(model)
@@ -92,13 +98,16 @@ class MegatronTrainer(TrainedModel):
 
     @in_megatron
     def load_teacher(self, load: Callable[[], None]) -> None:
-        """Keeps on the CPU, as the teacher, what `load` writes into the model; the policy's weights are put back after it."""
+        """Keeps on the CPU, as the teacher, what `load` writes into the model; then puts the policy's weights back."""
         with self._policy_put_back():
             load()
             self._frozen["teacher"] = self._copy_of_weights()
 
     def _copy_of_weights(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """On the CPU, from a GPU in memory that it copies to and from at full speed. into: an earlier copy, which is overwritten."""
+        """On the CPU, from a GPU in memory that it copies to and from at full speed.
+
+        into: an earlier copy, which is overwritten.
+        """
         pinned = self.runtime.device.type == "cuda"
         parameters = global_names(self.gpt)
         copies = into or room_for(parameters, pinned=pinned)
@@ -116,7 +125,7 @@ class MegatronTrainer(TrainedModel):
 
     @contextmanager
     def _policy_put_back(self) -> Iterator[None]:
-        """The policy's weights wait on the CPU, whatever is done to the model's meanwhile; the optimizer's copies stay."""
+        """The policy's weights wait on the CPU while others are in the model; the optimizer's copies stay."""
         # Kept for the next time: pinning memory takes longer than the copies.
         self._waiting = self._copy_of_weights(self._waiting)
         try:
@@ -139,13 +148,12 @@ class MegatronTrainer(TrainedModel):
     @in_megatron
     @torch.no_grad()
     def compute_logprobs(self, micro_batches: list[TrainBatch], *, weights: Weights = "policy") -> list[Tensor] | None:
-        """Per micro-batch [T] float32 on the CPU: log p(tokens[t] | before) at the run's temperature, 0 for first tokens.
+        """Per micro-batch [T] float32 on the CPU: log p(tokens[t] | before) at `temperature`, 0 for first tokens.
 
-        micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on the
-        rank of each replica where `coordinates.returns_logprobs`. weights: the policy's; the reference's, which are those that
-        were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
+        micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on
+        the rank of each replica where `coordinates.returns_logprobs`. weights: the policy's; the reference's, which are
+        those that were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
         """
-
         with self._with_weights(weights):
             return self._compute(micro_batches, loss.predicted_rows)
 
@@ -171,30 +179,31 @@ class MegatronTrainer(TrainedModel):
     def forward_backward(
         self, micro_batches: list[TrainBatch], *, global_loss_tokens: int, fresh: bool = False
     ) -> tuple[list[Tensor] | None, dict[str, float]]:
-        """Gradients of sum(loss_weights * per-token loss) / global_loss_tokens over all data-parallel ranks. No weight changes.
+        """Gradients of sum(loss_weights * per-token loss) / global_loss_tokens over all data-parallel ranks.
 
         micro_batches: this data-parallel rank's, equally many on every rank; global_loss_tokens: of all ranks together;
         fresh: the policy that sampled is the one that is trained now, so its log-probabilities are the old ones.
-        Returns the log-probabilities of the loss tokens as `compute_logprobs` does, 0 elsewhere, and metrics, equal on all
-        ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py. Means are over the
-        loss tokens. Then comes `optimizer_step` or `discard_gradients`.
+        Returns the log-probabilities of the loss tokens as `compute_logprobs` does, 0 elsewhere, and metrics, equal on
+        all ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py. Means are
+        over the loss tokens. No weight changes: then comes `optimizer_step` or `discard_gradients`.
         """
 
         def loss_of(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
             return loss.micro_batch_loss(micro.batch, micro.rows, logprobs, entropy, self.algorithm, fresh=fresh)
 
         names = loss.metric_names(self.algorithm)
-        logprobs, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
+        rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
         tokens = sums.pop("loss_tokens")
         metrics = {"train/loss": sums.pop("loss") / global_loss_tokens, "train/loss_tokens": tokens}
         self._loss = metrics["train/loss"]
-        return logprobs, metrics | {f"train/{name}": value / max(tokens, 1) for name, value in sums.items()}
+        metrics |= {f"train/{name}": value / max(tokens, 1) for name, value in sums.items()}
+        return [values.cpu() for values in rows] if self.coordinates.returns_logprobs else None, metrics
 
     @in_megatron
     def optimizer_step(self) -> dict[str, float]:
         """One step with the gradients of the last `forward_backward`.
 
-        A non-finite loss or gradient skips the update on all ranks: parameters, optimizer and schedule stay as they were.
+        A non-finite loss or gradient skips it on all ranks: parameters, optimizer and schedule do not change.
         Returns train/lr, train/grad_norm, train/skipped (0 or 1), equal on all ranks.
         """
         metrics, made = self._step(self._loss)
@@ -205,13 +214,19 @@ class MegatronTrainer(TrainedModel):
         return hf_weights.weight_metadata(self.family, self.dtype)
 
     def export_weights(self) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """HF tensors one by one: on global rank 0 the tensor, None elsewhere. Every rank of data-parallel rank 0 must run the
-        iterator to its end (others may). Tensors may alias parameters: use them before the next step."""
+        """HF tensors one by one: on global rank 0 the tensor, None elsewhere.
+
+        Every rank of data-parallel rank 0 must run the iterator to its end (others may). Tensors may alias parameters:
+        use them before the next step.
+        """
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
-        """What a training checkpoint holds, for megatron.core.dist_checkpointing."""
+        """What a training checkpoint holds, for megatron.core.dist_checkpointing.
+
+        with_rng: the random generators too, which load under the same layout of ranks only.
+        """
         sharded = super().sharded_state(loading=loading)
         if with_rng:
             sharded["rng"] = state.rng_state(self.runtime)

@@ -16,7 +16,7 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What one rank finds where it runs. gpu: name of the first GPU that torch sees in its process; None: it sees none."""
+    """What one rank finds where it runs. gpu: name of the first GPU that torch sees in its process; None: none."""
 
     rank: int
     host: str
@@ -36,15 +36,16 @@ def device_of_rank(rank: int) -> RankDevice:
 def choose_device(*, ranks: int, gpus: float, where: str) -> Device:
     """What trainer.device = "auto" stands for: cuda where there are GPUs, one for each rank.
 
-    gpus: how many there are where the ranks will run, in use or not; where: whose they are, for the error. UsageError for
-    fewer GPUs than ranks: nobody means to train on the CPUs beside them.
+    gpus: how many there are where the ranks will run, in use or not
+    where: whose they are, for the error
+    UsageError for fewer GPUs than ranks: nobody means to train on the CPUs beside them.
     """
     if gpus <= 0:
         return "cpu"
     if gpus < ranks:
         raise UsageError(
-            f'trainer.device = "auto": {where} has {gpus:g} GPUs, but trainer.world_size = {ranks} needs one for each rank; lower '
-            f'trainer.world_size, or set trainer.device = "cpu"'
+            f'trainer.device = "auto": {where} has {gpus:g} GPUs, but trainer.world_size = {ranks} needs one for each '
+            f'rank; lower trainer.world_size, or set trainer.device = "cpu"'
         )
     return "cuda"
 
@@ -53,9 +54,10 @@ def check_rank_devices(planned: Device, found: Sequence[RankDevice]) -> None:
     """UsageError naming every rank, with its host, that was to have a GPU and sees none."""
     without = [at for at in found if at.gpu is None] if planned == "cuda" else []
     if without:
+        named = ", ".join(f"rank {at.rank} on host {at.host}" for at in without)
         raise UsageError(
-            f"the trainer runs on cuda, but torch sees no GPU in {', '.join(f'rank {at.rank} on host {at.host}' for at in without)}: is torch built for "
-            f'CUDA there, and does nvidia-smi work? Otherwise set trainer.device = "cpu"'
+            f"the trainer runs on cuda, but torch sees no GPU in {named}: is torch built for CUDA there, and does "
+            f'nvidia-smi work? Otherwise set trainer.device = "cpu"'
         )
 
 

@@ -19,7 +19,9 @@ def test_ranks_run_on_gpus_where_there_is_one_for_each(gpus, device):
 
 
 def test_fewer_gpus_than_ranks_are_no_reason_to_train_on_cpus():
-    with pytest.raises(UsageError, match=r'trainer\.device = "auto": this host has 3 GPUs, but trainer\.world_size = 4'):
+    with pytest.raises(
+        UsageError, match=r'trainer\.device = "auto": this host has 3 GPUs, but trainer\.world_size = 4'
+    ):
         choose_device(ranks=4, gpus=3, where="this host")
 
 
@@ -52,7 +54,7 @@ def config(device: str, address: str | None) -> TrainConfig:
 
 @pytest.fixture
 def gpus_of_driver_and_cluster(monkeypatch):
-    """f(here, there): how many GPUs torch sees in this process, and how many the cluster at any address has. Returns the calls."""
+    """f(here, there): GPUs that torch sees in this process, and that any cluster declares. Returns the calls made."""
 
     def have(here: int, there: float) -> list[str]:
         calls: list[str] = []

@@ -17,9 +17,18 @@ def test_data_parallel_is_what_the_model_parallel_sizes_leave():
 @pytest.mark.parametrize(
     ("sizes", "named"),
     [
-        ({"world_size": 3, "tp": 2}, "world_size 3 is not a multiple of tensor_parallel 2 x context_parallel 1 x pipeline_parallel 1"),
-        ({"world_size": 4, "tp": 2, "cp": 2, "pp": 2}, "world_size 4 is not a multiple of tensor_parallel 2 x context_parallel 2"),
-        ({"world_size": 8, "tp": 2, "cp": 2, "ep": 3}, r"expert_parallel 3 does not divide the context- and data-parallel ranks \(2 x 2\)"),
+        (
+            {"world_size": 3, "tp": 2},
+            "world_size 3 is not a multiple of tensor_parallel 2 x context_parallel 1 x pipeline_parallel 1",
+        ),
+        (
+            {"world_size": 4, "tp": 2, "cp": 2, "pp": 2},
+            "world_size 4 is not a multiple of tensor_parallel 2 x context_parallel 2",
+        ),
+        (
+            {"world_size": 8, "tp": 2, "cp": 2, "ep": 3},
+            r"expert_parallel 3 does not divide the context- and data-parallel ranks \(2 x 2\)",
+        ),
         ({"world_size": 2, "pp": 0}, "every parallel size is at least 1"),
     ],
 )
@@ -31,7 +40,10 @@ def test_sizes_that_do_not_divide_are_refused_in_the_words_of_the_configuration(
 def test_every_rank_has_one_place_tensor_parallel_innermost_and_pipeline_outermost():
     layout = ParallelLayout(12, tp=2, pp=2, cp=3)
     ranks = [
-        layout.global_rank(tp=tp, pp=pp, replica=replica) for pp in range(layout.pp) for replica in range(layout.replica_size) for tp in range(layout.tp)
+        layout.global_rank(tp=tp, pp=pp, replica=replica)
+        for pp in range(layout.pp)
+        for replica in range(layout.replica_size)
+        for tp in range(layout.tp)
     ]
     assert ranks == list(range(12))
 
@@ -43,6 +55,8 @@ def test_the_trainers_configuration_has_one_layout():
         TrainerConfig(world_size=4, expert_parallel=3)
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(6, tp=2), ParallelLayout(16, tp=2, pp=2, cp=2, ep=4)])
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), ParallelLayout(6, tp=2), ParallelLayout(16, tp=2, pp=2, cp=2, ep=4)]
+)
 def test_json_reads_back(layout):
     assert ParallelLayout.from_json(layout.to_json()) == layout

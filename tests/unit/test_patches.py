@@ -23,9 +23,15 @@ def test_another_version_is_reported_before_anything_else():
 
 def test_every_patch_names_its_versions_reason_and_targets():
     assert {patch.name for patch in patches.PATCHES} == {
-        "cpu_mode", "use_group_step_adamw", "save_without_manager_process", "unsharded_state_kept", "route_without_transformer_engine",
-        "recompute_without_transformer_engine", "fuse_weight_gradients", "rotate_in_one_kernel",
-    }  # fmt: skip
+        "cpu_mode",
+        "use_group_step_adamw",
+        "save_without_manager_process",
+        "unsharded_state_kept",
+        "route_without_transformer_engine",
+        "recompute_without_transformer_engine",
+        "fuse_weight_gradients",
+        "rotate_in_one_kernel",
+    }
     for patch in patches.PATCHES:
         assert set(patch.versions) <= set(VERSIONS) and len(patch.reason) > 60 and patch.targets
 
@@ -59,7 +65,9 @@ def test_a_patch_whose_target_is_gone_is_not_applied_in_silence(monkeypatch):
     from megatron.core.transformer import attention
 
     monkeypatch.delattr(attention, "apply_rotary_pos_emb")
-    with pytest.raises(patches.PatchTargetMissing, match=r"has no megatron\.core\.transformer\.attention\.apply_rotary_pos_emb"):
+    with pytest.raises(
+        patches.PatchTargetMissing, match=r"has no megatron\.core\.transformer\.attention\.apply_rotary_pos_emb"
+    ):
         patches.rotate_in_one_kernel()
     assert not hasattr(attention, "apply_rotary_pos_emb")
 

@@ -1,7 +1,7 @@
 """Every change that rltool makes to Megatron-core in memory, each with the versions that it is for and its reason.
 
-`PATCHES` lists them. A test asks `broken_targets` whether the installed Megatron-core still has, in the expected form, what each of
-them replaces: another version fails there, and not as wrong numbers in a run.
+`PATCHES` lists them. A test asks `broken_targets` whether the installed Megatron-core still has, in the expected form,
+what each of them replaces: another version fails there, and not as wrong numbers in a run.
 """
 
 from rltool.megatron.patches.cpu_mode import cpu_mode

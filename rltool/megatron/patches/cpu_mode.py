@@ -13,8 +13,16 @@ from torch.overrides import TorchFunctionMode
 from rltool.megatron.patches.registry import Target, patch, replace
 
 CUDA_FUNCTIONS = (
-    "current_device", "synchronize", "current_stream", "Stream", "stream", "default_stream", "manual_seed", "get_rng_state", "set_rng_state",
-)  # fmt: skip
+    "current_device",
+    "synchronize",
+    "current_stream",
+    "Stream",
+    "stream",
+    "default_stream",
+    "manual_seed",
+    "get_rng_state",
+    "set_rng_state",
+)
 """Of torch.cuda, those that Megatron calls whatever the device."""
 
 CPU = torch.device("cpu")
@@ -93,7 +101,10 @@ def replacements() -> list[tuple[Any, str, Any]]:
     "0.19",
     targets=(
         *(Target(f"torch.cuda:{name}") for name in CUDA_FUNCTIONS),
-        Target("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", ("tensor", "as_numpy", "record_stream")),
+        Target(
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            ("tensor", "as_numpy", "record_stream"),
+        ),
         Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
         Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
     ),
@@ -102,8 +113,8 @@ def replacements() -> list[tuple[Any, str, Any]]:
 def cpu_mode() -> Iterator[None]:
     """Lets Megatron run without CUDA: a context that turns its hard-coded "cuda" into the CPU.
 
-    Megatron creates tensors with device="cuda", asks torch.cuda for streams and RNG states, and compares type strings with
-    "torch.cuda.FloatTensor". Inside the context those land on the CPU; outside, torch is untouched.
+    Megatron creates tensors with device="cuda", asks torch.cuda for streams and RNG states, and compares type strings
+    with "torch.cuda.FloatTensor". Inside the context those land on the CPU; outside, torch is untouched.
 
     Re-entrant. The mode is thread-local and the replaced functions are process-wide: enter it from one thread only.
     """

@@ -14,7 +14,11 @@ from rltool.megatron.products import add_product
 @patch(
     "0.16",
     targets=(
-        Target("megatron.core.transformer.moe.moe_utils:te_general_gemm", used="if te_general_gemm is not None", may_be_absent=True),
+        Target(
+            "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+            used="if te_general_gemm is not None",
+            may_be_absent=True,
+        ),
     ),
 )
 def route_without_transformer_engine() -> None:
@@ -41,13 +45,20 @@ def route_without_transformer_engine() -> None:
 )
 @patch(
     "0.19",
-    targets=(Target("megatron.core.tensor_parallel.random:_get_share_storage", (), used="share_storage = _get_share_storage()"),),
+    targets=(
+        Target(
+            "megatron.core.tensor_parallel.random:_get_share_storage",
+            (),
+            used="share_storage = _get_share_storage()",
+        ),
+    ),
 )
 def recompute_without_transformer_engine() -> None:
-    """Lets Megatron compute norms and activations again where neither Transformer Engine nor a C++ compiler is installed.
+    """Lets Megatron compute norms and activations again without Transformer Engine and without a C++ compiler.
 
-    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine. That of 0.19 compiles an
-    extension in the first backward pass, to give one tensor another's memory; a copy, as in 0.16, costs little.
+    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine. That of
+    0.19 compiles an extension in the first backward pass, to give one tensor another's memory; a copy, as in 0.16,
+    costs little.
     """
     from megatron.core.tensor_parallel import random
 
@@ -78,9 +89,11 @@ def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
     ),
 )
 def fuse_weight_gradients(device: torch.device) -> bool:
-    """Lets Megatron's linear layers add the gradients of their weights to fp32 `main_grad` as they are computed, by `add_product` in
-    the place of Apex's extension: less traffic, and no rounding to bf16 in between. False where Megatron cannot: it makes a
-    stand-in for the gradient on the current CUDA device."""
+    """Lets Megatron's linear layers add the gradients of their weights to fp32 `main_grad` as they are computed.
+
+    By `add_product` in the place of Apex's extension: less traffic, and no rounding to bf16 in between. False where
+    Megatron cannot: it makes a stand-in for the gradient on the current CUDA device.
+    """
     from megatron.core.tensor_parallel import layers
 
     if device.type != "cuda":
@@ -98,9 +111,9 @@ def fuse_weight_gradients(device: torch.device) -> bool:
     targets=(Target("megatron.core.transformer.attention:apply_rotary_pos_emb", used="query = apply_rotary_pos_emb("),),
 )
 def rotate_in_one_kernel() -> None:
-    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between.
+    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`.
 
-    What it hands over as angles is what `RotaryPositions` made.
+    Its own takes seven kernels and rounds in between. What it hands over as angles is what `RotaryPositions` made.
     """
     from megatron.core.transformer import attention
 

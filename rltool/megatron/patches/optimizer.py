@@ -14,7 +14,10 @@ from rltool.megatron.patches.registry import Target, patch, replace
         Target("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", used="if USING_PYTORCH_OPTIMIZER:"),
         Target("megatron.core.optimizer.distrib_optimizer:Adam", used="isinstance(optimizer, (Adam"),
         Target("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
-        Target("megatron.core.optimizer.distrib_optimizer:USING_TE_OPTIMIZER", used="elif USING_TE_OPTIMIZER or USING_APEX_OPTIMIZER:"),
+        Target(
+            "megatron.core.optimizer.distrib_optimizer:USING_TE_OPTIMIZER",
+            used="elif USING_TE_OPTIMIZER or USING_APEX_OPTIMIZER:",
+        ),
         Target("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER"),
     ),
 )

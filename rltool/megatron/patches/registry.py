@@ -83,9 +83,14 @@ RELIED_ON = (
 
 
 def broken_targets(installed: str) -> list[str]:
-    """What is not as the patches expect it in the installed packages, one line each. installed: the version of Megatron-core."""
+    """What is not as the patches expect it in the installed packages, one line each.
+
+    installed: the version of Megatron-core.
+    """
     short = ".".join(installed.split(".")[:2])
-    problems = [] if short in VERSIONS else [f"Megatron-core {installed} is none of {', '.join(VERSIONS)}: look at every patch, then add it"]
+    problems = []
+    if short not in VERSIONS:
+        problems.append(f"Megatron-core {installed} is none of {', '.join(VERSIONS)}: look at every patch, then add it")
     expected = [("relied on", target) for target in RELIED_ON]
     expected += [(patch.name, target) for patch in PATCHES if short in patch.versions for target in patch.targets]
     return problems + [f"{name}: {problem}" for name, target in expected if (problem := target.problem()) is not None]
@@ -105,7 +110,7 @@ def replace(owner: Any, name: str, value: Any) -> None:
     """setattr, of something that is there."""
     if not hasattr(owner, name):
         raise PatchTargetMissing(
-            f"megatron-core {version('megatron-core')} has no {owner.__name__}.{name}, which rltool replaces; install one of the versions "
-            f"{', '.join(VERSIONS)}"
+            f"megatron-core {version('megatron-core')} has no {owner.__name__}.{name}, which rltool replaces; "
+            f"install one of the versions {', '.join(VERSIONS)}"
         )
     setattr(owner, name, value)

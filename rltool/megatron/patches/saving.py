@@ -17,14 +17,17 @@ from rltool.megatron.patches.registry import Target, patch, replace
     "0.16",
     "0.19",
     targets=(
-        Target("megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue", used="if _results_queue is None:"),
+        Target(
+            "megatron.core.dist_checkpointing.strategies.filesystem_async:_results_queue",
+            used="if _results_queue is None:",
+        ),
     ),
 )
 def save_without_manager_process() -> None:
     """Keeps dist_checkpointing from starting a manager process for the results of its writers.
 
-    It does so at the first save (2.6 s), only to hand results from this process to this process, and the manager outlives a
-    rank that is killed. A plain queue serves a synchronous save; an asynchronous one would need the manager.
+    It does so at the first save (2.6 s), only to hand results from this process to this process, and the manager
+    outlives a rank that is killed. A plain queue serves a synchronous save; an asynchronous one would need the manager.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -43,8 +46,10 @@ def save_without_manager_process() -> None:
 )
 @contextmanager
 def unsharded_state_kept(kept: list[bytes]) -> Iterator[None]:
-    """Megatron-core 0.16 writes the unsharded state on rank 0 in the middle of planning a save, where a full disk would leave the
-    other ranks waiting: here it comes into `kept`. 0.19 has no such file; all of it is sharded."""
+    """Keeps the unsharded state that would be written on rank 0 while a save is planned, as bytes in `kept`.
+
+    There a full disk would leave the other ranks waiting. Megatron-core 0.19 has no such file; all of it is sharded.
+    """
     from megatron.core.dist_checkpointing.strategies import common
 
     strategy = getattr(common, "TorchCommonSaveStrategy", None)
