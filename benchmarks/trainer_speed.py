@@ -26,7 +26,8 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rltool.megatron.trainer import MegatronTrainer
+from rltool.megatron.runtime import Rendezvous
+from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
@@ -140,13 +141,8 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         ),
         OptimizerConfig(lr=1e-6),
         AlgorithmConfig(),
-        rank=rank,
-        world_size=args.ranks,
-        master_address="127.0.0.1",
-        master_port=port,
-        total_optimizer_steps=1000,
-        seed=0,
-        temperature=1.0,
+        Rendezvous(rank, "127.0.0.1", port, timeout=300.0),
+        TrainingRun(1000),
     )
     cuda = trainer.runtime.device.type == "cuda"
     with closing(trainer):

@@ -23,11 +23,12 @@ from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.streamed import ShardedLayout, TorchDistReader
 from rltool.checkpoints.torch_dist import STATE, finish, open_verified
 from rltool.checkpoints.verify import compare_logits, compare_tensors
+from rltool.config.parallel import ParallelLayout
 from rltool.engines.types import TensorMeta
 from rltool.engines.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.hf_weights import HFTensors, check_tensors, weight_metadata
-from rltool.megatron.runtime import Runtime
+from rltool.megatron.runtime import Rendezvous, Runtime
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
@@ -80,7 +81,7 @@ def hf_to_torch_dist(
             checked.append((equal, compare_logits(family, runtime, read, source, chosen)))
 
         report(f"writing {target}")
-        manifest = Manifest(kind="weights", architecture=family.architecture, dtype=name, layout=_LAYOUT)
+        manifest = Manifest(kind="weights", architecture=family.architecture, dtype=name)
         partial = directories.begin(target)
         try:
             (partial / STATE).mkdir()
@@ -143,9 +144,6 @@ def torch_dist_to_hf(
     return _summary(family, chosen, started, source, checked)
 
 
-_LAYOUT = {"tensor_parallel": 1, "pipeline_parallel": 1, "data_parallel": 1}
-
-
 def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype")
@@ -156,17 +154,7 @@ def _dtype(name: str) -> torch.dtype:
 def _single_process() -> Iterator[Runtime]:
     """A world of one rank on loopback; Megatron's checkpointing wants process groups even so."""
     _return_freed_memory()
-    runtime = Runtime(
-        rank=0,
-        world_size=1,
-        master_address="127.0.0.1",
-        master_port=0,
-        tensor_parallel=1,
-        pipeline_parallel=1,
-        device="cpu",
-        timeout=600,
-        seed=0,
-    )
+    runtime = Runtime(ParallelLayout(), Rendezvous(0, "127.0.0.1", 0, timeout=600), device="cpu", seed=0)
     try:
         yield runtime
     finally:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: what it is, and size and sha256 of every file in it. Written last. Pure files."""
+"""The manifest of a checkpoint directory: what it is, size and sha256 of every file. Written last. Pure files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from rltool.config.parallel import ParallelLayout
 from rltool.errors import RltoolError, UsageError
 
 FILE = "manifest.json"
@@ -32,6 +33,7 @@ class Manifest:
 
     files: path relative to the directory -> {"bytes": size, "sha256": hex}, all files but the manifest
     layout: ranks that saved it; it loads under any other, but the random generators only under the same
+    distributed_optimizer: how its optimizer state is cut; it loads into an optimizer of the same kind only
     metrics: of the step after which it was saved
     """
 
@@ -40,7 +42,8 @@ class Manifest:
     dtype: str
     step: int | None = None
     weight_version: str | None = None
-    layout: dict[str, int] = field(default_factory=dict)
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    distributed_optimizer: bool = False
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -60,9 +63,13 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def describe_files(directory: Path, known: Mapping[str, dict[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
-    """Size and hash of every file below the directory, the manifest left out. known: descriptions made already, by name."""
+    """Size and hash of every file below the directory, but the manifest. known: descriptions made already, by name."""
     described = dict(known or {})
-    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file() and path != directory / FILE}
+    paths = {
+        path.relative_to(directory).as_posix(): path
+        for path in directory.rglob("*")
+        if path.is_file() and path != directory / FILE
+    }
     missing = [name for name in paths if name not in described]
     described.update(zip(missing, side_by_side(describe_file, [paths[name] for name in missing]), strict=True))
     return {name: described[name] for name in sorted(paths)}
@@ -75,7 +82,11 @@ def side_by_side(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T
 
 
 def to_text(manifest: Manifest) -> str:
-    return json.dumps({"format": FORMAT, "version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+    """The manifest as JSON. In the file the kind of optimizer stands among the sizes of the layout."""
+    sizes = {**manifest.layout.to_json(), "distributed_optimizer": int(manifest.distributed_optimizer)}
+    content = {"format": FORMAT, "version": VERSION, **asdict(manifest), "layout": sizes}
+    del content["distributed_optimizer"]
+    return json.dumps(content, indent=1) + "\n"
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -99,8 +110,10 @@ def read(directory: Path) -> Manifest:
     if found != (FORMAT, VERSION):
         raise UsageError(f"{path} has format {found[0]!r} version {found[1]!r}; expected {FORMAT!r} version {VERSION}")
     try:
-        return Manifest(**content)
-    except TypeError as error:
+        sizes = content.pop("layout", {})
+        distributed = bool(sizes.get("distributed_optimizer", 0))
+        return Manifest(**content, layout=ParallelLayout.from_json(sizes), distributed_optimizer=distributed)
+    except (TypeError, ValueError, AttributeError) as error:
         raise CheckpointDamaged(f"{path} cannot be read: {error}") from error
 
 
@@ -123,7 +136,9 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
             raise CheckpointDamaged(f"{directory}: {name} is missing; use another checkpoint")
         size = path.stat().st_size
         if size != expected["bytes"]:
-            raise CheckpointDamaged(f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint")
+            raise CheckpointDamaged(
+                f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint"
+            )
     extra = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     extra -= {*manifest.files, FILE}
     if extra:
@@ -132,4 +147,6 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
     names = sorted(manifest.files, key=lambda name: (-manifest.files[name]["bytes"], name))[part::parts]
     for name, found in zip(names, side_by_side(sha256_of, [directory / name for name in names]), strict=True):
         if found != manifest.files[name]["sha256"]:
-            raise CheckpointDamaged(f"{directory / name} is not the file that was saved (its sha256 differs); use another checkpoint")
+            raise CheckpointDamaged(
+                f"{directory / name} is not the file that was saved (its sha256 differs); use another checkpoint"
+            )

@@ -108,7 +108,8 @@ class CheckpointSaver:
             dtype=str(trainer.dtype).removeprefix("torch."),
             step=extra.get("step"),
             weight_version=extra.get("weight_version"),
-            layout=trainer.layout,
+            layout=trainer.coordinates.layout,
+            distributed_optimizer=trainer.config.distributed_optimizer,
             config=extra.get("config") or {},
             metrics=metrics,
         )
@@ -127,7 +128,7 @@ class CheckpointSaver:
 
     def _write(self, plan: SavePlan, staged: _Failure | None, final: Path, partial: Path, complete: Callable[[dict[str, Any]], None], started: float) -> Saved:
         share = staged or _attempt(lambda: _write_share(plan, partial), plan.bytes)
-        rank, world = self._trainer.coordinates.rank, self._trainer.coordinates.world_size
+        rank, world = self._trainer.coordinates.rank, self._trainer.coordinates.layout.world_size
         shares: list[Any] = [None] * world
         dist.gather_object(share, shares if rank == 0 else None, dst=0, group=self._group)
         outcome: list[Any] = [None]

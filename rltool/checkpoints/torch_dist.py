@@ -15,18 +15,30 @@ from rltool.checkpoints.completion import EXTRA, STATE, finish
 from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.saving import CheckpointSaver
 from rltool.errors import UsageError
-from rltool.megatron.critic import HEAD_NAME, STATE_PREFIX, Critic
+from rltool.megatron.critic import STATE_PREFIX, Critic
 from rltool.megatron.hf_weights import load_hf
 from rltool.megatron.runtime import Runtime
 from rltool.megatron.state import model_state
+from rltool.megatron.trained import TrainedModel
 from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
-__all__ = ["STATE", "finish", "load_checkpoint", "load_critic", "load_model", "load_teacher", "load_weights", "open_verified", "save_checkpoint"]
+__all__ = [
+    "STATE",
+    "finish",
+    "load_checkpoint",
+    "load_model",
+    "load_teacher",
+    "load_weights",
+    "open_verified",
+    "save_checkpoint",
+]
 
 
-def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, Any], *, critic: Critic | None = None) -> None:
+def save_checkpoint(
+    trainer: MegatronTrainer, directory: Path, extra: dict[str, Any], *, critic: Critic | None = None
+) -> None:
     """One checkpoint, complete on return: see `CheckpointSaver.save`. A run keeps a saver instead."""
     saver = CheckpointSaver(trainer, asynchronous=False, critic=critic)
     try:
@@ -39,9 +51,10 @@ def save_checkpoint(trainer: MegatronTrainer, directory: Path, extra: dict[str, 
 def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic | None = None) -> dict[str, Any]:
     """Restores everything that a `CheckpointSaver` saved, under any layout of ranks, and returns its `extra`.
 
-    With a KL term load the initial weights first: they become the reference, and this call does not change it. Under another
-    layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint
-    of another model or without training state.
+    With a KL term load the initial weights first: they become the reference, and this call does not change it. Under
+    another layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left
+    out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint of another model or without
+    training state.
     """
     manifests.read(directory)
     with directories.reading(directory):
@@ -51,7 +64,7 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
         check_optimizer(manifest, trainer, directory)
         if critic is not None:
             check_has_critic(directory)
-        state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.layout)
+        state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.coordinates.layout)
         if critic is not None:
             state["critic"] = critic.sharded_state(loading=True)
         with trainer.runtime.mode():
@@ -63,13 +76,13 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
 
 
 def check_optimizer(manifest: Manifest, trainer: MegatronTrainer, directory: Path) -> None:
-    """UsageError when the checkpoint's optimizer state is not of this trainer's kind: Megatron stores the two differently."""
-    saved, ours = (bool(layout.get("distributed_optimizer", 0)) for layout in (manifest.layout, trainer.layout))
+    """UsageError when the optimizer state is not of this trainer's kind: Megatron stores the two differently."""
+    saved, ours = manifest.distributed_optimizer, trainer.config.distributed_optimizer
     if saved != ours:
         raise UsageError(
-            f"{directory} was saved with trainer.distributed_optimizer = {str(saved).lower()}, but it is {str(ours).lower()} now, and optimizer "
-            f"states of one kind cannot be read by the other; resume with the setting of the checkpoint, or start a new run from its weights "
-            f"(model.path = {directory})"
+            f"{directory} was saved with trainer.distributed_optimizer = {str(saved).lower()}, but it is "
+            f"{str(ours).lower()} now, and optimizer states of one kind cannot be read by the other; resume with the "
+            f"setting of the checkpoint, or start a new run from its weights (model.path = {directory})"
         )
 
 
@@ -78,33 +91,20 @@ def check_has_critic(directory: Path) -> None:
     tensors = dist_checkpointing.load_tensors_metadata(str(Path(directory) / STATE))
     if not any(name.startswith(STATE_PREFIX) for name in tensors):
         raise UsageError(
-            f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the setting of the checkpoint, or '
-            f"start a new run from its weights (model.path = {directory})"
+            f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the '
+            f"setting of the checkpoint, or start a new run from its weights (model.path = {directory})"
         )
 
 
-def load_critic(critic: Critic, path: Path) -> None:
-    """Initial weights of the critic from a Hugging Face directory or from the policy of a checkpoint of ours; its value head stays."""
-    if not manifests.is_checkpoint(path):
-        critic.load_hf_weights(path)
-        return
-    with directories.reading(path):
-        open_verified(critic.runtime, critic.family, path)
-        load_model(critic.runtime, critic.gpt, path, without=HEAD_NAME)
-    with critic.runtime.mode():
-        critic.weights_changed()
+def load_weights(model: TrainedModel, path: Path) -> None:
+    """Initial weights from a Hugging Face directory or from the policy of a checkpoint of ours.
 
-
-def load_weights(trainer: MegatronTrainer, path: Path) -> None:
-    """Initial weights from a Hugging Face directory or from a checkpoint of ours; they also become the reference."""
-    if not manifests.is_checkpoint(path):
-        trainer.load_hf_weights(path)
-        return
-    with directories.reading(path):
-        open_verified(trainer.runtime, trainer.family, path)
-        load_model(trainer.runtime, trainer.gpt, path)
-    with trainer.runtime.mode():
-        trainer.weights_changed(initial=True)
+    The policy's also become the reference; the value head of a critic stays. UsageError for another model than this
+    one, CheckpointDamaged before anything is loaded.
+    """
+    _read_weights(model, path)
+    with model.runtime.mode():
+        model.weights_changed(initial=True)
 
 
 def load_teacher(trainer: MegatronTrainer, path: Path) -> None:
@@ -112,15 +112,25 @@ def load_teacher(trainer: MegatronTrainer, path: Path) -> None:
 
     UsageError when they do not fit the policy's model: they are swapped into it.
     """
-    if manifests.is_checkpoint(path):
-        open_verified(trainer.runtime, trainer.family, path)
-        trainer.load_teacher(lambda: load_model(trainer.runtime, trainer.gpt, path))
-    else:
-        trainer.load_teacher(lambda: load_hf(trainer.gpt, trainer.family, path, trainer.runtime))
+    trainer.load_teacher(lambda: _read_weights(trainer, path))
+
+
+def _read_weights(model: TrainedModel, path: Path) -> None:
+    """Overwrites the model's parameters, but not those of a part of its own; its optimizer does not know yet."""
+    if not manifests.is_checkpoint(path):
+        with model.runtime.mode():
+            load_hf(model.gpt, model.family, path, model.runtime, without=model.own_part)
+        return
+    with directories.reading(path):
+        open_verified(model.runtime, model.family, path)
+        load_model(model.runtime, model.gpt, path, without=model.own_part)
 
 
 def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: str | None = None) -> None:
-    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`. without: as for `load_hf`."""
+    """The weights alone into the unwrapped model, cast to its dtype. Verify first: `open_verified`.
+
+    without: as for `load_hf`.
+    """
     with runtime.mode():
         state = {"model": {name: value for name, value in model_state(model).items() if name.split(".")[0] != without}}
         loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
@@ -128,15 +138,20 @@ def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: s
 
 
 def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest:
-    """The manifest, after the ranks have checked all hashes together. UsageError when the checkpoint is of another model."""
+    """The manifest, after the ranks have checked all hashes together.
+
+    UsageError when the checkpoint is of another model, CheckpointDamaged when its files are not those that were saved.
+    """
     manifest = manifests.read(directory)
     at = runtime.coordinates
-    runtime.on_every_rank(lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.world_size), f"checking {directory}")
+    runtime.on_every_rank(
+        lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.layout.world_size), f"checking {directory}"
+    )
     saved = family_for(read_hf_config(directory))
     if saved.hf_tensors() != family.hf_tensors():
         raise UsageError(
             f"{directory} holds another model ({saved.architecture}, {saved.num_layers} layers, vocabulary "
-            f"{saved.vocab_size}) than the configured one ({family.architecture}, {family.num_layers} layers, vocabulary "
-            f"{family.vocab_size})"
+            f"{saved.vocab_size}) than the configured one ({family.architecture}, {family.num_layers} layers, "
+            f"vocabulary {family.vocab_size})"
         )
     return manifest

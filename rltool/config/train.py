@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, field_serializer, model_validator
 
 from rltool.config.base import Config
+from rltool.config.parallel import ParallelLayout
 from rltool.config.renamed import RENAMED
 from rltool.config.rollout import (
     DataConfig,
@@ -41,7 +42,8 @@ class TrainerConfig(Config):
     world_size: int = Field(1, ge=1)
     """Ranks, one Ray bundle each: a multiple of tensor_parallel x pipeline_parallel; the quotient is data parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where torch finds a GPU, else cpu."""
+    """auto: cuda where there are GPUs for the ranks (found by torch on this host, or declared by the cluster at ray.address),
+    else cpu."""
     tensor_parallel: int = Field(1, ge=1)
     """Must divide the attention heads, their query groups and the feed-forward size."""
     pipeline_parallel: int = Field(1, ge=1)
@@ -87,21 +89,16 @@ class TrainerConfig(Config):
         return self.max_tokens_per_micro_batch * self.context_parallel
 
     @property
-    def data_parallel(self) -> int:
-        return self.world_size // (self.tensor_parallel * self.context_parallel * self.pipeline_parallel)
+    def layout(self) -> ParallelLayout:
+        """All parallel sizes, checked, and data parallel, which follows from them."""
+        return ParallelLayout(
+            self.world_size, tp=self.tensor_parallel, pp=self.pipeline_parallel, cp=self.context_parallel, ep=self.expert_parallel
+        )
 
     @model_validator(mode="after")
-    def _divides(self) -> TrainerConfig:
-        if self.world_size % (self.tensor_parallel * self.context_parallel * self.pipeline_parallel):
-            raise ValueError(
-                f"world_size {self.world_size} is not a multiple of tensor_parallel {self.tensor_parallel} "
-                f"x context_parallel {self.context_parallel} x pipeline_parallel {self.pipeline_parallel}"
-            )
-        if (self.context_parallel * self.data_parallel) % self.expert_parallel:
-            raise ValueError(
-                f"expert_parallel {self.expert_parallel} does not divide the context- and data-parallel ranks "
-                f"({self.context_parallel} x {self.data_parallel}), over which experts are dealt"
-            )
+    def _consistent(self) -> TrainerConfig:
+        # Sizes that do not divide raise here, where they are written.
+        _ = self.layout
         if self.virtual_pipeline_parallel > 1:
             raise ValueError(
                 f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's schedule as it is configured "
@@ -231,6 +228,13 @@ class AlgorithmConfig(Config):
     def own_objective(self) -> bool:
         """`objective` is an import path."""
         return ":" in self.objective
+
+    def logits_temperature(self, sampling_temperature: float) -> float:
+        """What the trainer divides its logits by: the temperature that its tokens were sampled at.
+
+        1 for supervised training, whose targets nobody sampled.
+        """
+        return 1.0 if self.loss == "sft" else sampling_temperature
 
     @property
     def uses_critic(self) -> bool:

@@ -296,20 +296,6 @@ def parse_reply(reply: Any) -> Completion:
     return Completion(token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)))
 
 
-def check_prompt_ids(request: GenerateRequest, vocab_size: int) -> None:
-    """Raise UsageError if a prompt id is not in the vocabulary, before it is sent.
-
-    On a CPU such an id kills SGLang's scheduler, and the server with it (on a GPU it reads foreign memory). The server does not
-    tell its vocabulary: `vocab_size` is that of the model's config.
-    """
-    foreign = next(((at, token) for at, token in enumerate(request.prompt_ids) if not 0 <= token < vocab_size), None)
-    if foreign is not None:
-        raise UsageError(
-            f"prompt token {foreign[0]} has id {foreign[1]}, but the model's vocabulary has {vocab_size} tokens: "
-            "does the tokenizer belong to this model?"
-        )
-
-
 def _request_id(request: GenerateRequest, index: int) -> str:
     """/abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's id."""
     return request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"

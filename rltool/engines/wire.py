@@ -4,8 +4,8 @@ gloo
     The trainer is rank 0, hosts the TCPStore (`host_store`) and tells each engine over HTTP to join: init info {medium: "gloo",
     address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset plus its rank in the engine.
     Then trainer and workers call `open_group` side by side. A bucket is announced by update info {names, dtypes, shapes} and
-    travels, while that request is open, as ONE broadcast of a flat uint8 tensor (`flat_bytes`) from rank 0. A bucket without bytes
-    is not broadcast.
+    travels, while that request is open, as ONE broadcast of a flat uint8 tensor (the tensors' bytes back to
+    back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
 disk
     Init info {medium: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has its
     absolute `path` as well, which the engine must see under the same name.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import errno
 import math
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -80,24 +80,6 @@ def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
     return buckets
 
 
-def flat_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The bucket's tensors as one flat uint8 CPU tensor, [bucket_bytes], in the announced order.
-
-    Raises ValueError where a tensor's dtype or shape is not the announced one.
-    """
-    flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8)
-    start = 0
-    for meta in bucket:
-        tensor = tensors[meta.name]
-        found = meta_of(meta.name, tensor)
-        if found != meta:
-            raise ValueError(f"{meta.name} was announced as {meta.dtype} {meta.shape}, and is {found.dtype} {found.shape}")
-        end = start + tensor_bytes(meta)
-        flat[start:end].copy_(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8))
-        start = end
-    return flat
-
-
 def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of each announced tensor: views of `flat`, except where its start is not aligned for its dtype."""
     if flat.numel() != bucket_bytes(bucket):
@@ -156,7 +138,7 @@ def open_group(
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=_local_address_towards(address, port))]
+    options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
 
 
@@ -169,9 +151,12 @@ def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
     group.broadcast([flat], options).wait()
 
 
-def _local_address_towards(address: str, port: int) -> str:
-    """This host's address on the route to `address`. A UDP socket that is connected sends nothing."""
-    family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, port))
+def local_address(host: str, port: int) -> str:
+    """This host's address on the route to `host`. No packet is sent: connecting a UDP socket only picks the route.
+
+    Raises OSError where there is no such host or no route.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
         return probe.getsockname()[0]

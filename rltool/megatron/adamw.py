@@ -68,14 +68,3 @@ class GroupStepAdamW(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-
-
-def use_group_step_adamw() -> None:
-    """Makes Megatron build its optimizers on `GroupStepAdamW`, whatever else is installed. Idempotent."""
-    import megatron.core.optimizer as optimizers
-    from megatron.core.optimizer import distrib_optimizer
-
-    optimizers.Adam = distrib_optimizer.Adam = GroupStepAdamW
-    optimizers.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
-    distrib_optimizer.USING_APEX_OPTIMIZER = False

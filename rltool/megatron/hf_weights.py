@@ -126,7 +126,7 @@ def load_hf(
             if name.split(".")[0] == without:
                 continue
             parameter = family.parameter(name)
-            shard = parameter.shard(tensors.merged(parameter), at.tp_rank, at.tp_size)
+            shard = parameter.shard(tensors.merged(parameter), at.tp_rank, at.layout.tp)
             if shard.shape != target.shape:
                 raise RuntimeError(f"{name}: shard {tuple(shard.shape)} for parameter {tuple(target.shape)}")
             target.copy_(shard)
@@ -161,15 +161,15 @@ def _gather(
 ) -> Tensor | None:
     """The unsharded parameter on global rank 0, None on the others: over TP where it is held, then from there to rank 0."""
     at = runtime.coordinates
-    stage = owner_stage(parameter, family, at.pp_size)
+    stage = owner_stage(parameter, family, at.layout.pp)
     # Experts are dealt in order over the first replicas, and from there on again.
-    replica = 0 if parameter.expert is None else parameter.expert * at.ep_size // family.num_experts
+    replica = 0 if parameter.expert is None else parameter.expert * at.layout.ep // family.num_experts
     full = None
     if (at.pp_rank, at.replica_rank) == (stage, replica):
         shard = local[parameter.name].detach()
         shards = [shard]
-        if parameter.shard_dim is not None and at.tp_size > 1:
-            shards = [torch.empty_like(shard) for _ in range(at.tp_size)]
+        if parameter.shard_dim is not None and at.layout.tp > 1:
+            shards = [torch.empty_like(shard) for _ in range(at.layout.tp)]
             dist.all_gather(shards, shard.contiguous(), group=runtime.tp_group)
         full = parameter.unshard(shards)
     sender = runtime.global_rank(tp=0, pp=stage, replica=replica)

@@ -35,7 +35,7 @@ class MicroBatch:
 def prepare(batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool) -> MicroBatch:
     """rows: [R] int64 on the CPU, none of them the first token of a sample. With context parallelism all its ranks pass the same."""
     packed = pack(
-        batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.cp_size, multiple_of=at.tp_size if sequence_parallel else 1
+        batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.layout.cp, multiple_of=at.layout.tp if sequence_parallel else 1
     )
     tokens = to_device(batch.tokens, device)
     sources, wanted, held = rows - 1, rows, None

@@ -15,46 +15,34 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rltool.config.parallel import ParallelLayout
 from rltool.config.train import TrainerConfig
 from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
-from rltool.megatron.runtime import (
-    Coordinates,
+from rltool.megatron.patches import (
     fuse_weight_gradients,
-    mlp_submodules,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
     route_without_transformer_engine,
-    with_known_fields,
 )
+from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
 from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 
 
-def check_parallelism(
-    family: Family,
-    *,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    expert_parallel: int = 1,
-    sequence_parallel: bool = False,
-) -> None:
+def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
-    if family.num_experts and tensor_parallel > 1 and not sequence_parallel:
-        raise UsageError(
-            f"trainer.tensor_parallel = {tensor_parallel} of a mixture of experts needs trainer.sequence_parallel = true"
-        )
-    if expert_parallel > 1 and (family.num_experts == 0 or family.num_experts % expert_parallel):
-        raise UsageError(
-            f"trainer.expert_parallel = {expert_parallel} does not divide the model's {family.num_experts} experts per layer"
-        )
+    if family.num_experts and layout.tp > 1 and not sequence_parallel:
+        raise UsageError(f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true")
+    if layout.ep > 1 and (family.num_experts == 0 or family.num_experts % layout.ep):
+        raise UsageError(f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer")
     for what, flag, size in (
-        ("num_attention_heads", "tensor_parallel", tensor_parallel),
-        ("num_query_groups", "tensor_parallel", tensor_parallel),
-        ("ffn_hidden_size", "tensor_parallel", tensor_parallel),
-        ("num_layers", "pipeline_parallel", pipeline_parallel),
+        ("num_attention_heads", "tensor_parallel", layout.tp),
+        ("num_query_groups", "tensor_parallel", layout.tp),
+        ("ffn_hidden_size", "tensor_parallel", layout.tp),
+        ("num_layers", "pipeline_parallel", layout.pp),
     ):
         if family.transformer[what] % size:
             raise UsageError(
@@ -70,10 +58,10 @@ def transformer_config(
     return with_known_fields(
         TransformerConfig,
         **family.transformer,
-        tensor_model_parallel_size=coordinates.tp_size,
-        pipeline_model_parallel_size=coordinates.pp_size,
-        expert_model_parallel_size=coordinates.ep_size,
-        context_parallel_size=coordinates.cp_size,
+        tensor_model_parallel_size=coordinates.layout.tp,
+        pipeline_model_parallel_size=coordinates.layout.pp,
+        expert_model_parallel_size=coordinates.layout.ep,
+        context_parallel_size=coordinates.layout.cp,
         sequence_parallel=trainer.sequence_parallel,
         **_recompute(family, coordinates, trainer),
         params_dtype=dtype,
@@ -107,7 +95,7 @@ def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig)
     if trainer.recompute == "selective":
         # The gated activation is `GatedMLP`'s own part.
         return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    held = family.num_layers // coordinates.pp_size
+    held = family.num_layers // coordinates.layout.pp
     layers = min(trainer.recompute_layers or held, held)
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": layers}
 
@@ -124,20 +112,14 @@ def build_model(
     trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
     """
     trainer = trainer or TrainerConfig()
-    check_parallelism(
-        family,
-        tensor_parallel=coordinates.tp_size,
-        pipeline_parallel=coordinates.pp_size,
-        expert_parallel=coordinates.ep_size,
-        sequence_parallel=trainer.sequence_parallel,
-    )
+    check_layout(family, coordinates.layout, sequence_parallel=trainer.sequence_parallel)
     check_backend(trainer.attention, device, dtype)
     config = transformer_config(family, coordinates, dtype, device, trainer)
     rotate_in_one_kernel()
     model = GPTModel(
         config=config,
         transformer_layer_spec=_block_spec(family, config, trainer.attention),
-        vocab_size=padded_vocabulary(family.vocab_size, coordinates.tp_size),
+        vocab_size=padded_vocabulary(family.vocab_size, coordinates.layout.tp),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
         post_process=coordinates.is_last_stage,

@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rltool.config.train import OptimizerConfig
 from rltool.errors import UsageError
-from rltool.megatron.adamw import use_group_step_adamw
+from rltool.megatron.patches import use_group_step_adamw
 
 # What a resumed run takes from its own configuration rather than from the checkpoint's parameter groups.
 CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")

@@ -1,28 +1,27 @@
-"""Where Megatron runs: device, process groups, and what differs between Megatron-core 0.16 and 0.19. Nothing else asks."""
+"""Where Megatron runs: device, process groups, and how Megatron-core 0.16 and 0.19 differ. Nothing else asks."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import io
 import os
-import queue
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from rltool.config.parallel import ParallelLayout
 from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron.cpu_mode import cpu_mode
-from rltool.megatron.products import add_product
+from rltool.megatron.patches import cpu_mode
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch's settings of its memory on the GPU; a user's own are left alone."""
@@ -37,28 +36,38 @@ class OtherRankFailed(RltoolError):
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """Where a rank stands. Megatron's order: tensor parallel innermost, then context, then data parallel, then pipeline stages.
+class Rendezvous:
+    """How one rank finds the others: rank 0 hosts a store at address:port, the others connect to it.
 
-    The ranks over which experts are dealt (ep) are neighbours by `replica_rank`.
+    port: 0 is any that is free, in a world of one rank
+    timeout: seconds for the rendezvous, and for every collective after it
     """
 
     rank: int
-    world_size: int
+    address: str
+    port: int
+    timeout: float
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the layout. Megatron's order: tensor parallel innermost, then context, data, pipeline.
+
+    The ranks over which experts are spread (ep) are neighbours by `replica_rank`.
+    """
+
+    rank: int
+    layout: ParallelLayout
     tp_rank: int
-    tp_size: int
     pp_rank: int
-    pp_size: int
+    cp_rank: int
     dp_rank: int
-    dp_size: int
-    ep_rank: int = 0
-    ep_size: int = 1
-    cp_rank: int = 0
-    cp_size: int = 1
+    ep_rank: int
 
     @property
     def is_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
+        """Of the pipeline: where the loss is."""
+        return self.pp_rank == self.layout.pp - 1
 
     @property
     def returns_logprobs(self) -> bool:
@@ -67,12 +76,8 @@ class Coordinates:
 
     @property
     def replica_rank(self) -> int:
-        """Among the ranks that hold the same parameters (those of data and context parallelism): this one's index."""
-        return self.cp_rank + self.cp_size * self.dp_rank
-
-    @property
-    def replica_size(self) -> int:
-        return self.cp_size * self.dp_size
+        """Among the `layout.replica_size` ranks that hold the same parameters: this one's index."""
+        return self.cp_rank + self.layout.cp * self.dp_rank
 
 
 def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **required: Any) -> T:
@@ -87,29 +92,18 @@ def with_known_fields(cls: Callable[..., T], *, optional: dict[str, Any], **requ
 class Runtime:
     """Device and process groups of this process; at most one is open at a time. `close` ends them."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        master_address: str,
-        master_port: int,
-        tensor_parallel: int,
-        pipeline_parallel: int,
-        device: str,
-        timeout: float,
-        seed: int,
-        context_parallel: int = 1,
-        expert_parallel: int = 1,
-    ) -> None:
-        """Joins the other ranks. timeout: seconds for that, and for every collective. Raises RendezvousFailed, UsageError."""
+    def __init__(self, layout: ParallelLayout, rendezvous: Rendezvous, *, device: str, seed: int) -> None:
+        """Joins the other ranks. device: cpu, cuda, or auto for what torch finds here.
+
+        Raises RendezvousFailed, and UsageError for a device that is not here.
+        """
         if dist.is_initialized():
             raise RuntimeError("this process already belongs to a torch.distributed group; close that trainer first")
-        self.device = _pick_device(device, rank)
-        self._join(rank, world_size, master_address, master_port, timeout)
+        self.device = _pick_device(device, rendezvous.rank)
+        self._join(layout.world_size, rendezvous)
         try:
             with self.mode():
-                self._build_groups(tensor_parallel, pipeline_parallel, context_parallel, expert_parallel, timeout, seed)
+                self.coordinates = _build_groups(layout, rendezvous.timeout, seed)
         except BaseException:
             dist.destroy_process_group()
             raise
@@ -118,71 +112,40 @@ class Runtime:
         """Context for every entry into Megatron."""
         return cpu_mode() if self.device.type == "cpu" else nullcontext()
 
-    def _join(self, rank: int, world_size: int, address: str, port: int, timeout: float) -> None:
-        limit = timedelta(seconds=timeout)
+    def _join(self, world_size: int, at: Rendezvous) -> None:
+        limit = timedelta(seconds=at.timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
         try:
             # A TCPStore of its own making listens on every interface, whatever address it is given.
-            store = host_store(address, port, timeout) if rank == 0 else dist.TCPStore(address, port, world_size, timeout=limit)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+            if at.rank == 0:
+                store = host_store(at.address, at.port, at.timeout)
+            else:
+                store = dist.TCPStore(at.address, at.port, world_size, timeout=limit)
+            dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
-                f"trainer rank {rank} of {world_size} could not join the others at {address}:{port} within {timeout:g} s "
-                f"({error}); check that all ranks run and that this address is reachable from each of their hosts"
+                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within "
+                f"{at.timeout:g} s ({error}); check that all ranks run and that this address is reachable from each of "
+                f"their hosts"
             ) from error
-
-    def _build_groups(
-        self,
-        tensor_parallel: int,
-        pipeline_parallel: int,
-        context_parallel: int,
-        expert_parallel: int,
-        timeout: float,
-        seed: int,
-    ) -> None:
-        from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tensor_parallel,
-            pipeline_model_parallel_size=pipeline_parallel,
-            context_parallel_size=context_parallel,
-            expert_model_parallel_size=expert_parallel,
-            distributed_timeout_minutes=timeout / 60,
-        )
-        torch.manual_seed(seed)
-        model_parallel_cuda_manual_seed(seed)
-        self.coordinates = Coordinates(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-            tp_size=tensor_parallel,
-            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            pp_size=pipeline_parallel,
-            dp_rank=parallel_state.get_data_parallel_rank(),
-            dp_size=parallel_state.get_data_parallel_world_size(),
-            cp_rank=parallel_state.get_context_parallel_rank(),
-            cp_size=context_parallel,
-            ep_rank=parallel_state.get_expert_model_parallel_rank(),
-            ep_size=expert_parallel,
-        )
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
+        """This rank's tensor-parallel ranks."""
         from megatron.core import parallel_state
 
         return parallel_state.get_tensor_model_parallel_group()
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
+        """This rank's context-parallel ranks."""
         from megatron.core import parallel_state
 
         return parallel_state.get_context_parallel_group()
 
     def global_rank(self, *, tp: int, pp: int, replica: int = 0) -> int:
-        """Rank in the whole world of these coordinates; replica: see `Coordinates.replica_rank`."""
-        at = self.coordinates
-        return tp + at.tp_size * (replica + at.replica_size * pp)
+        """Rank in the whole world of these coordinates: see `ParallelLayout.global_rank`."""
+        return self.coordinates.layout.global_rank(tp=tp, pp=pp, replica=replica)
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Element-wise sum over all ranks, in float64, equal everywhere (NaN and inf included)."""
@@ -191,6 +154,7 @@ class Runtime:
         return total.tolist()
 
     def max_over_world(self, values: list[float]) -> list[float]:
+        """Element-wise maximum over all ranks, in float64, equal everywhere."""
         largest = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return largest.tolist()
@@ -200,17 +164,16 @@ class Runtime:
         return self.on_every_rank(action if self.coordinates.rank == 0 else lambda: None, what)
 
     def on_every_rank(self, action: Callable[[], T], what: str) -> T:
-        """Runs `action`, which talks to no other rank; if it raises anywhere, all ranks raise: its own error there, OtherRankFailed
-        elsewhere.
+        """Runs `action`, which talks to no other rank. If it raises anywhere, all ranks raise.
 
-        Without this the others would wait in the next collective until its deadline.
+        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until its deadline.
         """
         failure: Exception | None = None
         try:
             result = action()
         except Exception as error:
             failure = error
-        rank, failed = self.coordinates.rank, [0.0] * self.coordinates.world_size
+        rank, failed = self.coordinates.rank, [0.0] * self.coordinates.layout.world_size
         failed[rank] = float(failure is not None)
         failed = self.max_over_world(failed)
         if failure is not None:
@@ -230,127 +193,74 @@ class Runtime:
         dist.destroy_process_group()
 
 
+def in_megatron(method: F) -> F:
+    """A method of something with a `runtime` that touches Megatron: it runs inside the runtime's mode."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.runtime.mode():
+            return method(self, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _build_groups(layout: ParallelLayout, timeout: float, seed: int) -> Coordinates:
+    """Megatron's process groups and random generators of this process. Returns where it stands in them."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        distributed_timeout_minutes=timeout / 60,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return Coordinates(
+        rank=dist.get_rank(),
+        layout=layout,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+    )
+
+
 def _pick_device(wanted: str, rank: int) -> torch.device:
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("trainer.device is cuda, but torch finds no CUDA device here; use device = cpu or auto")
+        raise UsageError(
+            f"trainer.device is cuda, but torch finds no CUDA device for rank {rank} on host {socket.gethostname()}; "
+            f"use device = cpu or auto"
+        )
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
-        # Read at the first allocation. Packed rows differ in length: without it, memory that is free comes in pieces too small.
+        # Read at the first allocation. Packed rows differ in length: without it, free memory comes in pieces too small.
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
-def save_without_manager_process() -> None:
-    """Keeps dist_checkpointing from starting a manager process for the results of its writers.
-
-    It does so at the first save (2.6 s), only to hand results from this process to this process, and the manager outlives a
-    rank that is killed. A plain queue serves a synchronous save; an asynchronous one would need the manager.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    if getattr(filesystem_async, "_results_queue", False) is None:
-        filesystem_async._results_queue = queue.SimpleQueue()
-
-
 def asynchronous_save_options() -> dict[str, Any]:
     """Further arguments of an asynchronous dist_checkpointing.save: 0.19's default needs another package."""
     from megatron.core import dist_checkpointing
 
-    return {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-
-
-@contextmanager
-def unsharded_state_kept(kept: list[bytes]) -> Iterator[None]:
-    """Megatron-core 0.16 writes the unsharded state on rank 0 in the middle of planning a save, where a full disk would leave the
-    other ranks waiting: here it comes into `kept`. 0.19 has no such file; all of it is sharded."""
-    from megatron.core.dist_checkpointing.strategies import common
-
-    strategy = getattr(common, "TorchCommonSaveStrategy", None)
-    if strategy is None:
-        yield
-        return
-    original = strategy.save_common
-
-    def keep(self: Any, state: Any, directory: Any) -> None:
-        buffer = io.BytesIO()
-        torch.save(state, buffer)
-        kept.append(buffer.getvalue())
-
-    strategy.save_common = keep
-    try:
-        yield
-    finally:
-        strategy.save_common = original
-
-
-def route_without_transformer_engine() -> None:
-    """Lets the router of Megatron-core 0.16 run where Transformer Engine is not installed.
-
-    It asks whether `te_general_gemm` is None, but defines that name only when Transformer Engine could be imported.
-    """
-    from megatron.core.transformer.moe import moe_utils
-
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
-
-
-def recompute_without_transformer_engine() -> None:
-    """Lets Megatron compute norms and activations again where neither Transformer Engine nor a C++ compiler is installed.
-
-    Its helper takes "fp8 is not None" for fp8, with False as the default, and then asks Transformer Engine. That of 0.19 compiles an
-    extension in the first backward pass, to give one tensor another's memory; a copy, as in 0.16, costs little.
-    """
-    from megatron.core.tensor_parallel import random
-
-    random.CheckpointWithoutOutput.__init__.__defaults__ = (None,)
-    if hasattr(random, "_get_share_storage"):
-        random._get_share_storage = lambda: _copy_storage
-
-
-def _copy_storage(target: torch.Tensor, source: torch.Tensor) -> None:
-    memory = target.untyped_storage()
-    memory.resize_(source.untyped_storage().size())
-    memory.copy_(source.untyped_storage())
-
-
-def fuse_weight_gradients(device: torch.device) -> bool:
-    """Lets Megatron's linear layers add the gradients of their weights to fp32 `main_grad` as they are computed, by `add_product` in
-    the place of Apex's extension: less traffic, and no rounding to bf16 in between. False where Megatron cannot: it makes a
-    stand-in for the gradient on the current CUDA device."""
-    from megatron.core.tensor_parallel import layers
-
-    if device.type != "cuda":
-        return False
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-        wgrad_gemm_accum_fp32=lambda inputs, gradient, total: add_product(total, gradient.t(), inputs)
-    )
-    layers._grad_accum_fusion_available = True
-    return True
+    known = inspect.signature(dist_checkpointing.save).parameters
+    return {"async_strategy": "mcore"} if "async_strategy" in known else {}
 
 
 def mlp_submodules(layer: Any) -> Any:
-    """The submodules of the MLP in the spec of a dense layer: 0.16 has another spec there, 0.19 a partial of the class."""
+    """The submodules of the MLP in a dense layer's spec: 0.16 has another spec there, 0.19 a partial of the class."""
     mlp = layer.submodules.mlp
     return mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
 
 
-def rotate_in_one_kernel() -> None:
-    """Makes Megatron's attention rotate queries and keys by `kernels.rotate`; its own takes seven kernels and rounds in between.
-
-    What it hands over as angles is what `RotaryPositions` made.
-    """
-    from megatron.core.transformer import attention
-
-    from rltool.megatron.kernels import rotate
-
-    attention.apply_rotary_pos_emb = lambda x, turn, *_, **__: rotate(x, turn)
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy that does not hold up the host: from ordinary memory it would wait until the device has done all that is queued."""
+    """A copy that does not hold up the host: from ordinary memory it would wait until the device's queue is empty."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -21,12 +21,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
-from rltool.megatron.runtime import (
-    Runtime,
-    asynchronous_save_options,
-    save_without_manager_process,
-    unsharded_state_kept,
-)
+from rltool.megatron.patches import save_without_manager_process, unsharded_state_kept
+from rltool.megatron.runtime import Runtime, asynchronous_save_options
 
 BACKEND, BACKEND_VERSION = "torch_dist", 1
 

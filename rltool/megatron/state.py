@@ -47,7 +47,7 @@ def rng_state(runtime: Runtime) -> ShardedObject:
     states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
     if runtime.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
-    shape = (at.pp_size, at.tp_size, at.replica_size)
+    shape = (at.layout.pp, at.layout.tp, at.layout.replica_size)
     return ShardedObject("rng_state", states, shape, (at.pp_rank, at.tp_rank, at.replica_rank), replica_id=0)
 
 

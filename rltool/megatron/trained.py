@@ -1,57 +1,136 @@
-"""A model in training on one rank: its gradients, optimizer and schedule. The policy is one, the critic another.
+"""What the policy and the critic share: a model in training on one rank, its gradients, optimizer and schedule.
 
-Collective throughout, and to be called inside the runtime's mode.
+Everything here is collective: all ranks call the same methods in the same order, from one thread each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
-from rltool.config.train import OptimizerConfig, TrainerConfig
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
-from rltool.megatron import state
-from rltool.megatron.micro_batch import MicroBatch
+from rltool.megatron.collectives import sum_over_context_ranks
+from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import forward, global_names
-from rltool.megatron.runtime import Runtime, to_device
+from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
+from rltool.models.base import Family
+
+MicroBatchLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
+"""f(micro_batch, *outputs) -> (the loss summed over micro_batch.rows, sums for metrics by name).
+
+outputs: of `TrainedModel.outputs`.
+"""
 
 
-class TrainedModel:
-    """The parts that belong to one set of weights. `gpt` is the model, `ddp` the same with its gradients' buffers around it."""
+@dataclass(frozen=True)
+class Setup:
+    """What all models in training on one rank have in common. optimizer: of the model that is built with it."""
 
-    def __init__(
-        self, gpt: GPTModel, optimizer: OptimizerConfig, runtime: Runtime, dtype: torch.dtype, trainer: TrainerConfig, *, total_optimizer_steps: int
-    ) -> None:
-        """Raises UsageError for a schedule that does not fit the number of steps."""
-        self.gpt, self.runtime = gpt, runtime
+    runtime: Runtime
+    trainer: TrainerConfig
+    optimizer: OptimizerConfig
+    algorithm: AlgorithmConfig
+    dtype: torch.dtype
+
+
+class TrainedModel(ABC):
+    """One model in training. `gpt` is the model, `ddp` the same with its gradients' buffers around it.
+
+    A subclass says how it is built and what it computes from hidden states.
+    """
+
+    own_part: ClassVar[str | None] = None
+    """Attribute of a part of the model that its family does not have: no Hugging Face directory holds its weights."""
+
+    def __init__(self, setup: Setup, family: Family, *, total_optimizer_steps: int) -> None:
+        """Weights are uninitialised. UsageError for a model that cannot be cut so, or a schedule that does not fit."""
+        self.setup, self.family = setup, family
+        self.runtime, self.dtype = setup.runtime, setup.dtype
+        self.config, self.algorithm = setup.trainer, setup.algorithm
+        with self.runtime.mode():
+            self.gpt = self.build()
+            self._build_optimizer(total_optimizer_steps)
+
+    @abstractmethod
+    def build(self) -> GPTModel:
+        """The model on the runtime's device; its last pipeline stage gives hidden states."""
+
+    @abstractmethod
+    def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the last pipeline stage makes of its hidden states: each [R] float32, of micro.rows.
+
+        The same on all ranks of the stage. hidden: [T, hidden], or [T / tp, hidden] under sequence parallelism.
+        """
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Where this rank stands."""
+        return self.runtime.coordinates
+
+    def _build_optimizer(self, total_optimizer_steps: int) -> None:
+        runtime, trainer, optimizer = self.runtime, self.config, self.setup.optimizer
         gradients = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            # A non-finite gradient is for `step` to see and skip, not for Megatron to stop at.
+            # A non-finite gradient is for `_step` to see and skip, not for Megatron to stop at.
             check_for_nan_in_grad=False,
             use_distributed_optimizer=trainer.distributed_optimizer,
-            overlap_grad_reduce=trainer.overlap_grad_reduce and runtime.coordinates.replica_size > 1,
+            overlap_grad_reduce=trainer.overlap_grad_reduce and runtime.coordinates.layout.replica_size > 1,
         )
-        self.ddp = DistributedDataParallel(gpt.config, gradients, gpt)
+        self.ddp = DistributedDataParallel(self.gpt.config, gradients, self.gpt)
         if gradients.overlap_grad_reduce:
-            # The schedule runs all micro-batches but the last in this context. Without it Megatron counts gradients over all of
-            # them, and fails in the first step with another number of micro-batches than the step before.
-            gpt.config.no_sync_func = self.ddp.no_sync
+            # The schedule runs all micro-batches but the last in this context. Without it Megatron counts gradients
+            # over all of them, and fails in the first step with another number of micro-batches than the step before.
+            self.gpt.config.no_sync_func = self.ddp.no_sync
         # The loss is already divided by the global token count: gradients are summed over ranks and not scaled again.
-        gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(model, None, **kwargs)
-        self.optimizer = optim.build_optimizer(self.ddp, optimizer, dtype, distributed=trainer.distributed_optimizer)
+        self.gpt.config.finalize_model_grads_func = lambda model, _tokens=None, **kwargs: finalize_model_grads(
+            model, None, **kwargs
+        )
+        self.optimizer = optim.build_optimizer(
+            self.ddp, optimizer, self.dtype, distributed=trainer.distributed_optimizer
+        )
         self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
-    def run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+    # -- weights
+
+    @in_megatron
+    def load_hf_weights(self, path: Path) -> None:
+        """Weights of a Hugging Face directory, but for `own_part`.
+
+        UsageError for unknown or missing tensors, ShapeMismatch for misshapen ones.
+        """
+        hf_weights.load_hf(self.gpt, self.family, path, self.runtime, without=self.own_part)
+        self.weights_changed(initial=True)
+
+    def weights_changed(self, *, initial: bool = False) -> None:
+        """After the parameters were overwritten: refreshes fp32 master weights. Call it inside the runtime's mode.
+
+        initial: the run starts from these weights.
+        """
+        self.optimizer.reload_model_params()
+
+    # -- forward and backward
+
+    def _run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
         """Megatron's schedule over the micro-batches; `last(micro_batch, hidden)` runs on the last pipeline stage."""
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -69,14 +148,87 @@ class TrainedModel:
             collect_non_loss_data=forward_only,
         )
 
+    def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
+        at, device, cut = self.coordinates, self.runtime.device, self.config.sequence_parallel
+        return [prepare(batch, rows_of(batch), at, device, sequence_parallel=cut) for batch in micro_batches]
+
+    def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
+        """[H, hidden]: the states that predict those of micro.rows which fall to this rank.
+
+        hidden: as for `outputs`. gradient_in_parts: what follows is cut over tensor-parallel ranks, so that each comes
+        back with its part of the gradient, and the parts are summed; else each comes back with all of it.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=gradient_in_parts)
+            return hidden[micro.sources]
+        states = hidden[micro.sources]
+        return copy_to_tensor_model_parallel_region(states) if gradient_in_parts else states
+
+    def _on_all_context_ranks(self, micro: MicroBatch, *values: Tensor) -> tuple[Tensor, ...]:
+        """[H] float32 of this context-parallel rank's tokens, each -> [R] of all micro.rows.
+
+        Every rank goes on to the whole loss, so that losses over sequences need not know how these are cut.
+        """
+        if self.coordinates.layout.cp == 1:
+            return values
+        spread = torch.stack(values)
+        if micro.held is not None:
+            spread = spread.new_zeros(len(values), len(micro.rows)).index_copy(1, micro.held, spread)
+        return sum_over_context_ranks(spread, self.runtime.cp_group).unbind()
+
+    def _compute(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[Tensor] | None:
+        """Per micro-batch [T] float32 on the CPU: the first of `outputs` in the rows of `rows_of`, 0 elsewhere.
+
+        micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on
+        the rank of each replica where `coordinates.returns_logprobs`.
+        """
+
+        def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+            return in_row(micro, self.outputs(micro, hidden)[0])
+
+        rows = self._run(self._prepare(micro_batches, rows_of), result, forward_only=True)
+        return [values.cpu() for values in rows] if self.coordinates.returns_logprobs else None
+
+    def _gradients(
+        self, micro_batches: list[TrainBatch], loss_of: MicroBatchLoss, names: list[str], *, global_loss_tokens: int
+    ) -> tuple[list[Tensor], dict[str, float]]:
+        """Gradients of the sum of `loss_of` over the global batch, divided by global_loss_tokens.
+
+        micro_batches: as for `_compute`. Returns per micro-batch [T] float32 on the device, on the last pipeline stage:
+        the first of `outputs` of the loss tokens, 0 elsewhere; and the sums over the world of what `loss_of` returns
+        under `names`, equal on all ranks. ValueError for a global batch without loss tokens.
+        """
+        if global_loss_tokens < 1:
+            raise ValueError(f"global_loss_tokens is {global_loss_tokens}: without loss tokens nothing can be trained")
+        rows: list[Tensor] = []
+
+        def step_loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            outputs = self.outputs(micro, hidden)
+            rows.append(in_row(micro, outputs[0].detach()))
+            count = torch.zeros((), dtype=torch.int)
+            if len(micro.rows) == 0:
+                # Still part of the graph: earlier pipeline stages wait for this micro-batch's gradient.
+                return outputs[0].sum() * 0.0, count, {}
+            total, sums = loss_of(micro, *outputs)
+            return total / global_loss_tokens, count, sums
+
+        self.discard_gradients()
+        entries = self._run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
+        # Of the ranks that have the same sums one counts.
+        counted = entries if self.coordinates.returns_logprobs else []
+        local = [math.fsum(float(entry.get(name, 0.0)) for entry in counted) for name in names]
+        return rows, dict(zip(names, self.runtime.sum_over_world(local), strict=True))
+
+    @in_megatron
     def discard_gradients(self) -> None:
+        """Forgets the gradients at hand, as if they had not been computed."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def step(self, loss: float) -> tuple[dict[str, float], bool]:
+    def _step(self, loss: float) -> tuple[dict[str, float], bool]:
         """One optimizer step with the gradients at hand: (lr and grad_norm, whether it was made), equal on all ranks.
 
-        A non-finite loss or gradient on any rank skips the update on all: parameters, optimizer and schedule stay as they were.
+        A non-finite loss or gradient on any rank skips it on all: parameters, optimizer and schedule do not change.
         """
         metrics = {"lr": float(self.optimizer.param_groups[0]["lr"])}
         self.optimizer.prepare_grads()
@@ -88,6 +240,9 @@ class TrainedModel:
             self.schedule.step(1)
         return metrics, not skip
 
+    # -- state
+
+    @in_megatron
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule, for megatron.core.dist_checkpointing."""
         model = state.model_state(self.gpt)
@@ -96,6 +251,7 @@ class TrainedModel:
             sharded["schedule"] = self.schedule.state_dict()
         return sharded
 
+    @in_megatron
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
         self.gpt.load_state_dict(loaded["model"])
@@ -104,14 +260,15 @@ class TrainedModel:
         self.schedule.load_state_dict(loaded["schedule"])
         self.schedule.step(0)
 
+    @in_megatron
     def parameter_hash(self) -> str:
-        """sha256 over the bytes of all parameters of all ranks, the same on every rank. Depends on the layout of ranks."""
+        """sha256 over all parameters of all ranks, the same on every rank. Depends on the layout of ranks."""
         digest = hashlib.sha256()
         for name, parameter in sorted(global_names(self.gpt).items()):
             digest.update(name.encode())
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(self.runtime.device)
-        everyone = [torch.empty_like(own) for _ in range(self.runtime.coordinates.world_size)]
+        everyone = [torch.empty_like(own) for _ in range(self.coordinates.layout.world_size)]
         dist.all_gather(everyone, own)
         return hashlib.sha256(torch.cat(everyone).cpu().numpy().tobytes()).hexdigest()
 

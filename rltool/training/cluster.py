@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -13,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 import rltool
 from rltool.config.train import RayConfig
 from rltool.errors import RltoolError, UsageError
+from rltool.training.devices import visible_gpus
 from rltool.training.placement import PlacementPlan
 
 
@@ -27,27 +29,49 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
     A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on every
     interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
     """
-    common = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"rltool-{os.getpid()}"}
     if config.address is not None:
-        try:
-            ray.init(address=config.address, **common)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(
-                f"--ray-address {config.address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that demands a token "
-                f"wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
-            ) from error
+        _connect(config.address)
     else:
         cpus = config.num_cpus or max(1.0, plan.total("CPU"))
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # "local", or Ray would join whatever cluster was last started on this host, alive or not.
-        ray.init(address="local", num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **common)
+        ray.init(address="local", num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **_common())
     try:
         if config.address is not None:
             check_versions()
         yield
     finally:
         ray.shutdown()
+
+
+def available_gpus(config: RayConfig) -> tuple[float, str]:
+    """GPUs where the ranks of a run would be, in use or not, and whose they are.
+
+    With an address those that the nodes of that cluster declare; this host may have none. UsageError if it cannot be reached.
+    Without one a local cluster will be started: those that torch sees here.
+    """
+    if config.address is None:
+        return visible_gpus(), "this host"
+    _connect(config.address)
+    try:
+        return ray.cluster_resources().get("GPU", 0.0), f"the cluster at {config.address}"
+    finally:
+        ray.shutdown()
+
+
+def _common() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"rltool-{os.getpid()}"}
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, **_common())
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that demands a token "
+            f"wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
+        ) from error
 
 
 def check_versions() -> None:

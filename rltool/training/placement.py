@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
+from rltool.training.devices import Device
 
 Bundle = dict[str, float]
 
@@ -23,6 +24,11 @@ class PlacementPlan:
     @property
     def bundles(self) -> tuple[Bundle, ...]:
         return self.trainer + self.engines
+
+    @property
+    def device(self) -> Device:
+        """What the trainer's ranks run on."""
+        return "cuda" if any(bundle.get("GPU") for bundle in self.trainer) else "cpu"
 
     def total(self, resource: str) -> float:
         return sum(bundle.get(resource, 0.0) for bundle in self.bundles)

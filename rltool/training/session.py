@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import rltool
@@ -23,8 +22,9 @@ from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.training.checkpointer import Checkpointer
-from rltool.training.cluster import placed, ray_cluster
+from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
+from rltool.training.devices import choose_device, describe_devices
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
@@ -98,9 +98,11 @@ class Outcome:
 
 
 def trainer_device(config: TrainConfig) -> str:
+    """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
     if config.trainer.device != "auto":
         return config.trainer.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus, where = available_gpus(config.ray)
+    return choose_device(ranks=config.trainer.world_size, gpus=gpus, where=where)
 
 
 def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, replay: Replay | None = None) -> Prepared:
@@ -163,6 +165,7 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.policy_optimizer_steps)
             stack.push(_closing(trainer))
+            console.print(f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}", highlight=False, soft_wrap=True)
             loaded = _load(prepared, run, trainer, attempt_of(log))
         progress, lineage = loaded.progress, loaded.lineage
         engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)

@@ -14,6 +14,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
+from rltool.training.devices import RankDevice, device_of_rank
 from rltool.weights.sender import (
     Connection,
     SendReport,
@@ -39,6 +40,10 @@ class TrainerActor:
         self.saver: Any = None
         self.recorder: Any = None
 
+    def device(self) -> RankDevice:
+        """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each other."""
+        return device_of_rank(self.rank)
+
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
         # In a local cluster Ray still names the host's outer address, whatever it was told; the ranks have no business there.
@@ -51,29 +56,28 @@ class TrainerActor:
         """Join the ranks' process group and build the model. Returns this rank's megatron.runtime.Coordinates."""
         from rltool.checkpoints.saving import CheckpointSaver
         from rltool.megatron.profiling import Recorder
-        from rltool.megatron.trainer import MegatronTrainer
+        from rltool.megatron.runtime import Rendezvous
+        from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
         config = self.config
-        self.trainer = MegatronTrainer(
-            config.model, config.trainer, config.optimizer, config.algorithm,
-            rank=self.rank, world_size=config.trainer.world_size, master_address=master[0], master_port=master[1],
-            total_optimizer_steps=total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature,
-        )  # fmt: skip
+        rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
+        run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
+        self.trainer = MegatronTrainer(config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run)
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
 
             updates = config.steps * config.optimizer_steps_per_rollout * config.critic.updates_per_optimizer_step
-            self.critic = Critic(self.trainer, config.critic, config.optimizer, config.algorithm, total_optimizer_steps=updates)
+            self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
-        from rltool.checkpoints.torch_dist import load_critic
+        from rltool.checkpoints.torch_dist import load_weights
 
         self._load_policy()
         if self.critic is not None:
-            load_critic(self.critic, self.critic.path)
+            load_weights(self.critic, self.critic.path)
 
     def _load_policy(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
@@ -106,7 +110,7 @@ class TrainerActor:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
 
     def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool) -> Any:
-        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, fresh=on_policy)
+        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
 
     def optimizer_step(self) -> dict[str, float]:
         return self.trainer.optimizer_step()

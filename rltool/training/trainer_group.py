@@ -14,6 +14,7 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
+from rltool.training.devices import RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
 from rltool.training.rank_handles import RankHandles
 from rltool.training.ray_calls import get_all
@@ -25,7 +26,12 @@ class TrainerGroup:
     """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
 
     def __init__(self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None) -> None:
+        # What "auto" stands for is decided: a rank that found something else would compute in another way than the others.
+        trainer = config.trainer.model_copy(update={"device": plan.device})
+        config = config.model_copy(update={"trainer": trainer})
         self.config = config
+        self.device = plan.device
+        self.devices: list[RankDevice] = []
         self.ranks = []
         for rank, bundle in enumerate(plan.trainer):
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
@@ -37,9 +43,12 @@ class TrainerGroup:
         self.sharder = Sharder(config)
 
     def start(self, total_optimizer_steps: int) -> None:
-        """Let the ranks find each other and build the model. Waits rendezvous_timeout at most, plus the time to import."""
+        """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most, plus the
+        time to import. UsageError naming ranks and hosts without the planned device."""
         deadline = self.config.trainer.rendezvous_timeout + 120
         name = "trainer.rendezvous_timeout and 120 s for imports:"
+        self.devices = get_all([rank.device.remote() for rank in self.ranks], deadline, name)
+        check_rank_devices(self.device, self.devices)
         master = get_all([self.ranks[0].address.remote()], deadline, name)[0]
         self.coordinates = get_all([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline, name)
 

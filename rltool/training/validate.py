@@ -88,7 +88,7 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
             f"{said}, but global_batch_size {config.global_batch_size} x optimizer_steps_per_rollout {steps} = {config.global_batch_size * steps}; "
             f"set global_batch_size to {samples // steps}, or leave it out"
         )
-    ranks = config.trainer.data_parallel
+    ranks = config.trainer.layout.dp
     if samples // steps < ranks:
         raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
     if config.algorithm.loss == "policy" and (sampling.top_p < 1 or sampling.top_k > 0):

@@ -115,7 +115,8 @@ def policy_batch(lengths: list[int], seed: int = 1) -> TrainBatch:
 
 def make_trainer(place, path, **options):
     """A MegatronTrainer with HF weights loaded. options: tp, pp, optimizer, algorithm, temperature, steps, dtype, load."""
-    from rltool.megatron.trainer import MegatronTrainer
+    from rltool.megatron.runtime import Rendezvous
+    from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
     trainer = MegatronTrainer(
         ModelConfig(path=path, dtype=options.get("dtype", "float32")),
@@ -128,17 +129,11 @@ def make_trainer(place, path, **options):
             **options.get("trainer", {}),
             expert_parallel=options.get("ep", 1),
             torch_threads=1,
-            rendezvous_timeout=60,
         ),
         OptimizerConfig(**{"lr": 1e-3, **options.get("optimizer", {})}),
         AlgorithmConfig(**options.get("algorithm", {})),
-        rank=place.rank,
-        world_size=place.world_size,
-        master_address="127.0.0.1",
-        master_port=place.port,
-        total_optimizer_steps=options.get("steps", 10),
-        seed=0,
-        temperature=options.get("temperature", 1.0),
+        Rendezvous(place.rank, "127.0.0.1", place.port, timeout=60),
+        TrainingRun(options.get("steps", 10), temperature=options.get("temperature", 1.0)),
     )
     if options.get("load", True):
         trainer.load_hf_weights(path)

@@ -11,6 +11,7 @@ import torch
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest
+from rltool.config.parallel import ParallelLayout
 from rltool.errors import RltoolError
 from tests.e2e.megatron_models import hf_logprobs, make_trainer, policy_batch, save_hf
 from tests.e2e.test_megatron_trainer import LENGTHS, split, tensors
@@ -23,7 +24,7 @@ SETTINGS = {"optimizer": {"warmup_steps": 1, "decay_style": "cosine", "weight_de
 
 def steps(trainer, batch, count):
     at = trainer.coordinates
-    own = split(batch, at.dp_rank, at.dp_size, 2)
+    own = split(batch, at.dp_rank, at.layout.dp, 2)
     return [trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) for _ in range(count)]
 
 
@@ -179,7 +180,7 @@ def test_manifest_tells_what_was_saved_and_latest_points_at_it(saved):
     directory, _ = saved[2]["tp2"]
     described = manifest.read(directory)
     assert (described.kind, described.step, described.weight_version) == ("training", 2, "run:1:2")
-    assert described.layout["tensor_parallel"] == 2 and described.config == {"seed": 7}
+    assert described.layout == ParallelLayout(2, tp=2) and described.config == {"seed": 7}
     manifest.verify(directory, described)
     assert directories.latest_checkpoint(directory.parent) == directory
     assert {path.name for path in directory.parent.iterdir()} == {"step_2", "latest"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rltool.checkpoints import directory as directories
-from rltool.config.train import AlgorithmConfig, CriticConfig, OptimizerConfig
+from rltool.config.train import AlgorithmConfig, CriticConfig
 from rltool.errors import UsageError
 from rltool.training.advantages import with_advantages
 from tests import plain_algorithms as plain
@@ -37,7 +37,7 @@ def make_critic(trainer, **settings):
     from rltool.megatron.critic import Critic
 
     config = CriticConfig(**{"lr": LR, "clip_grad": CLIP_GRAD, **settings})
-    return Critic(trainer, config, OptimizerConfig(**OPTIMIZER), AlgorithmConfig(**GAE), total_optimizer_steps=10)
+    return Critic(trainer, config, total_optimizer_steps=10)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def head(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def dealt(trainer, batch):
     """This rank's samples in two micro-batches."""
     at = trainer.coordinates
-    own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+    own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
     return [batch.micro_batch(own[i::2]) for i in range(2)]
 
 
@@ -145,7 +145,7 @@ def case_resume(place, path, batch, layout, directory):
 
 def case_without_critic(place, path, batch, with_critic, directory):
     """A checkpoint with a critic also serves a run without one; the other way round is refused. A critic may start from either."""
-    from rltool.checkpoints.torch_dist import load_checkpoint, load_critic, save_checkpoint
+    from rltool.checkpoints.torch_dist import load_checkpoint, load_weights, save_checkpoint
 
     with pair(place, path, {}) as (trainer, critic):
         load_checkpoint(trainer, with_critic)
@@ -155,7 +155,7 @@ def case_without_critic(place, path, batch, with_critic, directory):
             load_checkpoint(trainer, directory, critic=critic)
         except UsageError as error:
             said = str(error)
-        load_critic(critic, with_critic)
+        load_weights(critic, with_critic)
         started = weights(trainer, critic)
         exported = {meta.name: tensor.clone() for meta, tensor in trainer.export_weights()}
         return policy == trainer.parameter_hash(), said, started, exported

@@ -26,7 +26,7 @@ def options(distributed, dtype="float32", **layout):
 
 
 def steps(trainer, batch, count):
-    samples = list(range(batch.num_samples))[trainer.coordinates.dp_rank :: trainer.coordinates.dp_size]
+    samples = list(range(batch.num_samples))[trainer.coordinates.dp_rank :: trainer.coordinates.layout.dp]
     own = [batch.select(samples[i::2]) for i in range(2)]
     metrics = [trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) for _ in range(count)]
     return metrics, trainer.parameter_hash()

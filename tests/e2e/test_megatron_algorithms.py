@@ -65,7 +65,7 @@ def hf_logprobs_and_entropy(model, batch: TrainBatch) -> tuple[torch.Tensor, tor
 def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1):
     with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
         at = trainer.coordinates
-        own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+        own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         dealt = [batch.micro_batch(own[i::micro_batches]) for i in range(micro_batches)]
         return trainer.train_step(dealt, global_loss_tokens=batch.num_loss_tokens), exported(trainer)
 

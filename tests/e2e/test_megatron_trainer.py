@@ -39,7 +39,7 @@ def case_logprobs(place, path, tp, pp, temperature, micro_batches):
 def case_train(place, path, tp, pp, batch, micro_batches, steps, options):
     with closing(make_trainer(place, path, tp=tp, pp=pp, **options)) as trainer:
         at = trainer.coordinates
-        own = split(batch, at.dp_rank, at.dp_size, micro_batches)
+        own = split(batch, at.dp_rank, at.layout.dp, micro_batches)
         metrics = [trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) for _ in range(steps)]
         return metrics, tensors(trainer), trainer.parameter_hash()
 
@@ -50,10 +50,10 @@ def case_nan(place, path, tp, pp, batch):
         broken = batch.replace(advantages=torch.where(batch.loss_mask > 0, batch.advantages, 0.0).clone())
         broken.advantages[batch.loss_mask.nonzero()[3]] = float("nan")
         before = trainer.parameter_hash()
-        own = split(broken, at.dp_rank, at.dp_size, 2)
+        own = split(broken, at.dp_rank, at.layout.dp, 2)
         skipped = trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens)
         after = trainer.parameter_hash()
-        own = split(batch, at.dp_rank, at.dp_size, 2)
+        own = split(batch, at.dp_rank, at.layout.dp, 2)
         good = trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens)
         return before, after, skipped, good, trainer.parameter_hash()
 
@@ -186,6 +186,17 @@ def test_supervised_loss_is_cross_entropy(ranks, tmp_path):
         logprobs = torch.cat([hf_logprobs(model, t, 1.0) for t in batch.tokens.split(batch.lengths.tolist())])
     assert results[0][0][0]["train/loss"] == pytest.approx(-logprobs[batch.loss_mask > 0].mean().item(), rel=1e-5)
     assert "train/clip_fraction" not in results[0][0][0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.7])
+def test_supervised_training_does_not_depend_on_the_sampling_temperature_and_policy_training_does(ranks, tmp_path, temperature):
+    path, batch = save_hf(tmp_path), policy_batch(LENGTHS)
+    for loss in ("sft", "policy"):
+        at_one, other = (
+            ranks.run(case_train, 1, path, 1, 1, batch, 2, 1, {"algorithm": {"loss": loss}, "temperature": t})[0] for t in (1.0, temperature)
+        )
+        # Metrics of the step, and the hash of the weights after it.
+        assert (at_one[0] == other[0] and at_one[2] == other[2]) == (loss == "sft")
 
 
 def test_reference_logprobs_stay_those_of_the_first_weights_and_the_policy_is_put_back(ranks, tmp_path):

@@ -9,8 +9,9 @@ import torch
 
 from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
+from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
-from rltool.megatron.model import check_parallelism
+from rltool.megatron.model import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,
@@ -27,17 +28,16 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 40]
 """Up to five times the sliding window of the Gemma in these tests."""
-TEMPERATURE = 0.7
 
 
 def case(place, path, batch, layout):
     """Log-probabilities, metrics of one step of supervised training, and the weights before it."""
-    options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}, "temperature": TEMPERATURE}
+    options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}}
     with closing(make_trainer(place, path, **layout, **options)) as trainer:
         at = trainer.coordinates
         exported = {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
         logprobs = trainer.compute_logprobs([batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])])
-        own = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+        own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         micro_batches = [batch.select(own[:1]), batch.select(own[1:])]
         metrics = trainer.train_step(micro_batches, global_loss_tokens=batch.num_loss_tokens)
         return exported, logprobs, metrics
@@ -73,7 +73,7 @@ def family(request, tmp_path_factory):
     tied = kind in ("gemma3", "qwen3")
     path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)
     batch = policy_batch(LENGTHS)
-    logprobs = torch.cat([hf_logprobs(model, t, TEMPERATURE) for t in batch.tokens.split(batch.lengths.tolist())])
+    logprobs = torch.cat([hf_logprobs(model, t, 1.0) for t in batch.tokens.split(batch.lengths.tolist())])
     at = batch.loss_mask > 0
     loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
     loss.backward()
@@ -118,15 +118,15 @@ def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family,
 @pytest.mark.parametrize(
     ("kind", "layout", "named"),
     [
-        ("mixtral", {"expert_parallel": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
-        ("qwen2", {"expert_parallel": 2}, "0 experts"),
-        ("mixtral", {"tensor_parallel": 2}, "sequence_parallel = true"),
-        ("gemma3", {"pipeline_parallel": 3}, "pipeline_parallel = 3"),
-        ("qwen3", {"tensor_parallel": 4}, "num_query_groups = 2"),
+        ("mixtral", {"world_size": 3, "ep": 3}, "expert_parallel = 3 does not divide the model's 4 experts"),
+        ("qwen2", {"world_size": 2, "ep": 2}, "0 experts"),
+        ("mixtral", {"world_size": 2, "tp": 2}, "sequence_parallel = true"),
+        ("gemma3", {"world_size": 3, "pp": 3}, "pipeline_parallel = 3"),
+        ("qwen3", {"world_size": 4, "tp": 4}, "num_query_groups = 2"),
     ],
 )
 def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_path, kind, layout, named):
     hf_config(kind, tied=False).save_pretrained(tmp_path)
     config = {**read_hf_config(tmp_path), "architectures": [type(hf_model(kind, tied=False)).__name__]}
     with pytest.raises(UsageError, match=named):
-        check_parallelism(family_for(config), **{"tensor_parallel": 1, "pipeline_parallel": 1, **layout})
+        check_layout(family_for(config), ParallelLayout(**layout))

@@ -42,7 +42,7 @@ FOUR_RANKS = {
 
 
 def own_micro_batches(batch, at, count=2):
-    samples = list(range(batch.num_samples))[at.dp_rank :: at.dp_size]
+    samples = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
     return [batch.select(samples[i::count]) for i in range(count)]
 
 
@@ -98,7 +98,7 @@ def case_fresh(place, path, layout, batch):
         micro_batches = own_micro_batches(batch, trainer.coordinates)
         old = [trainer.compute_logprobs(micro_batches)]
         if place.world_size > 1:
-            last = trainer.coordinates.pp_size - 1
+            last = trainer.coordinates.layout.pp - 1
             torch.distributed.broadcast_object_list(old, src=trainer.runtime.global_rank(tp=0, pp=last))
         separate = [micro.replace(old_logprobs=values) for micro, values in zip(micro_batches, old[0], strict=True)]
         without = [micro.replace(old_logprobs=None) for micro in micro_batches]
@@ -209,10 +209,10 @@ def case_varied_steps(place, path, settings, batch):
     """Four steps of 2, 1, 3 and 2 micro-batches, the last of which has no samples on the last rank."""
     with closing(make_trainer(place, path, optimizer={"eps": 1e-4, "weight_decay": 0.1}, **settings)) as trainer:
         at = trainer.coordinates
-        mine, metrics = list(range(batch.num_samples))[at.dp_rank :: at.dp_size], []
+        mine, metrics = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp], []
         for count in (2, 1, 3, 2):
             shares = [mine[i::count] for i in range(count)]
-            if at.dp_rank == at.dp_size - 1 and count > 1:
+            if at.dp_rank == at.layout.dp - 1 and count > 1:
                 shares = [shares[0] + shares[1], *shares[2:], []]
             own = [batch.micro_batch(share) for share in shares]
             metrics.append(trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens))

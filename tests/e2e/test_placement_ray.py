@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import socket
+
 import pytest
 import ray
 
@@ -10,6 +13,7 @@ from rltool.config.train import TrainConfig, TrainerConfig
 from rltool.errors import UsageError
 from rltool.training.cluster import PlacementTimeout, check_versions, placed
 from rltool.training.placement import plan_placement
+from rltool.training.trainer_group import TrainerGroup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -18,8 +22,17 @@ GPUS = 4
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray that declares CPUs and GPUs which this host need not have: Ray only counts them."""
-    ray.init(address="local", num_cpus=4, num_gpus=GPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    """A local Ray that declares GPUs which this host need not have: Ray only counts them. Its processes see none."""
+    blind = {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=GPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+        runtime_env={"env_vars": blind},
+    )
     try:
         yield
     finally:
@@ -69,7 +82,10 @@ def test_bundles_are_given_back_at_the_end(cluster):
 
 def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
     too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
-    with pytest.raises(PlacementTimeout, match=r"placement_timeout = 1 s: GPU: 5 wanted, . free of 4"), placed(plan_placement(too_much, gpu=True), timeout=1):
+    with (
+        pytest.raises(PlacementTimeout, match=r"deadlines.placement = 1 s: GPU: 5 wanted, . free of 4"),
+        placed(plan_placement(too_much, gpu=True), timeout=1),
+    ):
         pass
 
 
@@ -78,3 +94,22 @@ def test_nodes_with_another_rltool_are_refused(cluster, monkeypatch):
     monkeypatch.setattr("rltool.__version__", "9.9.9")
     with pytest.raises(UsageError, match=r"every node of the cluster needs rltool 9\.9\.9: .* has rltool "):
         check_versions()
+
+
+def test_ranks_without_the_planned_gpu_are_refused_by_rank_and_host_before_they_wait_for_each_other(cluster):
+    plan = plan_placement(config("external"), gpu=True)
+    with placed(plan, timeout=30) as bundles:
+        trainer = TrainerGroup(config("external"), plan, bundles, log_dir=None)
+        assert trainer.config.trainer.device == "cuda"
+        host = re.escape(socket.gethostname())
+        with pytest.raises(UsageError, match=rf"torch sees no GPU in rank 0 on host {host}, rank 1 on host {host}:"):
+            trainer.start(total_optimizer_steps=1)
+
+
+def test_ranks_planned_for_the_cpu_report_where_they_run(cluster):
+    plan = plan_placement(config("external"), gpu=False)
+    with placed(plan, timeout=30) as bundles:
+        trainer = TrainerGroup(config("external"), plan, bundles, log_dir=None)
+        with pytest.raises(UsageError, match="m is not a directory"):
+            trainer.start(total_optimizer_steps=1)
+        assert [(at.rank, at.host) for at in trainer.devices] == [(0, socket.gethostname()), (1, socket.gethostname())]

@@ -16,6 +16,7 @@ from rltool.engines import wire
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
+from rltool.weights.stream import flatten
 from tests.e2e.engines import RunningEngine
 
 GROUP = "test-weights"
@@ -82,7 +83,7 @@ class Sender:
         try:
             await self.control(speaks.begin_update())
             for bucket in buckets or buckets_of(tensors):
-                flat = wire.flat_bytes(bucket, tensors)
+                flat = flatten([tensors[meta.name] for meta in bucket], wire.bucket_bytes(bucket), "cpu")
                 announce = self.control(speaks.update_bucket("gloo", bucket, group=GROUP, version=version))
                 await asyncio.gather(announce, asyncio.to_thread(wire.broadcast, group, flat))
             await self.control(speaks.finish_update(version))

@@ -10,6 +10,7 @@ import pytest
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.manifest import CheckpointDamaged, Manifest
+from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
 
 
@@ -29,6 +30,59 @@ def test_manifest_reads_back_and_verifies(tmp_path):
     manifest = manifests.read(final)
     assert manifest.step == 3 and set(manifest.files) == {"state/data.bin", "config.json"}
     manifests.verify(final, manifest)
+
+
+def test_the_layout_stands_in_the_file_under_the_configurations_names_and_reads_back():
+    saved = Manifest(
+        "training",
+        "Qwen2ForCausalLM",
+        "float32",
+        layout=ParallelLayout(16, tp=2, pp=2, cp=2, ep=4),
+        distributed_optimizer=True,
+    )
+    sizes = {
+        "tensor_parallel": 2,
+        "pipeline_parallel": 2,
+        "context_parallel": 2,
+        "expert_parallel": 4,
+        "data_parallel": 2,
+        "distributed_optimizer": 1,
+    }
+    assert json.loads(manifests.to_text(saved))["layout"] == sizes
+
+
+@pytest.mark.parametrize(
+    "layout", [ParallelLayout(), ParallelLayout(2, cp=2), ParallelLayout(16, tp=2, pp=2, cp=2, ep=4)]
+)
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_manifest_reads_back_as_it_was(tmp_path, layout, distributed):
+    saved = Manifest(
+        "training",
+        "Qwen2ForCausalLM",
+        "float32",
+        step=1,
+        layout=layout,
+        distributed_optimizer=distributed,
+        metrics={"a": 0.5},
+    )
+    (tmp_path / manifests.FILE).write_text(manifests.to_text(saved))
+    assert manifests.read(tmp_path) == saved
+
+
+def test_a_manifest_of_before_context_and_expert_parallelism_is_read(tmp_path):
+    content = json.loads(manifests.to_text(Manifest("weights", "Qwen2ForCausalLM", "float32")))
+    content["layout"] = {"tensor_parallel": 2, "pipeline_parallel": 1, "data_parallel": 3}
+    (tmp_path / manifests.FILE).write_text(json.dumps(content))
+    found = manifests.read(tmp_path)
+    assert found.layout == ParallelLayout(6, tp=2) and not found.distributed_optimizer
+
+
+def test_a_layout_that_cannot_be_is_damage(tmp_path):
+    content = json.loads(manifests.to_text(Manifest("weights", "Qwen2ForCausalLM", "float32")))
+    content["layout"]["tensor_parallel"] = 0
+    (tmp_path / manifests.FILE).write_text(json.dumps(content))
+    with pytest.raises(CheckpointDamaged, match="every parallel size is at least 1"):
+        manifests.read(tmp_path)
 
 
 def test_one_changed_byte_is_found(tmp_path):
@@ -113,7 +167,7 @@ def test_leftovers_of_a_crash_are_never_taken_for_a_checkpoint(tmp_path):
 
 
 def test_a_resume_takes_the_highest_complete_step_wherever_the_pointer_is(tmp_path):
-    """A crash between name and pointer leaves the pointer behind; a resume from there would meet its own newer checkpoint."""
+    """A crash before the pointer moves leaves it behind; a resume from there would meet its own newer checkpoint."""
     first, second = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
     directories.set_latest(first)
     assert directories.latest_checkpoint(tmp_path) == second and directories.pointed_at(tmp_path) == first

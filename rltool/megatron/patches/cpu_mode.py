@@ -1,8 +1,4 @@
-"""What lets Megatron-core run without CUDA: a context that turns its hard-coded "cuda" into the CPU.
-
-Megatron-core 0.16 and 0.19 create tensors with device="cuda", ask torch.cuda for streams and RNG states, and compare type
-strings with "torch.cuda.FloatTensor". Inside the context those land on the CPU; outside, torch is untouched.
-"""
+"""What lets Megatron-core run without CUDA: a context that turns its hard-coded "cuda" into the CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +9,21 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from rltool.megatron.patches.registry import Target, patch, replace
+
+CUDA_FUNCTIONS = (
+    "current_device",
+    "synchronize",
+    "current_stream",
+    "Stream",
+    "stream",
+    "default_stream",
+    "manual_seed",
+    "get_rng_state",
+    "set_rng_state",
+)
+"""Of torch.cuda, those that Megatron calls whatever the device."""
 
 CPU = torch.device("cpu")
 _state = threading.local()
@@ -58,7 +69,8 @@ class _CudaToCpu(TorchFunctionMode):
         return result
 
 
-def _replacements() -> list[tuple[Any, str, Any]]:
+def replacements() -> list[tuple[Any, str, Any]]:
+    """(owner, name, what stands there inside of the context) for every function that is replaced."""
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -84,18 +96,37 @@ def _replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
+@patch(
+    "0.16",
+    "0.19",
+    targets=(
+        *(Target(f"torch.cuda:{name}") for name in CUDA_FUNCTIONS),
+        Target(
+            "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+            ("tensor", "as_numpy", "record_stream"),
+        ),
+        Target("megatron.core.tensor_parallel.random:_get_cuda_rng_state", ("device", "clone", "graph_safe")),
+        Target("megatron.core.tensor_parallel.random:_set_cuda_rng_state", ("new_state", "device", "graph_safe")),
+    ),
+)
 @contextmanager
 def cpu_mode() -> Iterator[None]:
-    """Re-entrant. The mode is thread-local and the replaced functions are process-wide: enter it from one thread only."""
+    """Lets Megatron run without CUDA: a context that turns its hard-coded "cuda" into the CPU.
+
+    Megatron creates tensors with device="cuda", asks torch.cuda for streams and RNG states, and compares type strings
+    with "torch.cuda.FloatTensor". Inside the context those land on the CPU; outside, torch is untouched.
+
+    Re-entrant. The mode is thread-local and the replaced functions are process-wide: enter it from one thread only.
+    """
     if getattr(_state, "active", False):
         yield
         return
     saved = []
     _state.active = True
     try:
-        for owner, name, replacement in _replacements():
+        for owner, name, replacement in replacements():
             saved.append((owner, name, getattr(owner, name)))
-            setattr(owner, name, replacement)
+            replace(owner, name, replacement)
         with _CudaToCpu():
             yield
     finally:

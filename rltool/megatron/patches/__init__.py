@@ -1,0 +1,32 @@
+"""Every change that rltool makes to Megatron-core in memory, each with the versions that it is for and its reason.
+
+`PATCHES` lists them. A test asks `broken_targets` whether the installed Megatron-core still has, in the expected form,
+what each of them replaces: another version fails there, and not as wrong numbers in a run.
+"""
+
+from rltool.megatron.patches.cpu_mode import cpu_mode
+from rltool.megatron.patches.layers import (
+    fuse_weight_gradients,
+    recompute_without_transformer_engine,
+    rotate_in_one_kernel,
+    route_without_transformer_engine,
+)
+from rltool.megatron.patches.optimizer import use_group_step_adamw
+from rltool.megatron.patches.registry import PATCHES, Patch, PatchTargetMissing, Target, broken_targets
+from rltool.megatron.patches.saving import save_without_manager_process, unsharded_state_kept
+
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "PatchTargetMissing",
+    "Target",
+    "broken_targets",
+    "cpu_mode",
+    "fuse_weight_gradients",
+    "recompute_without_transformer_engine",
+    "rotate_in_one_kernel",
+    "route_without_transformer_engine",
+    "save_without_manager_process",
+    "unsharded_state_kept",
+    "use_group_step_adamw",
+]

@@ -1,0 +1,100 @@
+"""Which device the trainer's ranks run on, decided by what is there where they run."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from rltool.config.train import RayConfig, TrainConfig
+from rltool.errors import UsageError
+from rltool.training import cluster, session
+from rltool.training.devices import RankDevice, check_rank_devices, choose_device, describe_devices, device_of_rank
+from rltool.training.placement import plan_placement
+
+
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda"), (64.0, "cuda")])
+def test_ranks_run_on_gpus_where_there_is_one_for_each(gpus, device):
+    assert choose_device(ranks=4, gpus=gpus, where="this host") == device
+
+
+def test_fewer_gpus_than_ranks_are_no_reason_to_train_on_cpus():
+    with pytest.raises(
+        UsageError, match=r'trainer\.device = "auto": this host has 3 GPUs, but trainer\.world_size = 4'
+    ):
+        choose_device(ranks=4, gpus=3, where="this host")
+
+
+def test_a_rank_without_the_planned_gpu_is_named_with_its_host():
+    found = [RankDevice(0, "a", "H200"), RankDevice(1, "b", None), RankDevice(2, "c", None)]
+    with pytest.raises(UsageError, match="torch sees no GPU in rank 1 on host b, rank 2 on host c:"):
+        check_rank_devices("cuda", found)
+    check_rank_devices("cuda", found[:1])
+    check_rank_devices("cpu", found)
+
+
+def test_ranks_are_described_by_host_and_device():
+    found = [RankDevice(0, "a", "H200"), RankDevice(1, "a", "H200"), RankDevice(2, "b", "H100")]
+    assert describe_devices("cuda", found) == "2 ranks: H200 on a, 1 rank: H100 on b"
+    assert describe_devices("cpu", found[:1]) == "1 rank: CPU on a"
+
+
+def test_a_rank_reports_what_torch_sees_in_its_process(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of_rank(3) == RankDevice(3, socket.gethostname(), None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "H200")
+    assert device_of_rank(3).gpu == "H200"
+
+
+def config(device: str, address: str | None) -> TrainConfig:
+    return TrainConfig(model={"path": "m"}, trainer={"world_size": 2, "device": device}, ray={"address": address})
+
+
+@pytest.fixture
+def gpus_of_driver_and_cluster(monkeypatch):
+    """f(here, there): GPUs that torch sees in this process, and that any cluster declares. Returns the calls made."""
+
+    def have(here: int, there: float) -> list[str]:
+        calls: list[str] = []
+        monkeypatch.setattr(cluster, "visible_gpus", lambda: here)
+        monkeypatch.setattr(cluster.ray, "init", lambda **options: calls.append(f"init {options['address']}"))
+        monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": there} if there else {}))
+        monkeypatch.setattr(cluster.ray, "shutdown", lambda: calls.append("shutdown"))
+        return calls
+
+    return have
+
+
+@pytest.mark.parametrize(("here", "there", "device"), [(0, 8.0, "cuda"), (8, 0.0, "cpu")])
+def test_with_an_address_the_cluster_decides_and_not_the_driver(gpus_of_driver_and_cluster, here, there, device):
+    calls = gpus_of_driver_and_cluster(here, there)
+    assert session.trainer_device(config("auto", "10.0.0.1:6379")) == device
+    assert calls == ["init 10.0.0.1:6379", "shutdown"]
+
+
+@pytest.mark.parametrize(("here", "device"), [(0, "cpu"), (2, "cuda")])
+def test_without_an_address_this_host_decides_and_no_cluster_is_asked(gpus_of_driver_and_cluster, here, device):
+    calls = gpus_of_driver_and_cluster(here, 8.0)
+    assert session.trainer_device(config("auto", None)) == device and calls == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_configured_device_is_taken_and_nobody_is_asked(gpus_of_driver_and_cluster, device):
+    calls = gpus_of_driver_and_cluster(0 if device == "cuda" else 8, 8.0)
+    assert session.trainer_device(config(device, "10.0.0.1:6379")) == device and calls == []
+
+
+def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch):
+    def refuse(**_):
+        raise ConnectionError("nobody there")
+
+    monkeypatch.setattr(cluster.ray, "init", refuse)
+    with pytest.raises(UsageError, match=r"--ray-address 10\.0\.0\.1:6379: cannot connect: nobody there"):
+        cluster.available_gpus(RayConfig(address="10.0.0.1:6379"))
+
+
+def test_the_plan_says_what_its_ranks_run_on():
+    assert plan_placement(config("auto", None), gpu=True, generates=False).device == "cuda"
+    assert plan_placement(config("auto", None), gpu=False, generates=False).device == "cpu"
