@@ -159,7 +159,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             if cuda:
                 torch.cuda.synchronize()
             started, worked = time.perf_counter(), time.process_time()
-            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
+            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, on_policy=True)
             trainer.optimizer_step()
             if cuda:
                 torch.cuda.synchronize()

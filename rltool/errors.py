@@ -59,3 +59,11 @@ class SaveFailed(RltoolError):
 
 class ContractViolation(RltoolError):
     """A user's function does not keep the contract of its extension point; the text lists every violation."""
+
+
+class UnknownEngine(RltoolError):
+    """The run has no engine of this URL."""
+
+
+class EngineConflict(RltoolError):
+    """The run has that engine already, or is in a state in which it cannot take it or let it go."""

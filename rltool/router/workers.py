@@ -6,6 +6,7 @@ an event loop calls them in a thread.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 
 _CALL_SECONDS = 10.0
 _POLL_SECONDS = 0.1
+MEMBERSHIP_SECONDS = 60.0
+"""For the router to have a worker in its list, or out of it: it asks an engine three things before it takes it."""
 
 T = TypeVar("T")
 
@@ -144,3 +147,16 @@ def _until(
         if clock() >= deadline:
             raise EngineUnreachable(f"{what} within {timeout:g} s")
         sleep(_POLL_SECONDS)
+
+
+class RouterMembership:
+    """The router's worker list for an event loop: each call blocks a thread, and not the loop."""
+
+    def __init__(self, router: EngineEndpoint, *, timeout: float = MEMBERSHIP_SECONDS) -> None:
+        self._router, self._timeout = router, timeout
+
+    async def add(self, endpoint: EngineEndpoint) -> None:
+        await asyncio.to_thread(add_worker, self._router, endpoint, timeout=self._timeout)
+
+    async def remove(self, url: str) -> None:
+        await asyncio.to_thread(remove_worker, self._router, url, timeout=self._timeout)

@@ -11,7 +11,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.processes.output import redirect_output
 from rltool.rollout.snapshot import SourceState
-from rltool.training.rollout_service import DataFacts, Engines, Rollout, RolloutService, Syncing
+from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sync import SyncReport
 
 
@@ -25,7 +25,7 @@ class RolloutActor:
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing}
         self._service: RolloutService
 
-    async def start(self) -> DataFacts:
+    async def start(self) -> str:
         self._service = RolloutService(*self._arguments, **self._options, log=lambda line: print(line, flush=True))
         return await self._service.start()
 

@@ -22,16 +22,17 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Medium as Transport
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
-from rltool.engines.types import EngineInfo, SamplingParams
+from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
 from rltool.engines.weight_version import Lineage
-from rltool.errors import RltoolError, TrainingStopped, UsageError
+from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
-from rltool.rollout.data import PromptSet, PromptSource, load_prompts
+from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
+from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.evaluation import evaluate_set
-from rltool.rollout.fleet_monitor import FleetMonitor, Router
+from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
 from rltool.rollout.metrics import rollout_metrics
@@ -41,24 +42,24 @@ from rltool.rollout.scoring import Scorer, ScoreStats, load_filter, load_hook
 from rltool.rollout.snapshot import SourceState, restore, snapshot
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
+from rltool.router.workers import RouterMembership
 from rltool.weights.sync import Ranks, SyncReport, WeightSync
 from rltool.weights.verify import ValueCheck
 
+LOAD_SECONDS = 1.0
+"""How often engines are asked for their load where the requests in flight adapt to it."""
 RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
 
 
 @dataclass(frozen=True)
 class Engines:
-    """The fleet that a run begins with. router: the address that generation goes through, or None."""
+    """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its workers follows the
+    fleet."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
     router: EngineEndpoint | None = None
-    membership: Router | None = None
-    """How workers are put into the router and taken out; None leaves its list alone."""
-    takes_weights: bool = True
-    """False: weights are never sent to these engines."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,6 @@ class Syncing:
     lineage: Lineage
     transport: Transport
     disk_root: Path
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """Prompts of the training set and of each evaluation set, and how many rows each left out for their length."""
-
-    prompts: int
-    too_long: int
-    eval_sets: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,36 +97,40 @@ class RolloutService:
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
+        self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
 
     # -- life
 
-    async def start(self) -> DataFacts:
-        """Read all data, import what the configuration names, open connections. UsageError for whatever is wrong there."""
+    async def start(self) -> str:
+        """Read all data, import what the configuration names, open connections. Returns one line on the data.
+
+        UsageError for whatever is wrong there.
+        """
         config = self._config
-        facts = await asyncio.to_thread(self._load)
+        summary = await asyncio.to_thread(self._load)
         self._client = await EngineClient().__aenter__()
         for endpoint in self._engines.endpoints:
             info, url = self._infos[endpoint.url], endpoint.url
-            takes = self._syncing is not None and self._engines.takes_weights
-            self.fleet.add(url, takes_weights=takes)
+            self.fleet.add(url, takes_weights=self._syncing is not None and endpoint.takes_weights)
             self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version)
         self._plane = DataPlane(
             self._client, self.fleet, self._endpoints, router=self._engines.router, requests_per_engine=config.rollout.requests_per_engine,
             deadline=config.deadlines.generate, judge=self._book if self._syncing else None, clock=self._clock,
         )  # fmt: skip
         self._monitor = FleetMonitor(
-            self._client, self.fleet, self._endpoints, self._infos, router=self._engines.membership, on_change=self._plane.changed,
+            self._client, self.fleet, self._endpoints, self._infos, router=RouterMembership(self._engines.router) if self._engines.router else None, on_change=self._plane.changed,
             log=self._say, clock=self._clock,
         )  # fmt: skip
         self._sync = self._make_sync(self._syncing) if self._syncing else None
-        await self._monitor.carry_out()
-        self._events.clear()
+        self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
         self._monitor.start()
-        return facts
+        if config.rollout.adaptive_concurrency:
+            self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
+        return summary
 
-    def _load(self) -> DataFacts:
+    def _load(self) -> str:
         config = self._config
         rollout, sampling = config.rollout, config.sampling
         self.tokenizer: Tokenizer = load_tokenizer(
@@ -164,7 +160,7 @@ class RolloutService:
             ),
             judges_age=self._syncing is not None, clock=self._clock,
         )  # fmt: skip
-        return DataFacts(len(train.prompts), train.num_too_long, {n: (len(e.prompts), e.num_too_long) for n, e in evals.items()})
+        return data_summary(train, evals)
 
     def _make_sync(self, syncing: Syncing) -> WeightSync:
         config = self._config
@@ -182,6 +178,9 @@ class RolloutService:
         failures: dict[str, str] = {}
         if hasattr(self, "_client"):
             await self.interrupt()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             async with self._lock:
                 if self._sync is not None:
                     failures |= await self._sync.leave()
@@ -292,9 +291,9 @@ class RolloutService:
     async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
         """An engine joins the fleet: probed now, synced when the ranks are idle next, then it serves."""
         if any(member.url == endpoint.url for member in self.fleet.members()):
-            raise UsageError(f"{endpoint.url} is an engine of this run already")
+            raise EngineConflict(f"{endpoint.url} is an engine of this run already")
         self._endpoints[endpoint.url] = endpoint
-        self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and self._engines.takes_weights)
+        self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and endpoint.takes_weights)
         await self._monitor.probe(endpoint.url)
         await self._monitor.carry_out()
         return self._member(endpoint.url)
@@ -302,14 +301,14 @@ class RolloutService:
     async def remove_engine(self, url: str) -> dict[str, Any]:
         """An engine leaves: it gets nothing new, and finishes what it has."""
         if all(member.url != url for member in self.fleet.members()):
-            raise UsageError(f"{url} is no engine of this run")
+            raise UnknownEngine(f"{url} is no engine of this run")
         async with self._lock:
             if self.fleet.member(url).state in (State.READY, State.STALE, State.SUSPECT):
                 self.fleet.drain(url, "removed by its owner")
             else:
                 self.fleet.remove(url, "removed by its owner")
             await self._monitor.carry_out()
-        return {"url": url, "state": "draining"}
+        return {"url": url, "state": State.DRAINING.value, "reason": "removed by its owner"}
 
     def take_events(self) -> list[str]:
         """Lines for the console since the last call: transitions of engines, failures of syncs."""
@@ -325,6 +324,19 @@ class RolloutService:
     def _say(self, line: str) -> None:
         self._events.append(line)
         self._log(line)
+
+    async def _adapt_concurrency(self) -> None:
+        """Requests in flight by the engines' own queues and KV caches (rollout/concurrency.py)."""
+        controller = ConcurrencyController(ConcurrencyPolicy(start=self._config.rollout.requests_per_engine), clock=self._clock)
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            serving = self.fleet.serving()
+            replies = await asyncio.gather(*(self._client.load(self._endpoints[url]) for url in serving), return_exceptions=True)
+            loads = [reply for reply in replies if isinstance(reply, EngineLoad)]
+            controller.observe(loads, in_flight=self._plane.in_flight)
+            if serving:
+                self._plane.limit = controller.limit(len(serving))
+                self._plane.changed()
 
     async def _resync_stale(self) -> None:
         """While the trainer waits for a batch: engines that are STALE take the present weights."""

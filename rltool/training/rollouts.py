@@ -11,13 +11,14 @@ from rich.console import Console
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.run_client import EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
 from rltool.rollout.snapshot import SourceState
 from rltool.training.ray_calls import get_all
 from rltool.training.rollout_actor import RolloutActor
-from rltool.training.rollout_service import DataFacts, Engines, Rollout, Syncing
+from rltool.training.rollout_service import Engines, Rollout, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync import SyncReport
@@ -47,11 +48,11 @@ class Rollouts:
         """Of the weights that the engines were given last."""
         return str(self._lineage.version(self._synced))
 
-    def start(self) -> DataFacts:
+    def start(self) -> None:
         """Read the data, open connections."""
-        facts = self._call(self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch")
+        summary = self._call(self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch")
         self._started = True
-        return facts
+        self.console.print(summary, highlight=False, soft_wrap=True)
 
     # -- what the loop says
 
@@ -85,19 +86,19 @@ class Rollouts:
     def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         self._call(self._actor.load_state_dict.remote(state, directory), self.config.deadlines.close, "deadlines.close")
 
-    # -- what a person says (training.run_server)
+    # -- what a person says (training.run_server.RunControl), from threads of its own
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> RunStatus:
         return {**self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight"), "steps": self.config.steps}
 
-    def engines(self) -> list[dict[str, Any]]:
+    def engines(self) -> list[EngineStatus]:
         return self.status()["engines"]
 
-    def add_engine(self, url: str, key_file: Path | None) -> dict[str, Any]:
+    def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
         endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file)
         return self._call(self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight")
 
-    def remove_engine(self, url: str) -> dict[str, Any]:
+    def remove_engine(self, url: str) -> EngineStatus:
         return self._call(self._actor.remove_engine.remote(url.rstrip("/")), self.config.deadlines.preflight, "deadlines.preflight")
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from aiohttp import web
 
 from rltool.engines.endpoints import parse_address
 from rltool.engines.run_client import CHANGE_SECONDS, READ_SECONDS, EngineStatus, RunStatus
-from rltool.errors import RltoolError, UsageError
+from rltool.errors import EngineConflict, RltoolError, UnknownEngine, UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, write_state
 
@@ -39,14 +39,6 @@ _START_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
-
-
-class UnknownEngine(RltoolError):
-    """The run has no engine of this URL."""
-
-
-class EngineConflict(RltoolError):
-    """The run has that engine already, or is in a state in which it cannot take it or let it go."""
 
 
 class RunControl(Protocol):

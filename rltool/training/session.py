@@ -40,6 +40,7 @@ from rltool.training.preflight import (
 from rltool.training.profiling import StepRecording, check_recording
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.rollouts import Rollouts
+from rltool.training.run_server import run_server
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, SupervisedData
 from rltool.training.stopping import StopSignal
 from rltool.training.trainer_group import TrainerGroup
@@ -170,6 +171,8 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         progress, lineage = loaded.progress, loaded.lineage
         engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
         source = _source(prepared, engines)
+        if engines is not None:
+            stack.enter_context(run_server(run, state, engines))
         if prepared.resume_from is not None:
             source.load_state_dict(loaded.source, prepared.resume_from)
         tensorboard = run.path / "tensorboard" if config.monitor.tensorboard else None
@@ -240,7 +243,7 @@ def _rollouts(
     if prepared.fleet is None or prepared.transport is None:
         return None
     found = prepared.fleet.endpoints
-    engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint(), takes_weights=found.update_weights)
+    engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint())
     # A directory of this run alone: what else lies in a shared one is other runs'.
     disk_root = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     side = Rollouts(
@@ -249,11 +252,7 @@ def _rollouts(
         log_file=log_dir / "rollout_manager.log", console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)
-    facts = side.start()
-    for name, count, too_long in (("data", facts.prompts, facts.too_long), *((f"eval set {n}", *c) for n, c in facts.eval_sets.items())):
-        left_out = f" ({too_long} longer than sampling.max_prompt_tokens were left out)" if too_long else ""
-        if too_long or name == "data":
-            console.print(f"{name}: {count} prompts{left_out}", highlight=False)
+    side.start()
     return side
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from rltool.rollout.manager import RolloutManager, data_targets
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.errors import EngineRejected, TrainingStopped, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.dump import dumped_steps, read_dump
-from rltool.rollout.manager import RolloutManager, data_targets
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.tokenizer import load_tokenizer
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rltool.weights.control import WeightControl
 
 from rltool.config.train import WeightsConfig
 from rltool.engines.client import EngineClient
@@ -19,7 +20,6 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import meta_of
-from rltool.weights.control import WeightControl
 from rltool.weights.sender import WeightSender, write_to_disk
 from rltool.weights.sync import WeightSync, WeightSyncFailed
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY

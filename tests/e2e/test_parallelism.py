@@ -104,7 +104,7 @@ def case_fresh(place, path, layout, batch):
         without = [micro.replace(old_logprobs=None) for micro in micro_batches]
         before, results = trainer.parameter_hash(), []
         for given, fresh in ((separate, False), (without, True)):
-            logprobs, metrics = trainer.forward_backward(given, global_loss_tokens=batch.num_loss_tokens, fresh=fresh)
+            logprobs, metrics = trainer.forward_backward(given, global_loss_tokens=batch.num_loss_tokens, on_policy=fresh)
             for micro, mine, theirs in zip(given, logprobs or [], old[0], strict=False):
                 torch.testing.assert_close(mine, theirs * micro.loss_mask, rtol=0, atol=1e-6)
             results.append((metrics, [parameter.main_grad.clone() for parameter in trainer.gpt.parameters()]))

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rltool.weights.control import GROUP, WeightControl
 
 from rltool.config.serve import EngineLaunch
 from rltool.config.train import WeightsConfig
@@ -31,7 +32,6 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest, Te
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
-from rltool.weights.control import GROUP, WeightControl
 from rltool.weights.sender import Connection, SendReport, Target, WeightSender, write_to_disk
 from rltool.weights.sync import WeightSync
 from tests.e2e.engines import RunningEngine, free_port, wait_ready

@@ -200,5 +200,5 @@ def test_when_answers_grow_the_limit_follows():
         engine.advance(clock.now, made.limit(1))
         made.observe([engine.load()], in_flight=engine.in_flight)
         found.append(made.limit(1))
-    assert 70 <= min(found[600:1200]) and max(found[600:1200]) <= 100
+    assert min(found[600:1200]) >= 70 and max(found[600:1200]) <= 100
     assert max(found[1500:]) <= 42
