@@ -29,6 +29,7 @@ def check_config(config: TrainConfig) -> None:
     check_batch_arithmetic(config)
     check_best_metric(config)
     check_files(config)
+    check_rollout(config)
     if needs_engines(config):
         check_mode(config)
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
@@ -69,6 +70,26 @@ def check_mode(config: TrainConfig) -> None:
         f"engines.mode = \"{engines.mode}\" is planned ({plan.describe()}) but launching engines from train is not built yet: "
         f"start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
     )
+
+
+def check_rollout(config: TrainConfig) -> None:
+    """Settings of the collector that would have no effect, or would train on tokens that the bound forbids."""
+    rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
+    if rollout.partial_rollout and rollout.oversampling_factor == 1:
+        raise UsageError(
+            "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with rollout.oversampling_factor = 1 there is no race; "
+            "raise it, to 1.25 for example, or leave partial_rollout out"
+        )
+    if rollout.partial_rollout and rollout.max_staleness == 0 and masked_beyond is None:
+        raise UsageError(
+            "rollout.partial_rollout = true gives a batch tokens of earlier weights, which rollout.max_staleness = 0 forbids: set max_staleness to 1 "
+            "or more, or give such tokens no loss with algorithm.mask_tokens_older_than = 0"
+        )
+    if rollout.on_stale != "wait" and rollout.max_staleness == 0:
+        raise UsageError(
+            f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: synchronous batches wait for their groups; '
+            f"set max_staleness to 1 or more, or leave on_stale out"
+        )
 
 
 def check_batch_arithmetic(config: TrainConfig) -> None:
