@@ -294,6 +294,19 @@ def test_which_kl_losses_have_the_gradient_of_the_divergence(estimator, unbiased
         assert found.abs().max() < 1e-6, "k1 as a loss pulls towards nothing"
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_stale_sample_has_an_unbiased_kl_only_beside_its_behaviour_policy(estimator):
+    """The expectation is over the behaviour policy's samples; the trained, the proximal and the behaviour policy all differ."""
+    logits, reference = torch.tensor([0.3, -0.2, 1.0], requires_grad=True), torch.tensor([-0.5, 0.7, 0.1]).log_softmax(-1)
+    behaviour, proximal = torch.tensor([0.9, 0.1, 0.2]).log_softmax(-1), torch.tensor([0.4, -0.1, 0.7]).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    for old, exact in ((behaviour, True), (proximal, False)):
+        loss = (behaviour.exp() * kl_loss(logp, reference, old, estimator=estimator, unbiased=True)).sum()
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.allclose(found, true, atol=1e-6) == exact
+
+
 # Presets.
 
 
