@@ -105,7 +105,7 @@ def _why_no_loss(samples: Sequence[Sample], *, mask_truncated: bool) -> str:
 
 
 def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """[T] int64: N of the RUN:ATTEMPT:N of each token that the policy sampled, -1 elsewhere; None if one cannot be read."""
+    """[T] int64: N of the RUN:ATTEMPT:N of the span that each token lies in, -1 outside; None if one cannot be read."""
     texts = {span.version for sample in samples for span in sample.versions}
     try:
         numbers = {text: WeightVersion.parse(text).number for text in texts}
@@ -118,8 +118,7 @@ def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
         own = [-1] * len(sample.response_ids)
         for span in sample.versions:
             own[span.start : span.end] = [numbers[span.version]] * (span.end - span.start)
-        own = [number if sampled else -1 for number, sampled in zip(own, sample.response_mask, strict=True)]
-        if own.count(-1) != sample.response_mask.count(0):
+        if any(sampled and number < 0 for number, sampled in zip(own, sample.response_mask, strict=True)):
             raise ValueError(
                 f"sample {sample.group_id}/{sample.index}: its version spans {sample.versions} do not cover every token that the "
                 f"policy sampled; each needs the version of the weights that it came from"

@@ -58,8 +58,10 @@ def test_each_sampled_token_has_the_training_step_of_its_weights():
     second = sample(0, [1], [2, 3, 4], mask=[1, 0, 1])
     second.versions = [VersionSpan(f"{RUN}:1:12", 0, 1), VersionSpan(f"{RUN}:1:13", 2, 3)]
     empty = sample(0, [1], [])
-    versions = samples_to_batch([first, empty, second]).token_versions
-    assert versions.tolist() == [-1, -1, 4, 5, 5, 5, -1, -1, 12, -1, 13]
+    across = sample(0, [1], [2, 3, 4], mask=[1, 0, 1])
+    across.versions = [VersionSpan(f"{RUN}:1:6", 0, 3)]
+    versions = samples_to_batch([first, empty, second, across]).token_versions
+    assert versions.tolist() == [-1, -1, 4, 5, 5, 5, -1, -1, 12, -1, 13, -1, 6, -1, 6]
 
 
 @pytest.mark.parametrize("text", ["default", f"{RUN}:0", f"other-{RUN}:0:1"])
