@@ -1,4 +1,5 @@
-"""Every algorithm in the real trainer: one optimizer step against plain loops on the transformers model, and in other layouts."""
+"""Every algorithm in the real trainer: one optimizer step against plain loops on the transformers model, and in other
+layouts."""
 
 from __future__ import annotations
 
@@ -47,9 +48,14 @@ def rollout(model) -> TrainBatch:
     # Groups of 2, 3 and 3, dealt out of order.
     return batch.replace(
         token_versions=torch.where(batch.loss_mask > 0, versions, -1),
-        group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]), advantages=None, loss_weights=batch.loss_mask, old_logprobs=old, ref_logprobs=near(0.3),
-        teacher_logprobs=near(0.3), rollout_logprobs=(old + 0.1 * torch.randn(len(own), generator=generator)) * batch.loss_mask,
-    )  # fmt: skip
+        group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]),
+        advantages=None,
+        loss_weights=batch.loss_mask,
+        old_logprobs=old,
+        ref_logprobs=near(0.3),
+        teacher_logprobs=near(0.3),
+        rollout_logprobs=(old + 0.1 * torch.randn(len(own), generator=generator)) * batch.loss_mask,
+    )
 
 
 def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
@@ -112,7 +118,13 @@ FAMILIES = {
     "gspo": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample"},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.1},
     "rloo, group means": {"advantage": "rloo", "loss_reduction": "group"},
-    "reinforce++": {"advantage": "reinforce_pp", "gamma": 0.95, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce++": {
+        "advantage": "reinforce_pp",
+        "gamma": 0.95,
+        "kl_coef": 0.3,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     "reinforce++ baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.3, "kl_estimator": "k2"},
     "distillation": {"advantage": "distill"},
     "dual clip": {"dual_clip": 1.05},
@@ -124,7 +136,13 @@ FAMILIES = {
     "geometric mask": {"is_mask": "geometric", "is_mask_low": 0.97, "is_mask_high": 1.03},
     "decoupled ppo": {"is_weights": "token", "is_cap": math.inf, "clip_low": 0.1, "clip_high": 0.1},
     "the engines' old policy": {"old_logprobs": "rollout", "clip_low": 0.1, "clip_high": 0.1},
-    "stale tokens masked": {"mask_tokens_older_than": 1, "is_mask": "sequence", "is_mask_low": 0.8, "is_mask_high": 1.2, "overlong_buffer": 6},
+    "stale tokens masked": {
+        "mask_tokens_older_than": 1,
+        "is_mask": "sequence",
+        "is_mask_low": 0.8,
+        "is_mask_high": 1.2,
+        "overlong_buffer": 6,
+    },
     "sft": {"loss": "sft", "loss_reduction": "sample"},
 }
 
@@ -138,9 +156,13 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
 
     logprobs, entropy = hf_logprobs_and_entropy(model, batch)
     scored = made.replace(rewards=batch.rewards)
-    advantages = plain.advantages(scored, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
+    advantages = (
+        plain.advantages(scored, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
+    )
     expected = plain.loss(scored, advantages, logprobs, entropy, algorithm, RESPONSE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0
+    )
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])
     optimizer.step()
@@ -152,10 +174,28 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
         torch.testing.assert_close(tensor, state[tensor_name], rtol=0, atol=1e-5, msg=tensor_name)
 
 
-@pytest.mark.parametrize("settings", [
-    {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample", "entropy_coef": 0.3, "kl_coef": 0.3, "kl_unbiased": True},
-    {"advantage": "reinforce_pp", "objective": "cispo", "is_weights": "sequence", "is_mask": "geometric", "loss_reduction": "group"},
-], ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "ratio": "sequence",
+            "clip_low": 0.02,
+            "clip_high": 0.03,
+            "loss_reduction": "sample",
+            "entropy_coef": 0.3,
+            "kl_coef": 0.3,
+            "kl_unbiased": True,
+        },
+        {
+            "advantage": "reinforce_pp",
+            "objective": "cispo",
+            "is_weights": "sequence",
+            "is_mask": "geometric",
+            "loss_reduction": "group",
+        },
+    ],
+    ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"],
+)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
     path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
     reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
@@ -174,7 +214,10 @@ def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks
     batch = prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig())
     results = ranks.run(case_teacher, world, path, teacher, tmp_path / "step_0", batch, tp, pp)
     with torch.no_grad():
-        expected = [torch.cat([hf_logprobs(hf_model("qwen2", True, seed), t, 1.0) for t in batch.tokens.split(LENGTHS)]) for seed in (0, 3)]
+        expected = [
+            torch.cat([hf_logprobs(hf_model("qwen2", True, seed), t, 1.0) for t in batch.tokens.split(LENGTHS)])
+            for seed in (0, 3)
+        ]
     policy, *teachers = next(found for found, _ in results if found is not None)
     torch.testing.assert_close(policy, expected[0], rtol=0, atol=2e-5)
     for found in teachers:
