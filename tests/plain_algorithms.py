@@ -1,4 +1,5 @@
-"""The algorithms a second time, as the papers print them: loops over samples and tokens, Python floats, no code of rltool's.
+"""The algorithms a second time, as the papers print them: loops over samples and tokens, Python floats, no code of
+rltool's.
 
 Slow and plain on purpose: what the fast, ragged tensor functions are compared with.
 """
@@ -56,7 +57,9 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
     rewards = [float(r) for r in batch.rewards]
     if a.overlong_buffer:
         for i in range(count):
-            rewards[i] += a.overlong_penalty * overlong(response_length(batch, i), max_response_tokens, a.overlong_buffer)
+            rewards[i] += a.overlong_penalty * overlong(
+                response_length(batch, i), max_response_tokens, a.overlong_buffer
+            )
     old = cut(batch.old_logprobs, batch.lengths)
     reference = cut(batch.ref_logprobs, batch.lengths)
     teacher = cut(batch.teacher_logprobs, batch.lengths)
@@ -85,7 +88,9 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
                 if a.advantage == "reinforce_pp_baseline":
                     final -= statistics.fmean(rewards[j] for j in members)
                 later = [s for s in loss_tokens(batch, i) if s >= t]
-                value = sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
+                value = (
+                    sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
+                )
             elif a.advantage == "gae":
                 own = loss_tokens(batch, i)
                 given = [penalty[i][s] + (rewards[i] if s == own[-1] else 0.0) for s in own]
@@ -93,7 +98,11 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             else:
                 value = float(teacher[i][t] - old[i][t])
             result[i][t] = value
-    whiten = a.whiten_advantages if a.whiten_advantages is not None else a.advantage.startswith("reinforce_pp") or a.advantage == "gae"
+    whiten = (
+        a.whiten_advantages
+        if a.whiten_advantages is not None
+        else a.advantage.startswith("reinforce_pp") or a.advantage == "gae"
+    )
     if whiten:
         every = [result[i][t] for i in range(count) for t in loss_tokens(batch, i)]
         mean, std = statistics.fmean(every), statistics.stdev(every)

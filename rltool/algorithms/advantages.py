@@ -1,7 +1,8 @@
-"""Advantages from rewards. Pure tensor functions over a whole rollout, so that no split into ranks or micro-batches matters.
+"""Advantages from rewards. Pure tensor functions over a whole rollout, so that no split into ranks or micro-batches
+matters.
 
-Shapes: N samples, T tokens back to back (see TrainBatch). rewards, group_ids, lengths: [N]; loss_mask, token_rewards: [T].
-Per-sample estimators return [N], per-token ones [T] with 0 where loss_mask is 0.
+Shapes: N samples, T tokens back to back (see TrainBatch). rewards, group_ids, lengths: [N]; loss_mask, token_rewards:
+[T]. Per-sample estimators return [N], per-token ones [T] with 0 where loss_mask is 0.
 """
 
 from __future__ import annotations
@@ -47,17 +48,20 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool)
 def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, "Back to Basics"): r_i - mean of the group's other rewards.
 
-    Same shapes and errors as `group_advantages`. Equals n / (n - 1) times the centred reward in a group of n; 0 for n = 1.
+    Same shapes and errors as `group_advantages`. Equals n / (n - 1) times the centred reward in a group of n; 0 for n =
+    1.
     """
     group, count, centred = _by_group(rewards, group_ids)
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(rewards.dtype)
 
 
-def reinforce_pp_advantages(rewards: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
+def reinforce_pp_advantages(
+    rewards: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float
+) -> Tensor:
     """REINFORCE++ (Hu 2025) before its whitening: the discounted return behind each token, [T] float32.
 
-    A_t = sum over loss tokens i >= t of gamma^(i - t) r_i, where r_i is token_rewards_i (-beta KL_i, None: 0) and the last
-    loss token has the sample's reward besides. The paper then whitens A over the global batch: `whiten`.
+    A_t = sum over loss tokens i >= t of gamma^(i - t) r_i, where r_i is token_rewards_i (-beta KL_i, None: 0) and the
+    last loss token has the sample's reward besides. The paper then whitens A over the global batch: `whiten`.
     """
     per_token = at_last_loss_token(rewards, lengths, loss_mask)
     if token_rewards is not None:
@@ -66,7 +70,13 @@ def reinforce_pp_advantages(rewards: Tensor, token_rewards: Tensor | None, lengt
 
 
 def reinforce_pp_baseline_advantages(
-    rewards: Tensor, group_ids: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float
+    rewards: Tensor,
+    group_ids: Tensor,
+    token_rewards: Tensor | None,
+    lengths: Tensor,
+    loss_mask: Tensor,
+    *,
+    gamma: float,
 ) -> Tensor:
     """REINFORCE++-baseline (Hu 2025) before its whitening: REINFORCE++ on rewards minus their group's mean.
 
@@ -77,8 +87,8 @@ def reinforce_pp_baseline_advantages(
 
 
 def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """On-policy distillation: minus the k1 estimate of KL(student || teacher) of each token, [T] in nats (Lu et al. 2025,
-    "On-Policy Distillation"; Agarwal et al. 2024, "On-Policy Distillation of Language Models", reverse KL).
+    """On-policy distillation: minus the k1 estimate of KL(student || teacher) of each token, [T] in nats (Lu et al.
+    2025, "On-Policy Distillation"; Agarwal et al. 2024, "On-Policy Distillation of Language Models", reverse KL).
 
     A_t = log p_teacher - log p_student at the sampled token. logprobs: the student's before the optimizer step, at the
     temperature that the teacher's have. Discount 0: a token answers for its own divergence alone.
@@ -89,8 +99,8 @@ def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mas
 def whiten(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Mean 0 and (unbiased) standard deviation 1 over all loss tokens: (A - mean) / (std + 1e-8). [T] -> [T] float32.
 
-    Call it with the whole rollout. Whitened per rank, each rank would have a mean of its own, and the result would depend
-    on how samples were dealt. Fewer than two loss tokens: 0.
+    Call it with the whole rollout. Whitened per rank, each rank would have a mean of its own, and the result would
+    depend on how samples were dealt. Fewer than two loss tokens: 0.
     """
     chosen = loss_mask > 0
     values = advantages[chosen].double()

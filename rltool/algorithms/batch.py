@@ -16,33 +16,35 @@ Weights = Literal["policy", "reference", "teacher"]
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """N samples with T tokens in all, ragged: sample i owns tokens[offsets[i] : offsets[i+1]], offsets = cumsum(lengths).
+    """N samples with T tokens in all, ragged: sample i owns tokens[offsets[i] : offsets[i+1]], offsets =
+    cumsum(lengths).
 
     Everything with T entries is aligned with `tokens`; the value at t belongs to the event "tokens[t] was chosen given
     the tokens before it in its sample". The first token of a sample never has a loss.
 
     tokens: [T] int64, prompt then response of each sample
     lengths: [N] int64, tokens per sample
-    loss_mask: [T] float32, 1 where the token has a loss: sampled by the policy and not masked, or a target of supervised training
-    response_mask: [T] float32, 1 where the policy sampled the token, with a loss or without (truncated, removed or stale tokens may
-        be masked); None: the same as loss_mask
-    rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where the policy did not sample the token; None for
-        supervised data
+    loss_mask: [T] float32, 1 where the token has a loss: sampled by the policy and not masked, or a target of
+        supervised training
+    response_mask: [T] float32, 1 where the policy sampled the token, with a loss or without (truncated, removed or
+        stale tokens may be masked); None: the same as loss_mask
+    rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where the policy did not sample the token;
+        None for supervised data
     advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
-    loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the
-        configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
-    token_versions: [T] int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0; None where
-        unknown (recorded by an earlier release, synthetic) and for supervised data
+    loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch"
+        is the configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
+    token_versions: [T] int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0;
+        None where unknown (recorded by an earlier release, synthetic) and for supervised data
     rewards: [N] float32
     group_ids: [N] int64, equal for samples of one prompt
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
     teacher_logprobs: [T] float32, teacher's; None without a teacher
-    token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not sample the token,
-        None without
+    token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not
+        sample the token, None without
     is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py); None: 1
-    values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this rollout; 0 where
-        loss_mask is 0, None without a critic
+    values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this
+        rollout; 0 where loss_mask is 0, None without a critic
     value_targets: [T] float32, what the critic is trained towards (algorithms/gae.py); None without a critic
     """
 
@@ -109,11 +111,14 @@ class TrainBatch:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None:
-                changes[item.name] = value[sample_index if item.name in ("lengths", "rewards", "group_ids") else token_index]
+                changes[item.name] = value[
+                    sample_index if item.name in ("lengths", "rewards", "group_ids") else token_index
+                ]
         return TrainBatch(**changes)
 
     def micro_batch(self, samples: list[int]) -> TrainBatch:
-        """`select`, but an empty list gives a filler: the shortest sample without any loss (see schedule.plan_micro_batches)."""
+        """`select`, but an empty list gives a filler: the shortest sample without any loss (see
+        schedule.plan_micro_batches)."""
         if samples:
             return self.select(samples)
         filler = self.select([int(self.lengths.argmin())])

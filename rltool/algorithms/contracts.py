@@ -24,12 +24,16 @@ from rltool.errors import ContractViolation
 TOLERANCE = 1e-5
 
 
-def check_advantage_function(path: str, *, algorithm: AlgorithmConfig | None = None, batch: TrainBatch | None = None) -> None:
-    """ContractViolation unless f(batch, algorithm) at `package.module:function` keeps the contract of algorithm.advantage.
+def check_advantage_function(
+    path: str, *, algorithm: AlgorithmConfig | None = None, batch: TrainBatch | None = None
+) -> None:
+    """ContractViolation unless f(batch, algorithm) at `package.module:function` keeps the contract of
+    algorithm.advantage.
 
-    f gets the whole rollout and returns a float tensor, [N] per sample or [T] per token, finite, without changing the batch.
-    What a sample gets must not depend on where it stands: dropped samples leave groups of unequal size, so an advantage that
-    is found by reshape is wrong. batch: your own, when the function needs particular rewards; else `example_batch`.
+    f gets the whole rollout and returns a float tensor, [N] per sample or [T] per token, finite, without changing the
+    batch. What a sample gets must not depend on where it stands: dropped samples leave groups of unequal size, so an
+    advantage that is found by reshape is wrong. batch: your own, when the function needs particular rewards; else
+    `example_batch`.
     """
     function = load_callable(path, setting="path")
     algorithm, batch = algorithm or AlgorithmConfig(), batch or example_batch()
@@ -39,17 +43,24 @@ def check_advantage_function(path: str, *, algorithm: AlgorithmConfig | None = N
         # Turned by one, no group that is cut by position keeps its members.
         order = [*range(1, batch.num_samples), 0]
         turned = batch.select(order)
-        if not _close(_per_token(function(turned, algorithm), turned), _per_token(_select(found, batch, order), turned)):
-            problems.append("the same samples in another order get other advantages; find groups by batch.group_ids, never by position")
+        if not _close(
+            _per_token(function(turned, algorithm), turned), _per_token(_select(found, batch, order), turned)
+        ):
+            problems.append(
+                "the same samples in another order get other advantages; find groups by batch.group_ids, never by "
+                "position"
+            )
     _raise_if_any(path, problems)
 
 
 def check_loss_function(path: str, *, algorithm: AlgorithmConfig | None = None) -> None:
-    """ContractViolation unless f(logprobs, tokens, algorithm) at `package.module:function` keeps that of algorithm.objective.
+    """ContractViolation unless f(logprobs, tokens, algorithm) at `package.module:function` keeps that of
+    algorithm.objective.
 
-    f returns one loss per token, [R], finite also for tokens whose probability changed wildly, with a finite gradient in
-    logprobs that is not 0 everywhere. A sample's losses must not depend on the other samples of the micro-batch: how samples
-    are dealt to micro-batches and ranks is not part of the algorithm. Weights, reduction and masks are not the function's.
+    f returns one loss per token, [R], finite also for tokens whose probability changed wildly, with a finite gradient
+    in logprobs that is not 0 everywhere. A sample's losses must not depend on the other samples of the micro-batch: how
+    samples are dealt to micro-batches and ranks is not part of the algorithm. Weights, reduction and masks are not the
+    function's.
     """
     function = load_callable(path, setting="path")
     algorithm = algorithm or AlgorithmConfig()
@@ -58,26 +69,34 @@ def check_loss_function(path: str, *, algorithm: AlgorithmConfig | None = None) 
     found = _called(path, lambda: function(logprobs, tokens, algorithm), _tensors(tokens), problems)
     if _is_tensor(found, [tuple(logprobs.shape)], problems):
         if not found.requires_grad:
-            problems.append("the loss has no gradient: it must be made of logprobs (or tokens.entropy) without .detach() or .item()")
+            problems.append(
+                "the loss has no gradient: it must be made of logprobs (or tokens.entropy) without .detach() or .item()"
+            )
         else:
             found.sum().backward()
             gradient = logprobs.grad
             if gradient is None or not bool(gradient.any()):
                 problems.append("the gradient in logprobs is 0 everywhere")
             elif not bool(torch.isfinite(gradient).all()):
-                problems.append("the gradient in logprobs is not finite where a log-probability moved by 60; limit log-ratios before exp")
+                problems.append(
+                    "the gradient in logprobs is not finite where a log-probability moved by 60; limit log-ratios "
+                    "before exp"
+                )
         for sample in range(tokens.num_samples):
             own = tokens.sample == sample
             alone = function(logprobs[own].detach().requires_grad_(), _one_sample(tokens, sample), algorithm)
             if not isinstance(alone, Tensor) or not _close(alone, found[own]):
-                problems.append("a sample alone has another loss than among others; reduce over tokens.sample, never over the whole micro-batch")
+                problems.append(
+                    "a sample alone has another loss than among others; reduce over tokens.sample, never over the "
+                    "whole micro-batch"
+                )
                 break
     _raise_if_any(path, problems)
 
 
 def example_batch() -> TrainBatch:
-    """Seven samples in groups of 3, 1, 2 and 1, shuffled, with an environment's tokens inside a response and one empty response; all
-    sampled by the weights of training step 0."""
+    """Seven samples in groups of 3, 1, 2 and 1, shuffled, with an environment's tokens inside a response and one empty
+    response; all sampled by the weights of training step 0."""
     generator = torch.Generator().manual_seed(7)
     masks = [[0, 1, 1], [0, 0, 1, 0, 0, 1, 1], [0, 1], [0, 0, 1, 1, 1, 1], [0, 0], [0, 1, 1, 1], [0, 0, 0, 1]]
     mask = torch.tensor([m for sample in masks for m in sample], dtype=torch.float32)
@@ -100,7 +119,8 @@ def example_batch() -> TrainBatch:
 
 
 def example_tokens() -> tuple[Tensor, LossTokens]:
-    """(log-probabilities, a leaf that needs a gradient; the other facts of these tokens) of four samples; one token moved by 60."""
+    """(log-probabilities, a leaf that needs a gradient; the other facts of these tokens) of four samples; one token
+    moved by 60."""
     generator = torch.Generator().manual_seed(8)
     sample = torch.tensor([0, 0, 0, 1, 2, 2, 3, 3, 3, 3])
     noise = lambda: torch.randn(len(sample), generator=generator)  # noqa: E731
@@ -108,9 +128,15 @@ def example_tokens() -> tuple[Tensor, LossTokens]:
     logprobs = old + 0.2 * noise()
     old[4] = logprobs[4] - 60.0
     tokens = LossTokens(
-        old_logprobs=old, advantages=noise(), sample=sample, num_samples=4, entropy=noise().abs(), rollout_logprobs=old + 0.1 * noise(),
-        ref_logprobs=old + 0.3 * noise(), teacher_logprobs=old + 0.3 * noise(),
-    )  # fmt: skip
+        old_logprobs=old,
+        advantages=noise(),
+        sample=sample,
+        num_samples=4,
+        entropy=noise().abs(),
+        rollout_logprobs=old + 0.1 * noise(),
+        ref_logprobs=old + 0.3 * noise(),
+        teacher_logprobs=old + 0.3 * noise(),
+    )
     return logprobs.requires_grad_(), tokens
 
 
@@ -161,11 +187,15 @@ def _per_token(values: Tensor, batch: TrainBatch) -> Tensor:
 def _one_sample(tokens: LossTokens, sample: int) -> LossTokens:
     own = tokens.sample == sample
     parts = {name: value[own] for name, value in _tensors(tokens).items()}
-    return dataclasses.replace(tokens, **{**parts, "sample": torch.zeros(int(own.sum()), dtype=torch.int64)}, num_samples=1)
+    return dataclasses.replace(
+        tokens, **{**parts, "sample": torch.zeros(int(own.sum()), dtype=torch.int64)}, num_samples=1
+    )
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+    return found.shape == expected.shape and torch.allclose(
+        found.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE
+    )
 
 
 def _raise_if_any(path: str, problems: list[str]) -> None:

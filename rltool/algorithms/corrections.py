@@ -1,7 +1,8 @@
-"""Corrections for samples that another policy drew: the engine computes in other kernels, and perhaps from older weights.
+"""Corrections for samples that another policy drew: the engine computes in other kernels, and perhaps from older
+weights.
 
-All compare the trainer's log-probability before the first optimizer step with the engine's (rho = p_old / p_engine). The
-weights are constants: nothing here is differentiated. T tokens back to back, N samples.
+All compare the trainer's log-probability before the first optimizer step with the engine's (rho = p_old / p_engine).
+The weights are constants: nothing here is differentiated. T tokens back to back, N samples.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from rltool.algorithms.losses import bounded_ratio
 from rltool.algorithms.ragged import sample_of_token, sum_per_sample
 
 
-def mismatch_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, loss_mask: Tensor, *, level: str) -> Tensor:
+def mismatch_ratio(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, loss_mask: Tensor, *, level: str
+) -> Tensor:
     """rho of every token, [T] float32, 0 where loss_mask is 0.
 
-    level "token": the token's own; "sequence": the product over the sample's loss tokens, which is the exact importance ratio
-    of the sample; "geometric": their geometric mean, which does not grow with length. ValueError for another level.
+    level "token": the token's own; "sequence": the product over the sample's loss tokens, which is the exact importance
+    ratio of the sample; "geometric": their geometric mean, which does not grow with length. ValueError for another
+    level.
     """
     chosen = loss_mask > 0
     difference = torch.where(chosen, old_logprobs - rollout_logprobs, torch.zeros_like(old_logprobs))
@@ -32,16 +36,16 @@ def mismatch_ratio(old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tens
 
 
 def truncated_weights(ratio: Tensor, *, cap: float) -> Tensor:
-    """Truncated importance sampling: min(rho, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework Secretly Brings
-    You Off-Policy RL Training"). Same shape as `ratio`."""
+    """Truncated importance sampling: min(rho, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"). Same shape as `ratio`."""
     return ratio.clamp(max=cap)
 
 
 def inside_range(ratio: Tensor, *, low: float, high: float) -> Tensor:
     """1 where low <= rho <= high, else 0; float32, same shape.
 
-    By token this is the mask of IcePop (Ling team 2025, "Every Step Evolves"), whose M(rho) is rho inside and 0 outside: with
-    truncated weights of cap >= high the product is M. By sequence or geometric mean it drops whole samples (Liu, Li et
-    al. 2025, "When Speed Kills Stability", sequence-level masked importance sampling).
+    By token this is the mask of IcePop (Ling team 2025, "Every Step Evolves"), whose M(rho) is rho inside and 0
+    outside: with truncated weights of cap >= high the product is M. By sequence or geometric mean it drops whole
+    samples (Liu, Li et al. 2025, "When Speed Kills Stability", sequence-level masked importance sampling).
     """
     return ((ratio >= low) & (ratio <= high)).float()

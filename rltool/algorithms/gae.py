@@ -10,13 +10,16 @@ from torch import Tensor
 from rltool.algorithms.ragged import discounted_to_go, sample_of_token
 
 
-def gae(token_rewards: Tensor, values: Tensor, lengths: Tensor, loss_mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (advantages [T], value targets [T]), both float32.
+def gae(
+    token_rewards: Tensor, values: Tensor, lengths: Tensor, loss_mask: Tensor, *, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (advantages [T], value targets [T]), both
+    float32.
 
-    token_rewards: [T], reward of each loss token (the sample's reward at its last one); values: [T], V of the state in which
-    tokens[t] was chosen; loss_mask: [T]; lengths: [N]. With delta_t = r_t + gamma V_{t+1} - V_t and V = 0 behind the last
-    loss token, A_t = sum over k of (gamma lam)^k delta_{t+k}; the target of V_t is A_t + V_t. Both are 0 where loss_mask
-    is 0; t+1 is the next loss token, whatever an environment inserted between.
+    token_rewards: [T], reward of each loss token (the sample's reward at its last one); values: [T], V of the state in
+    which tokens[t] was chosen; loss_mask: [T]; lengths: [N]. With delta_t = r_t + gamma V_{t+1} - V_t and V = 0 behind
+    the last loss token, A_t = sum over k of (gamma lam)^k delta_{t+k}; the target of V_t is A_t + V_t. Both are 0 where
+    loss_mask is 0; t+1 is the next loss token, whatever an environment inserted between.
     """
     rows = loss_mask.nonzero().squeeze(-1)
     sample = sample_of_token(lengths)[rows]
@@ -35,7 +38,8 @@ def gae(token_rewards: Tensor, values: Tensor, lengths: Tensor, loss_mask: Tenso
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float | None) -> Tensor:
     """Clipped value loss per token: max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2, [R] -> [R].
 
-    From the reference implementation of Schulman et al. 2017 (openai/baselines, ppo2). clip in units of reward; None: no clip.
+    From the reference implementation of Schulman et al. 2017 (openai/baselines, ppo2). clip in units of reward; None:
+    no clip.
     """
     plain = (values - targets).square()
     if clip is None:
@@ -45,7 +49,8 @@ def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: flo
 
 
 def value_is_clipped(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
-    """[R] bool: where the clipped loss is the larger one, so that no gradient pulls the value further from the old one."""
+    """[R] bool: where the clipped loss is the larger one, so that no gradient pulls the value further from the old
+    one."""
     moved = values - old_values
     limited = old_values + moved.clamp(-clip, clip)
     # Where nothing was limited the two losses still differ by rounding.
@@ -53,7 +58,8 @@ def value_is_clipped(values: Tensor, old_values: Tensor, targets: Tensor, *, cli
 
 
 def explained_variance(values: Tensor, targets: Tensor, loss_mask: Tensor) -> float:
-    """1 - Var(target - value) / Var(target) over the loss tokens: 1 for a perfect critic, 0 for a constant one; NaN without variance."""
+    """1 - Var(target - value) / Var(target) over the loss tokens: 1 for a perfect critic, 0 for a constant one; NaN
+    without variance."""
     chosen = loss_mask > 0
     value, target = values[chosen].double(), targets[chosen].double()
     if len(target) < 2 or not bool(target.var() > 0):

@@ -11,9 +11,11 @@ from rltool.algorithms.kl import k3
 
 
 class LogprobDifference(NamedTuple):
-    """Mean and maximum of |trainer - engine|, and the k3 estimate of KL(engine || trainer), in nats, over `tokens` tokens.
+    """Mean and maximum of |trainer - engine|, and the k3 estimate of KL(engine || trainer), in nats, over `tokens`
+    tokens.
 
-    With tokens = 0 nothing was compared, and the numbers are NaN: they pass no limit, and are never taken for agreement.
+    With tokens = 0 nothing was compared, and the numbers are NaN: they pass no limit, and are never taken for
+    agreement.
     """
 
     abs_mean: float
@@ -35,15 +37,17 @@ class LogprobDifference(NamedTuple):
 
 
 def logprob_difference(trainer: Tensor, engine: Tensor, selection: Tensor) -> LogprobDifference:
-    """trainer, engine: [T] float; selection: [T] bool or 0 and 1, the tokens to compare. It compares values and not version
-    numbers, so that no weight sync can fool it.
+    """trainer, engine: [T] float; selection: [T] bool or 0 and 1, the tokens to compare. It compares values and not
+    version numbers, so that no weight sync can fool it.
 
-    Select loss tokens of the weights that the trainer has now (staleness.current_tokens): older weights differ for a good
-    reason, and a training forward computes loss tokens alone.
+    Select loss tokens of the weights that the trainer has now (staleness.current_tokens): older weights differ for a
+    good reason, and a training forward computes loss tokens alone.
     """
     chosen = selection > 0
     if not bool(chosen.any()):
         return LogprobDifference(math.nan, math.nan, math.nan, 0)
     ours, theirs = trainer[chosen].double(), engine[chosen].double()
     difference = (ours - theirs).abs()
-    return LogprobDifference(float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()), len(ours))
+    return LogprobDifference(
+        float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()), len(ours)
+    )

@@ -1,4 +1,5 @@
-"""The policy loss of loss tokens as AlgorithmConfig composes it: ratio, objective, mismatch weights, KL, entropy bonus."""
+"""The policy loss of loss tokens as AlgorithmConfig composes it: ratio, objective, mismatch weights, KL, entropy
+bonus."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def policy_objective(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmC
         if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ContractViolation(
-                f"algorithm.objective = {algorithm.objective!r} returned {found}, expected one loss per token, a tensor of shape "
-                f"{tuple(logprobs.shape)}; weights and reduction are applied by the trainer"
+                f"algorithm.objective = {algorithm.objective!r} returned {found}, expected one loss per token, a "
+                f"tensor of shape {tuple(logprobs.shape)}; weights and reduction are applied by the trainer"
             )
         return PolicyLoss(loss, bounded_ratio(log_ratio).detach(), torch.zeros_like(logprobs))
     if algorithm.ratio == "sequence":
@@ -53,7 +54,11 @@ def policy_token_losses(
     if _kl_in_loss(algorithm):
         assert tokens.ref_logprobs is not None
         kl = kl_loss(
-            logprobs, tokens.ref_logprobs, tokens.old_logprobs, estimator=algorithm.kl_estimator, unbiased=algorithm.kl_unbiased
+            logprobs,
+            tokens.ref_logprobs,
+            tokens.old_logprobs,
+            estimator=algorithm.kl_estimator,
+            unbiased=algorithm.kl_unbiased,
         )
         loss = loss + algorithm.kl_coef * kl
         values["kl"] = kl.detach()

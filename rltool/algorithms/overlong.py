@@ -9,7 +9,8 @@ from rltool.algorithms.ragged import sample_of_token
 
 
 def response_lengths(lengths: Tensor, response_mask: Tensor) -> Tensor:
-    """[N] int64: tokens from each sample's first sampled token to its end, with what an environment inserted; 0 without any.
+    """[N] int64: tokens from each sample's first sampled token to its end, with what an environment inserted; 0 without
+    any.
 
     response_mask: [T], TrainBatch.sampled and not loss_mask: a masked response is as long as it was.
     """

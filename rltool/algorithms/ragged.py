@@ -22,12 +22,14 @@ def sum_per_sample(values: Tensor, lengths: Tensor, loss_mask: Tensor) -> Tensor
 
 
 def broadcast_to_tokens(per_sample: Tensor, lengths: Tensor, loss_mask: Tensor) -> Tensor:
-    """per_sample [N] -> [T] float32: each sample's value at its loss tokens, 0 elsewhere. lengths: [N]; loss_mask: [T]."""
+    """per_sample [N] -> [T] float32: each sample's value at its loss tokens, 0 elsewhere. lengths: [N]; loss_mask:
+    [T]."""
     return per_sample.float().repeat_interleave(lengths) * loss_mask
 
 
 def at_last_loss_token(per_sample: Tensor, lengths: Tensor, loss_mask: Tensor) -> Tensor:
-    """per_sample [N] -> [T] float64: each sample's value at its last loss token, 0 elsewhere. A sample without any gets none."""
+    """per_sample [N] -> [T] float64: each sample's value at its last loss token, 0 elsewhere. A sample without any gets
+    none."""
     out = torch.zeros(len(loss_mask), dtype=torch.float64)
     rows = loss_mask.nonzero().squeeze(-1)
     sample = sample_of_token(lengths)[rows]

@@ -9,16 +9,21 @@ from rltool.algorithms.ragged import sample_of_token
 
 
 def token_loss_weights(
-    lengths: Tensor, loss_mask: Tensor, reduction: str, *, group_ids: Tensor | None = None, constant_length: int | None = None
+    lengths: Tensor,
+    loss_mask: Tensor,
+    reduction: str,
+    *,
+    group_ids: Tensor | None = None,
+    constant_length: int | None = None,
 ) -> Tensor:
     """Weight of each token's loss, so that sum(weight * loss) / (number of loss tokens) is the configured reduction.
 
-    lengths, group_ids: [N]; loss_mask: [T], all of one *global* batch of an optimizer step. Returns [T] float32, 0 where
-    loss_mask is 0.
-    "token": mean over all loss tokens (DAPO's implementation; Yu et al. 2025, section 3.3). "sample": mean over samples of
-    each sample's token mean (GRPO; Shao et al. 2024, eq. 3). "group": mean over prompt groups of each group's token mean
-    (DAPO as written; Yu et al. 2025, eq. 8). These ignore samples and groups without loss tokens, and sum to the number of
-    loss tokens. "constant": sum over loss tokens / (samples * constant_length) (Dr. GRPO; Liu et al. 2025).
+    lengths, group_ids: [N]; loss_mask: [T], all of one *global* batch of an optimizer step. Returns [T] float32, 0
+    where loss_mask is 0.
+    "token": mean over all loss tokens (DAPO's implementation; Yu et al. 2025, section 3.3). "sample": mean over samples
+    of each sample's token mean (GRPO; Shao et al. 2024, eq. 3). "group": mean over prompt groups of each group's token
+    mean (DAPO as written; Yu et al. 2025, eq. 8). These ignore samples and groups without loss tokens, and sum to the
+    number of loss tokens. "constant": sum over loss tokens / (samples * constant_length) (Dr. GRPO; Liu et al. 2025).
     ValueError for another reduction, or if what it needs is None.
     """
     if reduction == "token":

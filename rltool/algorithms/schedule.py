@@ -8,10 +8,11 @@ from rltool.errors import UsageError
 
 
 def balanced_shares(costs: Sequence[int], shares: int) -> list[list[int]]:
-    """Split samples into `shares` lists whose sums of cost are near equal (greedy, dearest first to the lightest share).
+    """Split samples into `shares` lists whose sums of cost are near equal (greedy, dearest first to the lightest
+    share).
 
-    costs: per sample, its tokens or its FLOPs. Returns indices, ascending within a share. Every sample is in exactly one share; a
-    share may be empty if there are fewer samples than shares.
+    costs: per sample, its tokens or its FLOPs. Returns indices, ascending within a share. Every sample is in exactly
+    one share; a share may be empty if there are fewer samples than shares.
     """
     loads = [0] * shares
     result: list[list[int]] = [[] for _ in range(shares)]
@@ -42,17 +43,18 @@ def plan_micro_batches(
 ) -> list[list[list[int]]]:
     """plan[rank][micro_batch] = sample indices: packed to max_tokens, balanced over ranks, equal counts on all ranks.
 
-    lengths: tokens per sample of one global batch; costs: what to balance in their place, for example FLOPs. Every sample appears exactly once. Megatron's schedules need the same
-    number of micro-batches on every rank, or the collectives of one would wait for ever for the others: ranks with fewer
-    bins have their largest ones split, and where there is nothing left to split (three full samples on two ranks) the
-    micro-batch is empty, for `micro_batch` to fill without a loss.
-    Raises UsageError for a sample longer than max_tokens.
+    lengths: tokens per sample of one global batch; costs: what to balance in their place, for example FLOPs. Every
+    sample appears exactly once. Megatron's schedules need the same number of micro-batches on every rank, or the
+    collectives of one would wait for ever for the others: ranks with fewer bins have their largest ones split, and
+    where there is nothing left to split (three full samples on two ranks) the micro-batch is empty, for `micro_batch`
+    to fill without a loss. Raises UsageError for a sample longer than max_tokens.
     """
     longest = max(range(len(lengths)), key=lambda i: lengths[i])
     if lengths[longest] > max_tokens:
         raise UsageError(
-            f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; "
-            f"raise trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least sampling.max_prompt_tokens + sampling.max_response_tokens"
+            f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; raise "
+            "trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least "
+            "sampling.max_prompt_tokens + sampling.max_response_tokens"
         )
     costs = lengths if costs is None else costs
     plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(costs, data_parallel)]
@@ -72,11 +74,12 @@ def plan_micro_batches(
 def split_for_optimizer_steps(
     group_ids: Sequence[int], steps: int, *, has_loss: Sequence[bool] | None = None
 ) -> list[list[int]]:
-    """Samples of a rollout for each of `steps` optimizer steps, whole prompt groups together, in order of first appearance.
+    """Samples of a rollout for each of `steps` optimizer steps, whole prompt groups together, in order of first
+    appearance.
 
-    Groups go to the steps round-robin. has_loss: per sample, whether any of its tokens has a loss; None: all have. Groups
-    without any go round last, so that no step is left with nothing to train on. UsageError if there are fewer groups with a
-    loss than steps.
+    Groups go to the steps round-robin. has_loss: per sample, whether any of its tokens has a loss; None: all have.
+    Groups without any go round last, so that no step is left with nothing to train on. UsageError if there are fewer
+    groups with a loss than steps.
     """
     losses = [True] * len(group_ids) if has_loss is None else has_loss
     trained = dict.fromkeys(group for group, loss in zip(group_ids, losses, strict=True) if loss)

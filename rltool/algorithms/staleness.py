@@ -1,8 +1,9 @@
-"""How old the tokens of a batch are, and what may be done with old ones. Pure: a batch and the training step in, a batch out.
+"""How old the tokens of a batch are, and what may be done with old ones. Pure: a batch and the training step in, a
+batch out.
 
-The age of a token at training step s (s steps are finished) is s - TrainBatch.token_versions: training steps between the
-weights that are trained now and those that sampled it. 0 is on-policy. A negative age is that of a replay whose record comes
-from later weights than it is trained on; such tokens are not of the current policy either.
+The age of a token at training step s (s steps are finished) is s - TrainBatch.token_versions: training steps between
+the weights that are trained now and those that sampled it. 0 is on-policy. A negative age is that of a replay whose
+record comes from later weights than it is trained on; such tokens are not of the current policy either.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def token_ages(batch: TrainBatch, step: int) -> Tensor:
 
 
 def staleness_metrics(batch: TrainBatch, step: int) -> dict[str, float]:
-    """rollout/staleness_mean and rollout/staleness_max over the loss tokens, in training steps; empty where versions are unknown."""
+    """rollout/staleness_mean and rollout/staleness_max over the loss tokens, in training steps; empty where versions
+    are unknown."""
     chosen = batch.loss_mask > 0
     if batch.token_versions is None or not bool(chosen.any()):
         return {}
@@ -33,22 +35,23 @@ def staleness_metrics(batch: TrainBatch, step: int) -> dict[str, float]:
 def mask_older_than(batch: TrainBatch, step: int, limit: int) -> tuple[TrainBatch, dict[str, float]]:
     """(the batch without a loss on tokens more than `limit` training steps old, rollout/tokens_masked_stale: how many).
 
-    Call it before advantages and loss weights are made. What a masked token did for its sample's reward and length stays, so
-    that no baseline depends on the mask: TrainBatch.response_mask still has it. UsageError where versions are unknown;
-    TrainingStopped if no token with a loss is left.
+    Call it before advantages and loss weights are made. What a masked token did for its sample's reward and length
+    stays, so that no baseline depends on the mask: TrainBatch.response_mask still has it. UsageError where versions are
+    unknown; TrainingStopped if no token with a loss is left.
     """
     if batch.token_versions is None:
         raise UsageError(
-            f"tokens older than {limit} training steps cannot be masked: these samples do not say which weights sampled them "
-            f"(synthetic, or recorded from engines that rltool never synced); leave algorithm.mask_tokens_older_than out"
+            f"tokens older than {limit} training steps cannot be masked: these samples do not say which weights "
+            "sampled them (synthetic, or recorded from engines that rltool never synced); leave "
+            "algorithm.mask_tokens_older_than out"
         )
     old = token_ages(batch, step) > limit
     mask = batch.loss_mask.masked_fill(old, 0.0)
     count = int(old.sum())
     if not bool(mask.any()):
         raise TrainingStopped(
-            f"step {step}: no token with a loss is left, all {count} are older than {limit} training steps and were masked; "
-            f"lower rollout.max_staleness, or raise algorithm.mask_tokens_older_than"
+            f"step {step}: no token with a loss is left, all {count} are older than {limit} training steps and were "
+            "masked; lower rollout.max_staleness, or raise algorithm.mask_tokens_older_than"
         )
     masked = batch.replace(
         loss_mask=mask,
@@ -60,8 +63,8 @@ def mask_older_than(batch: TrainBatch, step: int, limit: int) -> tuple[TrainBatc
 
 
 def current_tokens(batch: TrainBatch, step: int) -> Tensor:
-    """[T] bool: loss tokens that the weights of this training step sampled, so that the trainer's log-probabilities must be
-    the engine's. None of them where versions are unknown."""
+    """[T] bool: loss tokens that the weights of this training step sampled, so that the trainer's log-probabilities
+    must be the engine's. None of them where versions are unknown."""
     chosen = batch.loss_mask > 0
     return torch.zeros_like(chosen) if batch.token_versions is None else chosen & (batch.token_versions == step)
 

@@ -37,13 +37,20 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def micro_batch_loss(
-    batch: TrainBatch, rows: Tensor, logprobs: Tensor, entropy: Tensor, algorithm: AlgorithmConfig, *, on_policy: bool = False
+    batch: TrainBatch,
+    rows: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+    algorithm: AlgorithmConfig,
+    *,
+    on_policy: bool = False,
 ) -> tuple[Tensor, dict[str, Any]]:
     """The weighted sum of the token losses (a scalar in the graph), and sums over the loss tokens by metric name.
 
     rows: [R] from `loss_rows`; logprobs, entropy: [R]. Only these rows are ever touched, so that what stands in a field
-    where there is no loss cannot reach the gradient. Sums stay on the device: reading one here would hold up the schedule.
-    on_policy: the old log-probabilities are these, detached. ValueError when a field that the configured loss needs is None.
+    where there is no loss cannot reach the gradient. Sums stay on the device: reading one here would hold up the
+    schedule. on_policy: the old log-probabilities are these, detached. ValueError when a field that the configured loss
+    needs is None.
     """
 
     def optional(name: str) -> Tensor | None:

@@ -16,15 +16,16 @@ from rltool.rollout.tokenizer import Tokenizer
 
 
 def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False) -> TrainBatch:
-    """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong to an
-    optimizer step, and are set when the batch is split for these.
+    """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong
+    to an optimizer step, and are set when the batch is split for these.
 
-    Samples with remove_sample, and truncated ones with mask_truncated (overlong filtering; Yu et al. 2025, "DAPO", section
-    3.4), get no loss; their rewards, lengths and penalties count in the batch as before, so in their group's baseline.
-    token_versions is None if any span's version is no RUN:ATTEMPT:N, such as a stock engine's "default".
+    Samples with remove_sample, and truncated ones with mask_truncated (overlong filtering; Yu et al. 2025, "DAPO",
+    section 3.4), get no loss; their rewards, lengths and penalties count in the batch as before, so in their group's
+    baseline. token_versions is None if any span's version is no RUN:ATTEMPT:N, such as a stock engine's "default".
 
-    ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples have
-    and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a loss.
+    ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples
+    have and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a
+    loss.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample")
@@ -38,7 +39,9 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
     _all_or_none(samples, "weight versions", [bool(sample.versions) or not sample.response_ids for sample in samples])
 
     lengths = torch.tensor([len(s.prompt_ids) + len(s.response_ids) for s in samples])
-    response_mask = torch.tensor([m for s in samples for m in [0] * len(s.prompt_ids) + s.response_mask], dtype=torch.float32)
+    response_mask = torch.tensor(
+        [m for s in samples for m in [0] * len(s.prompt_ids) + s.response_mask], dtype=torch.float32
+    )
     in_loss = torch.tensor([not _masked(s, mask_truncated) for s in samples], dtype=torch.float32)
     loss_mask = response_mask * in_loss.repeat_interleave(lengths)
     if not bool(loss_mask.any()):
@@ -59,16 +62,19 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
 
 
 def mask_metrics(samples: Sequence[Sample], *, mask_truncated: bool) -> dict[str, float]:
-    """How many samples of a batch got no loss: rollout/samples_removed by remove_sample, rollout/samples_masked_truncated of the
-    others for their length."""
+    """How many samples of a batch got no loss: rollout/samples_removed by remove_sample,
+    rollout/samples_masked_truncated of the others for their length."""
     return {
         "rollout/samples_removed": float(sum(s.remove_sample for s in samples)),
-        "rollout/samples_masked_truncated": float(sum(_masked(s, mask_truncated) and not s.remove_sample for s in samples)),
+        "rollout/samples_masked_truncated": float(
+            sum(_masked(s, mask_truncated) and not s.remove_sample for s in samples)
+        ),
     }
 
 
 def trim(groups: Sequence[list[Sample]], global_batch_size: int) -> tuple[list[list[Sample]], int]:
-    """(the groups cut to a multiple of global_batch_size samples, how many samples were cut off: rollout/dropped_trimmed).
+    """(the groups cut to a multiple of global_batch_size samples, how many samples were cut off:
+    rollout/dropped_trimmed).
 
     Groups stay in order; samples are cut off the end, so the last group that is left may be smaller than it was.
     TrainingStopped if there is not even one global batch.
@@ -77,8 +83,10 @@ def trim(groups: Sequence[list[Sample]], global_batch_size: int) -> tuple[list[l
     left = count - count % global_batch_size
     if left == 0:
         raise TrainingStopped(
-            f"{count} samples are left of this rollout, less than one global batch of {global_batch_size}, and rollout.batch_size = "
-            f'"trim" keeps whole ones: find out why samples were dropped (rollout/dropped_...), or set rollout.batch_size = "dynamic"'
+            f"{count} samples are left of this rollout, less than one global batch of {global_batch_size}, and "
+            f"rollout.batch_size = "
+            f'"trim" keeps whole ones: find out why samples were dropped (rollout/dropped_...), or set '
+            f'rollout.batch_size = "dynamic"'
         )
     kept: list[list[Sample]] = []
     for group in groups:
@@ -98,14 +106,15 @@ def _why_no_loss(samples: Sequence[Sample], *, mask_truncated: bool) -> str:
     removed, truncated = (int(counts[f"rollout/samples_{name}"]) for name in ("removed", "masked_truncated"))
     empty = len(samples) - removed - truncated
     return (
-        f"no token of this batch has a loss: of {len(samples)} samples {removed} were removed by a hook (remove_sample), {truncated} "
-        f"masked because they were cut at sampling.max_response_tokens (rollout.mask_truncated), {empty} have no token that the "
-        f"policy sampled; raise sampling.max_response_tokens, or mask less"
+        f"no token of this batch has a loss: of {len(samples)} samples {removed} were removed by a hook "
+        f"(remove_sample), {truncated} masked because they were cut at sampling.max_response_tokens "
+        f"(rollout.mask_truncated), {empty} have no token that the policy sampled; raise sampling.max_response_tokens, "
+        "or mask less"
     )
 
 
 def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """[T] int64: N of the RUN:ATTEMPT:N of each token that the policy sampled, -1 elsewhere; None if one cannot be read."""
+    """[T] int64: N of the RUN:ATTEMPT:N of the span that each token lies in, -1 outside; None if one cannot be read."""
     texts = {span.version for sample in samples for span in sample.versions}
     try:
         numbers = {text: WeightVersion.parse(text).number for text in texts}
@@ -118,11 +127,10 @@ def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
         own = [-1] * len(sample.response_ids)
         for span in sample.versions:
             own[span.start : span.end] = [numbers[span.version]] * (span.end - span.start)
-        own = [number if sampled else -1 for number, sampled in zip(own, sample.response_mask, strict=True)]
-        if own.count(-1) != sample.response_mask.count(0):
+        if any(sampled and number < 0 for number, sampled in zip(own, sample.response_mask, strict=True)):
             raise ValueError(
-                f"sample {sample.group_id}/{sample.index}: its version spans {sample.versions} do not cover every token that the "
-                f"policy sampled; each needs the version of the weights that it came from"
+                f"sample {sample.group_id}/{sample.index}: its version spans {sample.versions} do not cover every "
+                "token that the policy sampled; each needs the version of the weights that it came from"
             )
         versions += [-1] * len(sample.prompt_ids) + own
     return torch.tensor(versions)
@@ -131,12 +139,16 @@ def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:
 def _all_or_none(samples: Sequence[Sample], what: str, present: list[bool]) -> None:
     if any(present) and not all(present):
         lacking = samples[present.index(False)]
-        raise ValueError(f"{what}: {sum(present)} of {len(present)} samples have it, sample {lacking.group_id}/{lacking.index} does not")
+        raise ValueError(
+            f"{what}: {sum(present)} of {len(present)} samples have it, sample {lacking.group_id}/{lacking.index} does "
+            "not"
+        )
 
 
 @dataclass(frozen=True)
 class SupervisedSet:
-    """Rows to imitate. targets: prompt index -> response ids with EOS; num_too_long: rows left out for their target's length."""
+    """Rows to imitate. targets: prompt index -> response ids with EOS; num_too_long: rows left out for their target's
+    length."""
 
     prompts: list[Prompt]
     targets: dict[int, list[int]]
@@ -152,7 +164,9 @@ def supervised_set(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_respo
     with_response = [prompt.response is not None for prompt in prompts]
     if any(with_response) and not all(with_response):
         lacking = prompts[with_response.index(False)].index
-        raise UsageError(f"supervised data: {sum(with_response)} of {len(prompts)} rows have a `response`, row {lacking} does not")
+        raise UsageError(
+            f"supervised data: {sum(with_response)} of {len(prompts)} rows have a `response`, row {lacking} does not"
+        )
     kept: list[Prompt] = []
     targets: dict[int, list[int]] = {}
     for prompt in prompts:
@@ -164,12 +178,16 @@ def supervised_set(prompts: Sequence[Prompt], tokenizer: Tokenizer, *, max_respo
             kept.append(prompt)
             targets[prompt.index] = target
     if not kept:
-        raise UsageError(f"supervised data: all {len(prompts)} targets are longer than sampling.max_response_tokens = {max_response_tokens}")
+        raise UsageError(
+            f"supervised data: all {len(prompts)} targets are longer than sampling.max_response_tokens = "
+            f"{max_response_tokens}"
+        )
     return SupervisedSet(kept, targets, len(prompts) - len(kept))
 
 
 def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]]) -> TrainBatch:
-    """One global batch: the loss is on the targets (of `supervised_set`) alone, rewards are 0, each row is its own group."""
+    """One global batch: the loss is on the targets (of `supervised_set`) alone, rewards are 0, each row is its own
+    group."""
     if not prompts:
         raise ValueError("a batch needs at least one row")
     rows = [(list(prompt.prompt_ids), targets[prompt.index]) for prompt in prompts]

@@ -23,8 +23,8 @@ class Sample:
 
     response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
-    `prompt_index` is the row of the data set. remove_sample, set by a hook: no loss on this sample, while its reward still
-    counts in its group's baseline.
+    `prompt_index` is the row of the data set. remove_sample, set by a hook: no loss on this sample, while its reward
+    still counts in its group's baseline.
     """
 
     group_id: int
@@ -50,7 +50,9 @@ class Sample:
         self.response_mask.extend([1] * len(completion.token_ids))
         self.response_logprobs.extend(completion.logprobs)
         self.versions.extend(VersionSpan(v.version, v.start + shift, v.end + shift) for v in completion.versions)
-        self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[completion.finish_reason]
+        self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[
+            completion.finish_reason
+        ]
         self.validate()
 
     def append_environment_tokens(self, token_ids: list[int]) -> None:
@@ -64,9 +66,14 @@ class Sample:
         """ValueError unless the lists are aligned and the version spans lie inside the response, in order."""
         n = len(self.response_ids)
         if not (len(self.response_mask) == len(self.response_logprobs) == n):
-            raise ValueError(f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.response_mask)} mask entries, {len(self.response_logprobs)} log-probabilities")
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.response_mask)} mask entries, "
+                f"{len(self.response_logprobs)} log-probabilities"
+            )
         last = 0
         for span in self.versions:
             if not last <= span.start <= span.end <= n:
-                raise ValueError(f"sample {self.group_id}/{self.index}: version span {span} does not fit a response of {n} tokens")
+                raise ValueError(
+                    f"sample {self.group_id}/{self.index}: version span {span} does not fit a response of {n} tokens"
+                )
             last = span.end

@@ -24,12 +24,14 @@ Measured = tuple[TrainBatch, dict[str, float]]
 
 
 def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -> bool:
-    """Whether the policy scores the batch in a forward pass of its own before the first optimizer step of training step `step`.
+    """Whether the policy scores the batch in a forward pass of its own before the first optimizer step of training step
+    `step`.
 
-    algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the pass is saved by the on-policy single step
-    alone: one optimizer step on tokens that are all of the current weights, where nothing that comes before that step is made
-    of the old policy's log-probabilities. While the critic warms up there is no other forward pass of the policy to compare
-    the engines with. Without the pass the first optimizer step's own forward is compared, before the optimizer moves.
+    algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the pass is saved by the on-policy
+    single step alone: one optimizer step on tokens that are all of the current weights, where nothing that comes before
+    that step is made of the old policy's log-probabilities. While the critic warms up there is no other forward pass of
+    the policy to compare the engines with. Without the pass the first optimizer step's own forward is compared, before
+    the optimizer moves.
     """
     algorithm = config.algorithm
     if algorithm.loss != "policy":
@@ -43,28 +45,34 @@ def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -
 
 
 def with_stale_tokens_masked(batch: TrainBatch, config: TrainConfig, step: int) -> tuple[TrainBatch, dict[str, float]]:
-    """The batch without a loss on tokens that are too old to be trained on at training step `step`, and how many there were.
+    """The batch without a loss on tokens that are too old to be trained on at training step `step`, and how many there
+    were.
 
-    algorithm.mask_tokens_older_than, and with rollout.on_stale = "mask" rollout.max_staleness. Errors of `mask_older_than`.
+    algorithm.mask_tokens_older_than, and with rollout.on_stale = "mask" rollout.max_staleness. Errors of
+    `mask_older_than`.
     """
-    limits = [config.algorithm.mask_tokens_older_than, config.rollout.max_staleness if config.rollout.on_stale == "mask" else None]
+    limits = [
+        config.algorithm.mask_tokens_older_than,
+        config.rollout.max_staleness if config.rollout.on_stale == "mask" else None,
+    ]
     given = [limit for limit in limits if limit is not None]
     return mask_older_than(batch, step, min(given)) if given else (batch, {})
 
 
 def with_old_logprobs(batch: TrainBatch, algorithm: AlgorithmConfig, scored: Tensor | None) -> TrainBatch:
-    """The batch with the configured old policy's log-probabilities, ValueError if it has none of the engines' but needs them.
+    """The batch with the configured old policy's log-probabilities, ValueError if it has none of the engines' but needs
+    them.
 
-    scored: [T] float32 of the pass that `needs_old_logprobs_pass` asks for, None without. Where old_logprobs stays None, the
-    optimizer step is the on-policy single step: its training forward gives them.
+    scored: [T] float32 of the pass that `needs_old_logprobs_pass` asks for, None without. Where old_logprobs stays
+    None, the optimizer step is the on-policy single step: its training forward gives them.
     """
     chosen = _present(batch, "rollout_logprobs") if algorithm.old_logprobs == "rollout" else scored
     return batch.replace(old_logprobs=chosen)
 
 
 def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> Measured:
-    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, those of the reference or
-    teacher, and the critic's values, where the configuration does; with a critic also fills in value_targets."""
+    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, those of the reference
+    or teacher, and the critic's values, where the configuration does; with a critic also fills in value_targets."""
     metrics: dict[str, float] = {}
     if algorithm.overlong_buffer:
         batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
@@ -88,19 +96,25 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
 def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     """The configured estimator without a critic, before whitening: [T] float32, 0 where loss_mask is 0.
 
-    A penalty per token (KL in the reward) becomes part of the return behind it in reinforce_pp and its baseline variant, and
-    is summed into the sample's reward for grpo and rloo, whose advantages belong to whole samples.
+    A penalty per token (KL in the reward) becomes part of the return behind it in reinforce_pp and its baseline
+    variant, and is summed into the sample's reward for grpo and rloo, whose advantages belong to whole samples.
     """
     lengths, mask = batch.lengths, batch.loss_mask
     name = algorithm.advantage
     if algorithm.own_advantage:
         return _own_advantages(batch, algorithm)
     if name == "distill":
-        return advantages.distillation_advantages(_present(batch, "old_logprobs"), _present(batch, "teacher_logprobs"), mask)
+        return advantages.distillation_advantages(
+            _present(batch, "old_logprobs"), _present(batch, "teacher_logprobs"), mask
+        )
     if name == "reinforce_pp":
-        return advantages.reinforce_pp_advantages(batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma)
+        return advantages.reinforce_pp_advantages(
+            batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
+        )
     if name == "reinforce_pp_baseline":
-        return advantages.reinforce_pp_baseline_advantages(batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma)
+        return advantages.reinforce_pp_baseline_advantages(
+            batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
+        )
     rewards = batch.sample_rewards()
     if name == "rloo":
         return broadcast_to_tokens(advantages.rloo_advantages(rewards, batch.group_ids), lengths, mask)
@@ -111,14 +125,18 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
 
 
 def _critic_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Advantages and value targets, [T] each, before whitening. A penalty per token (KL in the reward) is that token's reward."""
+    """Advantages and value targets, [T] each, before whitening. A penalty per token (KL in the reward) is that token's
+    reward."""
     lengths, mask = batch.lengths, batch.loss_mask
     rewards = at_last_loss_token(batch.rewards, lengths, mask)
     if batch.token_rewards is not None:
         rewards = rewards + batch.token_rewards
     values = _present(batch, "values")
     estimated, targets = gae.gae(rewards, values, lengths, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
-    metrics = {"train/value_mean": _mean(values[mask > 0]), "train/explained_variance": gae.explained_variance(values, targets, mask)}
+    metrics = {
+        "train/value_mean": _mean(values[mask > 0]),
+        "train/explained_variance": gae.explained_variance(values, targets, mask),
+    }
     return estimated, targets, metrics
 
 
@@ -130,9 +148,9 @@ def whitens(algorithm: AlgorithmConfig) -> bool:
 
 
 def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
-    """Factors of the policy loss for tokens that the engine drew from another distribution than the trainer's old policy: in
-    other kernels, or from older weights. With is_weights = "token" and is_cap = inf they are the pi_prox / pi_behav of decoupled
-    PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one."""
+    """Factors of the policy loss for tokens that the engine drew from another distribution than the trainer's old
+    policy: in other kernels, or from older weights. With is_weights = "token" and is_cap = inf they are the pi_prox /
+    pi_behav of decoupled PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one."""
     if not algorithm.corrects_mismatch:
         return batch, {}
     old, engine = _present(batch, "old_logprobs"), _present(batch, "rollout_logprobs")
@@ -156,7 +174,9 @@ def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
 def with_loss_weights(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> TrainBatch:
     """The configured reduction over this batch: that of one optimizer step, all ranks together."""
     length = (algorithm.loss_length or max_response_tokens) if algorithm.loss_reduction == "constant" else None
-    weights = token_loss_weights(batch.lengths, batch.loss_mask, algorithm.loss_reduction, group_ids=batch.group_ids, constant_length=length)
+    weights = token_loss_weights(
+        batch.lengths, batch.loss_mask, algorithm.loss_reduction, group_ids=batch.group_ids, constant_length=length
+    )
     return batch.replace(loss_weights=weights)
 
 
@@ -180,7 +200,9 @@ def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_resp
 
 def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
     chosen = batch.sampled > 0
-    estimate = kl.ESTIMATORS[algorithm.kl_estimator](_present(batch, "old_logprobs")[chosen], _present(batch, "ref_logprobs")[chosen])
+    estimate = kl.ESTIMATORS[algorithm.kl_estimator](
+        _present(batch, "old_logprobs")[chosen], _present(batch, "ref_logprobs")[chosen]
+    )
     penalty = torch.zeros_like(batch.loss_mask)
     penalty[chosen] = -algorithm.kl_coef * estimate
     return batch.replace(token_rewards=penalty), {"train/kl": _mean(estimate)}
@@ -192,7 +214,8 @@ def _own_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
         found = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ContractViolation(
-            f"algorithm.advantage = {algorithm.advantage!r} returned {found}, expected one value per sample {shapes[0]} or per token {shapes[1]}"
+            f"algorithm.advantage = {algorithm.advantage!r} returned {found}, expected one value per sample "
+            f"{shapes[0]} or per token {shapes[1]}"
         )
     if tuple(values.shape) == shapes[0]:
         return broadcast_to_tokens(values, batch.lengths, batch.loss_mask)

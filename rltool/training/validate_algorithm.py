@@ -15,18 +15,25 @@ from rltool.errors import UsageError
 
 
 class Needs(NamedTuple):
-    """When a setting has an effect: `holds` of the algorithm, and the same in words that name the settings to change."""
+    """When a setting has an effect: `holds` of the algorithm, and the same in words that name the settings to
+    change."""
 
     holds: Callable[[AlgorithmConfig], bool]
     words: str
 
 
 def _estimator(*names: str) -> Needs:
-    return Needs(lambda a: a.own_advantage or a.advantage in names, " or ".join(f'algorithm.advantage = "{name}"' for name in names))
+    return Needs(
+        lambda a: a.own_advantage or a.advantage in names,
+        " or ".join(f'algorithm.advantage = "{name}"' for name in names),
+    )
 
 
 def _objective(*names: str) -> Needs:
-    return Needs(lambda a: a.own_objective or a.objective in names, " or ".join(f'algorithm.objective = "{name}"' for name in names))
+    return Needs(
+        lambda a: a.own_objective or a.objective in names,
+        " or ".join(f'algorithm.objective = "{name}"' for name in names),
+    )
 
 
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
@@ -35,7 +42,8 @@ _WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
 _MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
 _RECOMPUTED = Needs(
     lambda a: a.old_logprobs == "trainer",
-    'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are the same',
+    'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
+    "the same",
 )
 
 EFFECTIVE: dict[str, Needs] = {
@@ -50,7 +58,9 @@ EFFECTIVE: dict[str, Needs] = {
     "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
     "kl_in": _KL,
     "kl_estimator": _KL,
-    "kl_unbiased": Needs(lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'),
+    "kl_unbiased": Needs(
+        lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'
+    ),
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
     "is_cap": _WEIGHTS,
@@ -69,10 +79,15 @@ def check_algorithm(config: TrainConfig) -> None:
     for name in changed(algorithm):
         value = getattr(algorithm, name)
         if algorithm.loss == "sft" and name not in SUPERVISED:
-            raise UsageError(f'algorithm.{name} = {_toml(value)} has no meaning with algorithm.loss = "sft"; leave it out')
+            raise UsageError(
+                f'algorithm.{name} = {_toml(value)} has no meaning with algorithm.loss = "sft"; leave it out'
+            )
         needs = EFFECTIVE.get(name)
         if needs is not None and not needs.holds(algorithm):
-            raise UsageError(f"algorithm.{name} = {_toml(value)} would have no effect: it needs {needs.words}; set that, or leave algorithm.{name} out")
+            raise UsageError(
+                f"algorithm.{name} = {_toml(value)} would have no effect: it needs {needs.words}; set that, or leave "
+                f"algorithm.{name} out"
+            )
     _check_critic(config)
     if config.algorithm.loss == "policy":
         _check_policy(config)
@@ -87,25 +102,37 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
 
 def _check_policy(config: TrainConfig) -> None:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
-    if algorithm.kl_coef > 0 and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1" and not algorithm.kl_unbiased:
+    if (
+        algorithm.kl_coef > 0
+        and algorithm.kl_in == "loss"
+        and algorithm.kl_estimator == "k1"
+        and not algorithm.kl_unbiased
+    ):
         raise UsageError(
-            'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, which does not depend on '
-            'the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or algorithm.kl_in = "reward"'
+            'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, '
+            'which does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or '
+            'algorithm.kl_in = "reward"'
         )
     if algorithm.advantage == "distill":
         if config.model.teacher_path is None:
-            raise UsageError('algorithm.advantage = "distill" needs model.teacher_path: weights of the same architecture and shape as the model')
+            raise UsageError(
+                'algorithm.advantage = "distill" needs model.teacher_path: weights of the same architecture and shape '
+                "as the model"
+            )
         if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-            raise UsageError('algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use algorithm.kl_in = "loss"')
+            raise UsageError(
+                'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
+                'algorithm.kl_in = "loss"'
+            )
     if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
-            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = {sampling.max_response_tokens}; "
-            f"it is the last part of these: lower it"
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
+            f"{sampling.max_response_tokens}; it is the last part of these: lower it"
         )
     if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline") and rollout.samples_per_prompt < 2:
         raise UsageError(
-            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group advantage 0: nothing would be '
-            f'learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
+            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group '
+            'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
     _check_mask_of_stale_tokens(config)
     for name in ("advantage", "objective"):
@@ -119,8 +146,9 @@ def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
     if limit is None or limit < bound or (limit == bound and config.rollout.partial_rollout):
         return
     raise UsageError(
-        f"algorithm.mask_tokens_older_than = {limit} would have no effect: rollout.max_staleness = {bound} lets no token be trained on that is "
-        f"older; set algorithm.mask_tokens_older_than below rollout.max_staleness, or leave it out"
+        f"algorithm.mask_tokens_older_than = {limit} would have no effect: rollout.max_staleness = {bound} lets no "
+        "token be trained on that is older; set algorithm.mask_tokens_older_than below rollout.max_staleness, or "
+        "leave it out"
     )
 
 
@@ -129,18 +157,29 @@ def _check_critic(config: TrainConfig) -> None:
     if not config.algorithm.uses_critic:
         for name, field in CriticConfig.model_fields.items():
             if (value := getattr(config.critic, name)) != field.default:
-                raise UsageError(f'critic.{name} = {_toml(value)} would have no effect: it needs algorithm.advantage = "gae"; set that, or leave [critic] out')
+                raise UsageError(
+                    f'critic.{name} = {_toml(value)} would have no effect: it needs algorithm.advantage = "gae"; set '
+                    "that, or leave [critic] out"
+                )
     elif config.critic.warmup_rollouts >= config.steps:
         raise UsageError(
-            f"critic.warmup_rollouts = {config.critic.warmup_rollouts} leaves the policy no step to train in: the run has steps = {config.steps}; lower the one or raise the other"
+            f"critic.warmup_rollouts = {config.critic.warmup_rollouts} leaves the policy no step to train in: the run "
+            f"has steps = {config.steps}; lower the one or raise the other"
         )
 
 
 def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
-    if algorithm.loss == "policy" and (algorithm.advantage == "distill" or algorithm.own_advantage or algorithm.own_objective):
+    if algorithm.loss == "policy" and (
+        algorithm.advantage == "distill" or algorithm.own_advantage or algorithm.own_objective
+    ):
         return
-    raise UsageError('model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function), or leave it out')
+    raise UsageError(
+        'model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function), or '
+        "leave it out"
+    )
 
 
 def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str | Path) else str(value).lower() if isinstance(value, bool) else str(value)
+    return (
+        f'"{value}"' if isinstance(value, str | Path) else str(value).lower() if isinstance(value, bool) else str(value)
+    )

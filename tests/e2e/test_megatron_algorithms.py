@@ -1,15 +1,23 @@
-"""Every algorithm in the real trainer: one optimizer step against plain loops on the transformers model, and in other layouts."""
+"""Every algorithm in the real trainer: one optimizer step against plain loops on the transformers model, and in other
+layouts."""
 
 from __future__ import annotations
 
+import math
 from contextlib import closing
 
 import pytest
 import torch
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.staleness import mask_older_than
 from rltool.config.train import AlgorithmConfig
-from rltool.training.advantages import with_advantages, with_corrections, with_loss_weights
+from rltool.training.advantages import (
+    with_advantages,
+    with_corrections,
+    with_loss_weights,
+    with_old_logprobs,
+)
 from tests import plain_algorithms as plain
 from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
@@ -17,6 +25,8 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 RESPONSE = 12
+STEP = 4
+"""Training step; the tokens were sampled at steps 2 to 4."""
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
 """The eps keeps the update smooth in the gradient: at 1e-8 Adam's first step is its sign, even of rounding errors."""
 
@@ -34,16 +44,26 @@ def rollout(model) -> TrainBatch:
         own = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in batch.tokens.split(LENGTHS)])
     near = lambda scale: own + scale * torch.randn(len(own), generator=generator)  # noqa: E731
     old = near(0.2)
+    versions = STEP - 2 + torch.arange(len(own)) % 3
     # Groups of 2, 3 and 3, dealt out of order.
     return batch.replace(
-        group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]), advantages=None, loss_weights=batch.loss_mask, old_logprobs=old, ref_logprobs=near(0.3),
-        teacher_logprobs=near(0.3), rollout_logprobs=(old + 0.1 * torch.randn(len(own), generator=generator)) * batch.loss_mask,
-    )  # fmt: skip
+        token_versions=torch.where(batch.loss_mask > 0, versions, -1),
+        group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]),
+        advantages=None,
+        loss_weights=batch.loss_mask,
+        old_logprobs=old,
+        ref_logprobs=near(0.3),
+        teacher_logprobs=near(0.3),
+        rollout_logprobs=(old + 0.1 * torch.randn(len(own), generator=generator)) * batch.loss_mask,
+    )
 
 
 def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
     """As the loop does it."""
+    if algorithm.mask_tokens_older_than is not None:
+        batch, _ = mask_older_than(batch, STEP, algorithm.mask_tokens_older_than)
     if algorithm.loss == "policy":
+        batch = with_old_logprobs(batch, algorithm, batch.old_logprobs)
         batch, _ = with_advantages(batch, algorithm, max_response_tokens=RESPONSE)
         batch, _ = with_corrections(batch, algorithm)
     return with_loss_weights(batch, algorithm, max_response_tokens=RESPONSE)
@@ -98,7 +118,13 @@ FAMILIES = {
     "gspo": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample"},
     "cispo": {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.1},
     "rloo, group means": {"advantage": "rloo", "loss_reduction": "group"},
-    "reinforce++": {"advantage": "reinforce_pp", "gamma": 0.95, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": "k1"},
+    "reinforce++": {
+        "advantage": "reinforce_pp",
+        "gamma": 0.95,
+        "kl_coef": 0.3,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     "reinforce++ baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.3, "kl_estimator": "k2"},
     "distillation": {"advantage": "distill"},
     "dual clip": {"dual_clip": 1.05},
@@ -108,6 +134,15 @@ FAMILIES = {
     "icepop": {"is_weights": "token", "is_cap": 1.08, "is_mask": "token", "is_mask_low": 0.92, "is_mask_high": 1.08},
     "sequence mask": {"is_mask": "sequence", "is_mask_low": 0.8, "is_mask_high": 1.2},
     "geometric mask": {"is_mask": "geometric", "is_mask_low": 0.97, "is_mask_high": 1.03},
+    "decoupled ppo": {"is_weights": "token", "is_cap": math.inf, "clip_low": 0.1, "clip_high": 0.1},
+    "the engines' old policy": {"old_logprobs": "rollout", "clip_low": 0.1, "clip_high": 0.1},
+    "stale tokens masked": {
+        "mask_tokens_older_than": 1,
+        "is_mask": "sequence",
+        "is_mask_low": 0.8,
+        "is_mask_high": 1.2,
+        "overlong_buffer": 6,
+    },
     "sft": {"loss": "sft", "loss_reduction": "sample"},
 }
 
@@ -116,12 +151,18 @@ FAMILIES = {
 def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, name):
     path, model, algorithm = save_hf(tmp_path), hf_model("qwen2", tied=True), AlgorithmConfig(**FAMILIES[name])
     batch = rollout(model)
-    metrics, weights = ranks.run(case_step, 1, path, prepared(batch, algorithm), FAMILIES[name], 1, 1, 3)[0]
+    made = prepared(batch, algorithm)
+    metrics, weights = ranks.run(case_step, 1, path, made, FAMILIES[name], 1, 1, 3)[0]
 
     logprobs, entropy = hf_logprobs_and_entropy(model, batch)
-    advantages = plain.advantages(batch, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
-    expected = plain.loss(batch, advantages, logprobs, entropy, algorithm, RESPONSE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0)
+    scored = made.replace(rewards=batch.rewards)
+    advantages = (
+        plain.advantages(scored, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
+    )
+    expected = plain.loss(scored, advantages, logprobs, entropy, algorithm, RESPONSE)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0
+    )
     expected.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER["clip_grad"])
     optimizer.step()
@@ -133,10 +174,28 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
         torch.testing.assert_close(tensor, state[tensor_name], rtol=0, atol=1e-5, msg=tensor_name)
 
 
-@pytest.mark.parametrize("settings", [
-    {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03, "loss_reduction": "sample", "entropy_coef": 0.3, "kl_coef": 0.3, "kl_unbiased": True},
-    {"advantage": "reinforce_pp", "objective": "cispo", "is_weights": "sequence", "is_mask": "geometric", "loss_reduction": "group"},
-], ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"])  # fmt: skip
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {
+            "ratio": "sequence",
+            "clip_low": 0.02,
+            "clip_high": 0.03,
+            "loss_reduction": "sample",
+            "entropy_coef": 0.3,
+            "kl_coef": 0.3,
+            "kl_unbiased": True,
+        },
+        {
+            "advantage": "reinforce_pp",
+            "objective": "cispo",
+            "is_weights": "sequence",
+            "is_mask": "geometric",
+            "loss_reduction": "group",
+        },
+    ],
+    ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"],
+)
 def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
     path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
     reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
@@ -155,7 +214,10 @@ def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks
     batch = prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig())
     results = ranks.run(case_teacher, world, path, teacher, tmp_path / "step_0", batch, tp, pp)
     with torch.no_grad():
-        expected = [torch.cat([hf_logprobs(hf_model("qwen2", True, seed), t, 1.0) for t in batch.tokens.split(LENGTHS)]) for seed in (0, 3)]
+        expected = [
+            torch.cat([hf_logprobs(hf_model("qwen2", True, seed), t, 1.0) for t in batch.tokens.split(LENGTHS)])
+            for seed in (0, 3)
+        ]
     policy, *teachers = next(found for found, _ in results if found is not None)
     torch.testing.assert_close(policy, expected[0], rtol=0, atol=2e-5)
     for found in teachers:

@@ -61,7 +61,7 @@ def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(ru
 
 def test_init_names_the_algorithms_that_it_knows(runs, capsys):
     code, output = run_main(["init", "--algorithm", "dapoo"], capsys)
-    assert code == 2 and "dapoo" in output and "dapo, distill" in output
+    assert code == 2 and "dapoo" in output and "dapo, decoupled_ppo, distill" in output
 
 
 def test_init_never_overwrites(runs, tmp_path, capsys):

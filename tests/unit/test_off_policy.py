@@ -32,8 +32,8 @@ def configured(*sets: str) -> TrainConfig:
 
 
 def stale_batch() -> TrainBatch:
-    """The example at step 2: tokens of steps 0, 1 and 2 in turn, whose log-probabilities are the farther from the trainer's the
-    older they are."""
+    """The example at step 2: tokens of steps 0, 1 and 2 in turn, whose log-probabilities are the farther from the
+    trainer's the older they are."""
     batch = example_batch().replace(token_rewards=None)
     ages = torch.arange(len(batch.tokens)) % 3
     generator = torch.Generator().manual_seed(11)
@@ -75,7 +75,9 @@ def test_decoupled_ppo_equals_equation_5_in_value_and_gradient(tmp_path, clip):
     # The clip is around the proximal policy: the behaviour policy as the old one has another gradient.
     other = with_old_logprobs(batch, AlgorithmConfig(old_logprobs="rollout"), None).replace(is_weights=None)
     coupled = logprobs.detach().requires_grad_()
-    value, _ = micro_batch_loss(other, rows, coupled[rows], torch.zeros(len(rows)), AlgorithmConfig(clip_low=clip, clip_high=clip))
+    value, _ = micro_batch_loss(
+        other, rows, coupled[rows], torch.zeros(len(rows)), AlgorithmConfig(clip_low=clip, clip_high=clip)
+    )
     (value / batch.num_loss_tokens).backward()
     assert (coupled.grad - logprobs.grad).abs().max() > 1e-2
 
@@ -118,7 +120,13 @@ def test_a_masked_stale_token_has_no_part_in_its_samples_ratio(level):
         {},
         {"overlong_buffer": 3},
         {"advantage": "rloo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
-        {"advantage": "reinforce_pp_baseline", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k2", "whiten_advantages": False},
+        {
+            "advantage": "reinforce_pp_baseline",
+            "kl_coef": 0.2,
+            "kl_in": "reward",
+            "kl_estimator": "k2",
+            "whiten_advantages": False,
+        },
     ],
     ids=str,
 )
@@ -133,11 +141,15 @@ def test_a_sample_without_a_loss_counts_in_its_groups_baseline_as_before(setting
     torch.testing.assert_close(found.advantages, whole.advantages * masked.loss_mask)
     forgotten, _ = with_advantages(masked.replace(response_mask=None), algorithm, max_response_tokens=longest)
     if settings.get("overlong_buffer") or settings.get("advantage") == "rloo":
-        assert not torch.allclose(forgotten.advantages, found.advantages), "length and penalty are those of sampled tokens"
+        assert not torch.allclose(forgotten.advantages, found.advantages), (
+            "length and penalty are those of sampled tokens"
+        )
 
 
 def test_a_masked_token_gets_no_gradient_and_its_numbers_reach_no_other():
-    algorithm = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.1, is_weights="token", is_cap=math.inf, loss_reduction="sample")
+    algorithm = AlgorithmConfig(
+        kl_coef=0.1, entropy_coef=0.1, is_weights="token", is_cap=math.inf, loss_reduction="sample"
+    )
     gradients = []
     for wild in (0.0, 7.0):
         batch, metrics = mask_older_than(stale_batch(), 2, 1)

@@ -1,4 +1,5 @@
-"""The policy loss as configured: values and gradients against plain loops, effect of every setting, invariance to splits."""
+"""The policy loss as configured: values and gradients against plain loops, effect of every setting, invariance to
+splits."""
 
 from __future__ import annotations
 
@@ -59,8 +60,11 @@ def prepared(algorithm: AlgorithmConfig) -> TrainBatch:
     return with_loss_weights(batch, algorithm, max_response_tokens=LONGEST)
 
 
-def loss_and_gradients(algorithm: AlgorithmConfig, split: list[list[int]] | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, float]]:
-    """(loss, its gradient in the log-probabilities [T], in the entropies [T], sums of metrics) with samples dealt as in `split`."""
+def loss_and_gradients(
+    algorithm: AlgorithmConfig, split: list[list[int]] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, float]]:
+    """(loss, its gradient in the log-probabilities [T], in the entropies [T], sums of metrics) with samples dealt as in
+    `split`."""
     batch = prepared(algorithm)
     logprobs, entropy = current(batch)
     of_sample = [list(part) for part in torch.arange(len(batch.tokens)).split(batch.lengths.tolist())]
@@ -83,12 +87,26 @@ def loss_and_gradients(algorithm: AlgorithmConfig, split: list[list[int]] | None
 OFF_POLICY = [
     {"mask_tokens_older_than": 1, "old_logprobs": "rollout", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
     {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.02},
-    {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.1, "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    {
+        "mask_tokens_older_than": 1,
+        "is_weights": "token",
+        "is_cap": 1.1,
+        "is_mask": "token",
+        "is_mask_low": 0.9,
+        "is_mask_high": 1.1,
+    },
     {"mask_tokens_older_than": 1, "is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
     {"mask_tokens_older_than": 0, "is_mask": "geometric", "is_mask_low": 0.9, "is_mask_high": 1.05, "kl_coef": 0.3},
     {"mask_tokens_older_than": 1, "overlong_buffer": 3},
     {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
-    {"mask_tokens_older_than": 1, "advantage": "reinforce_pp", "gamma": 0.9, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {
+        "mask_tokens_older_than": 1,
+        "advantage": "reinforce_pp",
+        "gamma": 0.9,
+        "kl_coef": 0.2,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     {"mask_tokens_older_than": 1, "advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8},
 ]
 """Tokens of mixed versions, the oldest of which are masked."""
@@ -103,8 +121,23 @@ LOSSES = [
     {"kl_coef": 0.3},
     {"kl_coef": 0.3, "kl_estimator": "k2"},
     *({"kl_coef": 0.3, "kl_estimator": k, "kl_unbiased": True} for k in ("k1", "k2", "k3")),
-    {"advantage": "distill", "is_weights": "sequence", "is_cap": 1.2, "is_mask": "geometric", "is_mask_low": 0.95, "is_mask_high": 1.05},
-    {"advantage": "reinforce_pp", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1", "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+    {
+        "advantage": "distill",
+        "is_weights": "sequence",
+        "is_cap": 1.2,
+        "is_mask": "geometric",
+        "is_mask_low": 0.95,
+        "is_mask_high": 1.05,
+    },
+    {
+        "advantage": "reinforce_pp",
+        "kl_coef": 0.2,
+        "kl_in": "reward",
+        "kl_estimator": "k1",
+        "is_mask": "token",
+        "is_mask_low": 0.9,
+        "is_mask_high": 1.1,
+    },
     {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
@@ -112,7 +145,13 @@ LOSSES = [
     {"old_logprobs": "rollout", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     *OFF_POLICY,
 ]
-REDUCTIONS = [{"loss_reduction": "token"}, {"loss_reduction": "sample"}, {"loss_reduction": "group"}, {"loss_reduction": "constant"}, {"loss_reduction": "constant", "loss_length": 9}]
+REDUCTIONS = [
+    {"loss_reduction": "token"},
+    {"loss_reduction": "sample"},
+    {"loss_reduction": "group"},
+    {"loss_reduction": "constant"},
+    {"loss_reduction": "constant", "loss_length": 9},
+]
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
@@ -121,7 +160,11 @@ def test_loss_and_gradient_equal_plain_loops_whatever_the_split(settings, reduct
     algorithm = AlgorithmConfig(**settings, **reduction)
     batch = prepared(algorithm)
     logprobs, entropy = current(batch)
-    advantages = plain.advantages(batch.replace(rewards=example_batch().rewards), algorithm, LONGEST) if algorithm.loss == "policy" else torch.zeros(len(batch.tokens))
+    advantages = (
+        plain.advantages(batch.replace(rewards=example_batch().rewards), algorithm, LONGEST)
+        if algorithm.loss == "policy"
+        else torch.zeros(len(batch.tokens))
+    )
     expected = plain.loss(batch, advantages, logprobs, entropy, algorithm, LONGEST)
     expected.backward()
     whole = loss_and_gradients(algorithm)
@@ -184,9 +227,14 @@ def test_every_setting_changes_the_gradient(name):
     assert differs > 1e-4
 
 
-@pytest.mark.parametrize("advantage", ["rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae", "tests.unit.own_algorithms:centred"])
+@pytest.mark.parametrize(
+    "advantage",
+    ["rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae", "tests.unit.own_algorithms:centred"],
+)
 def test_every_estimator_has_a_gradient_of_its_own(advantage):
-    assert (loss_and_gradients(AlgorithmConfig())[1] - loss_and_gradients(AlgorithmConfig(advantage=advantage))[1]).abs().max() > 1e-3
+    assert (
+        loss_and_gradients(AlgorithmConfig())[1] - loss_and_gradients(AlgorithmConfig(advantage=advantage))[1]
+    ).abs().max() > 1e-3
 
 
 def test_on_policy_the_old_logprobs_are_the_new_ones():
@@ -197,12 +245,19 @@ def test_on_policy_the_old_logprobs_are_the_new_ones():
     alone, _ = micro_batch_loss(
         batch.replace(old_logprobs=None), rows, logprobs[rows], entropy[rows], algorithm, on_policy=True
     )
-    given, _ = micro_batch_loss(batch.replace(old_logprobs=logprobs.detach()), rows, logprobs[rows], entropy[rows], algorithm)
+    given, _ = micro_batch_loss(
+        batch.replace(old_logprobs=logprobs.detach()), rows, logprobs[rows], entropy[rows], algorithm
+    )
     assert torch.equal(alone, given)
 
 
 def test_a_missing_reference_or_correction_is_refused():
-    for settings, missing in (({"kl_coef": 0.1}, "ref_logprobs"), ({"is_weights": "token"}, "is_weights"), ({}, "advantages"), ({}, "old_logprobs")):
+    for settings, missing in (
+        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"is_weights": "token"}, "is_weights"),
+        ({}, "advantages"),
+        ({}, "old_logprobs"),
+    ):
         algorithm = AlgorithmConfig(**settings)
         batch = prepared(algorithm).replace(**{missing: None})
         rows = loss_rows(batch)
@@ -232,7 +287,9 @@ def test_an_own_objective_of_the_wrong_shape_is_named():
 
 def test_an_own_advantage_of_the_wrong_shape_is_named():
     with pytest.raises(ContractViolation, match=r"returned list, expected one value per sample \(7,\) or per token"):
-        with_advantages(example_batch(), AlgorithmConfig(advantage="tests.unit.own_algorithms:as_list"), max_response_tokens=LONGEST)
+        with_advantages(
+            example_batch(), AlgorithmConfig(advantage="tests.unit.own_algorithms:as_list"), max_response_tokens=LONGEST
+        )
 
 
 def test_an_own_advantage_per_token_is_cut_to_the_loss_tokens():
@@ -281,23 +338,52 @@ def test_kl_estimates_equal_their_formulas_and_average_to_the_true_divergence():
     torch.testing.assert_close(k2(policy.log(), reference.log()), 0.5 * (policy / reference).log() ** 2)
 
 
-@pytest.mark.parametrize(("estimator", "unbiased", "exact"), [("k1", True, True), ("k3", True, True), ("k2", False, True), ("k1", False, False), ("k3", False, False)])
+@pytest.mark.parametrize(
+    ("estimator", "unbiased", "exact"),
+    [("k1", True, True), ("k3", True, True), ("k2", False, True), ("k1", False, False), ("k3", False, False)],
+)
 def test_which_kl_losses_have_the_gradient_of_the_divergence(estimator, unbiased, exact):
     """Expectation over samples of the old policy, which the policy still is: so it is for the first optimizer step."""
-    logits, reference = torch.tensor([0.3, -0.2, 1.0], requires_grad=True), torch.tensor([-0.5, 0.7, 0.1]).log_softmax(-1)
+    logits, reference = (
+        torch.tensor([0.3, -0.2, 1.0], requires_grad=True),
+        torch.tensor([-0.5, 0.7, 0.1]).log_softmax(-1),
+    )
     logp = logits.log_softmax(-1)
     (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
     old = logp.detach()
-    (found,) = torch.autograd.grad((old.exp() * kl_loss(logp, reference, old, estimator=estimator, unbiased=unbiased)).sum(), logits)
+    (found,) = torch.autograd.grad(
+        (old.exp() * kl_loss(logp, reference, old, estimator=estimator, unbiased=unbiased)).sum(), logits
+    )
     assert torch.allclose(found, true, atol=1e-6) == exact
     if estimator == "k1" and not unbiased:
         assert found.abs().max() < 1e-6, "k1 as a loss pulls towards nothing"
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_stale_sample_has_an_unbiased_kl_only_beside_its_behaviour_policy(estimator):
+    """The expectation is over the behaviour policy's samples; the trained, the proximal and the behaviour policy all
+    differ."""
+    logits, reference = (
+        torch.tensor([0.3, -0.2, 1.0], requires_grad=True),
+        torch.tensor([-0.5, 0.7, 0.1]).log_softmax(-1),
+    )
+    behaviour, proximal = torch.tensor([0.9, 0.1, 0.2]).log_softmax(-1), torch.tensor([0.4, -0.1, 0.7]).log_softmax(-1)
+    logp = logits.log_softmax(-1)
+    (true,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    for old, exact in ((behaviour, True), (proximal, False)):
+        loss = (behaviour.exp() * kl_loss(logp, reference, old, estimator=estimator, unbiased=True)).sum()
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        assert torch.allclose(found, true, atol=1e-6) == exact
+
+
 # Presets.
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parents[2] / "rltool/templates/algorithms").glob("*.toml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    sorted((Path(__file__).parents[2] / "rltool/templates/algorithms").glob("*.toml")),
+    ids=lambda file: file.stem,
+)
 def test_every_preset_trains(file):
     from rltool.config.loader import load_config
     from rltool.training.validate_algorithm import check_algorithm
@@ -306,4 +392,11 @@ def test_every_preset_trains(file):
     config = load_config(TrainConfig, [file], ["model.path=model", *teacher]).config
     check_algorithm(config)
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()
-    assert loss_and_gradients(config.algorithm.model_copy(update={"overlong_buffer": min(2, config.algorithm.overlong_buffer)}))[1].abs().max() > 0
+    assert (
+        loss_and_gradients(
+            config.algorithm.model_copy(update={"overlong_buffer": min(2, config.algorithm.overlong_buffer)})
+        )[1]
+        .abs()
+        .max()
+        > 0
+    )

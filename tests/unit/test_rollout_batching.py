@@ -13,15 +13,26 @@ from rltool.rollout.sample import Sample, SampleStatus
 def sample(group, prompt, response, mask=None, reward=1.0, status=SampleStatus.COMPLETED, versions=True):
     mask = mask or [1] * len(response)
     return Sample(
-        group_id=group, index=0, prompt_index=0, prompt_ids=prompt, response_ids=response, response_mask=mask,
-        response_logprobs=[-0.25 * (i + 1) if m else 0.0 for i, m in enumerate(mask)], reward=reward, status=status,
+        group_id=group,
+        index=0,
+        prompt_index=0,
+        prompt_ids=prompt,
+        response_ids=response,
+        response_mask=mask,
+        response_logprobs=[-0.25 * (i + 1) if m else 0.0 for i, m in enumerate(mask)],
+        reward=reward,
+        status=status,
         versions=[VersionSpan("v", 0, len(response))] if versions and response else [],
     )
 
 
 def test_samples_are_laid_out_back_to_back():
     batch = samples_to_batch(
-        [sample(7, [1, 2], [3, 4], reward=0.5), sample(7, [1, 2], [5], status=SampleStatus.TRUNCATED), sample(9, [6], [7, 8, 9], mask=[1, 0, 1])],
+        [
+            sample(7, [1, 2], [3, 4], reward=0.5),
+            sample(7, [1, 2], [5], status=SampleStatus.TRUNCATED),
+            sample(9, [6], [7, 8, 9], mask=[1, 0, 1]),
+        ],
     )
     assert batch.tokens.tolist() == [1, 2, 3, 4, 1, 2, 5, 6, 7, 8, 9]
     assert batch.lengths.tolist() == [4, 3, 4]
@@ -58,8 +69,10 @@ def test_each_sampled_token_has_the_training_step_of_its_weights():
     second = sample(0, [1], [2, 3, 4], mask=[1, 0, 1])
     second.versions = [VersionSpan(f"{RUN}:1:12", 0, 1), VersionSpan(f"{RUN}:1:13", 2, 3)]
     empty = sample(0, [1], [])
-    versions = samples_to_batch([first, empty, second]).token_versions
-    assert versions.tolist() == [-1, -1, 4, 5, 5, 5, -1, -1, 12, -1, 13]
+    across = sample(0, [1], [2, 3, 4], mask=[1, 0, 1])
+    across.versions = [VersionSpan(f"{RUN}:1:6", 0, 3)]
+    versions = samples_to_batch([first, empty, second, across]).token_versions
+    assert versions.tolist() == [-1, -1, 4, 5, 5, 5, -1, -1, 12, -1, 13, -1, 6, -1, 6]
 
 
 @pytest.mark.parametrize("text", ["default", f"{RUN}:0", f"other-{RUN}:0:1"])
@@ -86,7 +99,12 @@ def removed(*arguments, **fields):
 
 def test_removed_and_truncated_samples_have_no_loss_and_all_the_rest():
     cut = {"status": SampleStatus.TRUNCATED}
-    samples = [sample(7, [1], [2, 3]), removed(7, [1], [4], reward=5.0), sample(7, [1], [5, 6], **cut), removed(7, [1], [7], **cut)]
+    samples = [
+        sample(7, [1], [2, 3]),
+        removed(7, [1], [4], reward=5.0),
+        sample(7, [1], [5, 6], **cut),
+        removed(7, [1], [7], **cut),
+    ]
     for one in samples:
         one.versions = [VersionSpan(f"{RUN}:0:4", 0, len(one.response_ids))]
     lenient, strict = samples_to_batch(samples), samples_to_batch(samples, mask_truncated=True)
@@ -105,7 +123,9 @@ def test_removed_and_truncated_samples_have_no_loss_and_all_the_rest():
 
 def test_a_batch_without_any_loss_says_why():
     samples = [removed(0, [1], [2]), sample(0, [1], [2], status=SampleStatus.TRUNCATED), sample(0, [1], [])]
-    with pytest.raises(TrainingStopped, match="of 3 samples 1 were removed by a hook .*, 1 masked .*mask_truncated.*, 1 have no token"):
+    with pytest.raises(
+        TrainingStopped, match="of 3 samples 1 were removed by a hook .*, 1 masked .*mask_truncated.*, 1 have no token"
+    ):
         samples_to_batch(samples, mask_truncated=True)
     assert samples_to_batch(samples).num_loss_tokens == 1
 
@@ -133,7 +153,9 @@ def test_a_batch_is_trimmed_to_whole_global_batches_from_its_end(sizes, multiple
 
 
 def test_less_than_one_global_batch_is_an_error():
-    with pytest.raises(TrainingStopped, match=r'7 samples are left .* one global batch of 8.*rollout\.batch_size = "dynamic"'):
+    with pytest.raises(
+        TrainingStopped, match=r'7 samples are left .* one global batch of 8.*rollout\.batch_size = "dynamic"'
+    ):
         trim(groups_of(4, 3), 8)
 
 

@@ -39,7 +39,12 @@ def test_unknown_versions_have_no_age_and_no_metrics():
 
 @pytest.mark.parametrize(
     ("limit", "mask", "count"),
-    [(0, [0, 0, 0, 1, 0, 0, 0, 1], 3), (1, [0, 0, 1, 1, 0, 0, 0, 1], 2), (2, [0, 0, 1, 1, 0, 1, 0, 1], 1), (3, [0, 1, 1, 1, 0, 1, 0, 1], 0)],
+    [
+        (0, [0, 0, 0, 1, 0, 0, 0, 1], 3),
+        (1, [0, 0, 1, 1, 0, 0, 0, 1], 2),
+        (2, [0, 0, 1, 1, 0, 1, 0, 1], 1),
+        (3, [0, 1, 1, 1, 0, 1, 0, 1], 0),
+    ],
 )
 def test_tokens_older_than_the_limit_lose_their_loss_and_nothing_else(limit, mask, count):
     before = batch(MIXED)
@@ -60,7 +65,9 @@ def test_masking_twice_remembers_what_was_sampled():
 
 
 def test_a_batch_of_stale_tokens_alone_is_an_error_that_says_so():
-    with pytest.raises(TrainingStopped, match=r"step 9: no token with a loss is left, all 5 are older than 2 training steps"):
+    with pytest.raises(
+        TrainingStopped, match=r"step 9: no token with a loss is left, all 5 are older than 2 training steps"
+    ):
         mask_older_than(batch(MIXED), 9, 2)
 
 
@@ -69,7 +76,9 @@ def test_current_tokens_are_those_of_the_weights_that_are_trained_now():
     assert not current_tokens(batch(MIXED), 2).any(), "later weights, as in a replay, are other weights too"
     assert not current_tokens(batch(None), 6).any()
     masked = batch(MIXED).replace(loss_mask=torch.tensor([0, 0, 0, 0, 0, 1, 0, 1.0]))
-    assert current_tokens(masked, 6).tolist() == [False] * 7 + [True], "no loss, no log-probability of the training forward"
+    assert current_tokens(masked, 6).tolist() == [False] * 7 + [True], (
+        "no loss, no log-probability of the training forward"
+    )
 
 
 def test_a_batch_is_current_only_if_every_loss_token_is_known_to_be():

@@ -18,9 +18,21 @@ def check(*sets: str) -> None:
         ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"', "algorithm.kl_unbiased=true"],
         ['algorithm.advantage="distill"', "model.teacher_path=teacher", "rollout.samples_per_prompt=1"],
         ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.gamma=0.9"],
-        ['algorithm.advantage="tests.unit.own_algorithms:centred"', "algorithm.gamma=0.9", "algorithm.normalize_std=false", "model.teacher_path=teacher"],
+        [
+            'algorithm.advantage="tests.unit.own_algorithms:centred"',
+            "algorithm.gamma=0.9",
+            "algorithm.normalize_std=false",
+            "model.teacher_path=teacher",
+        ],
         ['algorithm.objective="tests.unit.own_algorithms:reinforce"', 'algorithm.ratio="sequence"'],
-        ['algorithm.advantage="gae"', "rollout.samples_per_prompt=1", "algorithm.gae_lambda=1.0", "critic.lr=1e-4", "critic.warmup_rollouts=2", "steps=3"],
+        [
+            'algorithm.advantage="gae"',
+            "rollout.samples_per_prompt=1",
+            "algorithm.gae_lambda=1.0",
+            "critic.lr=1e-4",
+            "critic.warmup_rollouts=2",
+            "steps=3",
+        ],
         ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
         ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=1", 'algorithm.old_logprobs="rollout"'],
         ["rollout.partial_rollout=true", "algorithm.mask_tokens_older_than=0"],
@@ -28,7 +40,7 @@ def check(*sets: str) -> None:
         ["algorithm.is_weights=token", "algorithm.is_cap=inf"],
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_combinations_that_make_sense_pass(sets):
     check(*sets)
 
@@ -39,30 +51,59 @@ def test_combinations_that_make_sense_pass(sets):
         (["critic.lr=1e-4"], 'critic.lr = 0.0001 would have no effect: it needs algorithm.advantage = "gae"'),
         (["critic.path=critic", 'algorithm.advantage="reinforce_pp"'], 'critic.path = "critic" would have no effect'),
         (['algorithm.loss="sft"', "critic.warmup_rollouts=1"], "critic.warmup_rollouts = 1 would have no effect"),
-        (['algorithm.loss="sft"', 'algorithm.advantage="gae"'], 'algorithm.advantage = "gae" has no meaning with algorithm.loss = "sft"'),
+        (
+            ['algorithm.loss="sft"', 'algorithm.advantage="gae"'],
+            'algorithm.advantage = "gae" has no meaning with algorithm.loss = "sft"',
+        ),
         (['algorithm.advantage="gae"', "model.teacher_path=teacher"], "model.teacher_path would have no effect"),
-        (['algorithm.advantage="gae"', "critic.warmup_rollouts=3", "steps=3"], "leaves the policy no step to train in: the run has steps = 3"),
-        (["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"'], 'does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased'),
+        (
+            ['algorithm.advantage="gae"', "critic.warmup_rollouts=3", "steps=3"],
+            "leaves the policy no step to train in: the run has steps = 3",
+        ),
+        (
+            ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"'],
+            'does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased',
+        ),
         (['algorithm.advantage="distill"'], "needs model.teacher_path"),
         (["model.teacher_path=teacher"], "model.teacher_path would have no effect"),
-        (['algorithm.advantage="distill"', "model.teacher_path=teacher", "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'], "uses no rewards"),
+        (
+            [
+                'algorithm.advantage="distill"',
+                "model.teacher_path=teacher",
+                "algorithm.kl_coef=0.1",
+                'algorithm.kl_in="reward"',
+            ],
+            "uses no rewards",
+        ),
         (["algorithm.overlong_buffer=2000"], "longer than sampling.max_response_tokens = 1024"),
-        (['algorithm.advantage="rloo"', "rollout.samples_per_prompt=1"], 'nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'),
+        (
+            ['algorithm.advantage="rloo"', "rollout.samples_per_prompt=1"],
+            'nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"',
+        ),
         (['algorithm.advantage="no.such.module:f"'], "algorithm.advantage = 'no.such.module:f': no module named 'no'"),
         (['algorithm.objective="tests.unit.own_algorithms:reinforse"'], "did you mean 'reinforce'"),
-        (['algorithm.old_logprobs="rollout"', "algorithm.is_weights=token"], 'needs algorithm.old_logprobs = "trainer": it compares'),
+        (
+            ['algorithm.old_logprobs="rollout"', "algorithm.is_weights=token"],
+            'needs algorithm.old_logprobs = "trainer": it compares',
+        ),
         (["algorithm.mask_tokens_older_than=0"], "rollout.max_staleness = 0 lets no token be trained on that is older"),
-        (["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=2"], "set algorithm.mask_tokens_older_than below rollout.max_staleness"),
+        (
+            ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=2"],
+            "set algorithm.mask_tokens_older_than below rollout.max_staleness",
+        ),
         (
             ["rollout.max_staleness=1", "rollout.partial_rollout=true", "algorithm.mask_tokens_older_than=2"],
             "algorithm.mask_tokens_older_than = 2 would have no effect",
         ),
         (['algorithm.loss="sft"', "algorithm.mask_tokens_older_than=1"], 'has no meaning with algorithm.loss = "sft"'),
         (['algorithm.loss="sft"', 'algorithm.old_logprobs="rollout"'], 'has no meaning with algorithm.loss = "sft"'),
-        (['algorithm.loss="sft"', "algorithm.entropy_coef=0.1"], 'algorithm.entropy_coef = 0.1 has no meaning with algorithm.loss = "sft"'),
+        (
+            ['algorithm.loss="sft"', "algorithm.entropy_coef=0.1"],
+            'algorithm.entropy_coef = 0.1 has no meaning with algorithm.loss = "sft"',
+        ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_combinations_that_make_no_sense_are_refused_with_the_fix(sets, message):
     with pytest.raises(UsageError, match=message):
         check(*sets)
@@ -97,7 +138,10 @@ def test_each_setting_that_depends_on_another_is_tried():
 @pytest.mark.parametrize("name", [name for name, case in WITHOUT_EFFECT.items() if case])
 def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
     value, others = WITHOUT_EFFECT[name]
-    with pytest.raises(UsageError, match=rf"algorithm\.{name} = .* would have no effect: it needs .*; set that, or leave algorithm\.{name} out"):
+    with pytest.raises(
+        UsageError,
+        match=rf"algorithm\.{name} = .* would have no effect: it needs .*; set that, or leave algorithm\.{name} out",
+    ):
         check(f"algorithm.{name}={value}", *(f"algorithm.{other}" for other in others))
 
 
@@ -117,5 +161,11 @@ def test_a_value_out_of_bounds_is_refused_where_it_is_written(setting, message):
 
 def test_what_needs_the_old_policy_before_the_training_forward_says_so():
     assert not AlgorithmConfig(kl_coef=0.1).needs_old_logprobs
-    for settings in ({"is_weights": "token"}, {"is_mask": "token"}, {"kl_coef": 0.1, "kl_in": "reward"}, {"advantage": "distill"}, {"advantage": "a:b"}):
+    for settings in (
+        {"is_weights": "token"},
+        {"is_mask": "token"},
+        {"kl_coef": 0.1, "kl_in": "reward"},
+        {"advantage": "distill"},
+        {"advantage": "a:b"},
+    ):
         assert AlgorithmConfig(**settings).needs_old_logprobs
