@@ -365,6 +365,11 @@ class TrainConfig(Config):
     renamed: ClassVar[Mapping[str, str]] = RENAMED
 
     @property
+    def samples_per_optimizer_step(self) -> int:
+        """The global batch size of policy training."""
+        return self.rollout.prompts_per_step * self.rollout.samples_per_prompt // self.optimizer_steps_per_rollout
+
+    @property
     def policy_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run."""
         only_critic = self.critic.warmup_rollouts if self.algorithm.uses_critic else 0

@@ -155,10 +155,11 @@ class Loop:
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
         config, algorithm, step = self.config, self.config.algorithm, self.progress.step
-        metrics = staleness_metrics(batch, step)
+        metrics: dict[str, float] = {}
         trains_policy = not (algorithm.uses_critic and step < config.critic.warmup_rollouts)
         if algorithm.loss == "policy":
-            batch, masked = with_stale_tokens_masked(batch, config, step)
+            batch, metrics = with_stale_tokens_masked(batch, config, step)
+            metrics |= staleness_metrics(batch, step)
             with timed(metrics, "time/logprobs_seconds"):
                 batch, compared = self._with_logprobs(batch)
             if algorithm.uses_critic:
@@ -166,11 +167,11 @@ class Loop:
                     batch = batch.replace(values=self.trainer.values(batch))
             batch, shaped = with_advantages(batch, algorithm, max_response_tokens=config.sampling.max_response_tokens)
             batch, corrected = with_corrections(batch, algorithm)
-            metrics |= masked | compared | shaped | corrected
+            metrics |= compared | shaped | corrected
         compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics
         self.between_updates = not compares
         collected: list[dict[str, float]] = []
-        for samples in optimizer_step_samples(batch, config.optimizer_steps_per_rollout):
+        for samples in optimizer_step_samples(batch, self._optimizer_steps(batch)):
             part = with_loss_weights(batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens)
             measured: dict[str, float] = {}
             if trains_policy and compares and not collected:
@@ -187,6 +188,13 @@ class Loop:
         for skip in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skip else 0
         return metrics
+
+    def _optimizer_steps(self, batch: TrainBatch) -> int:
+        """As configured; of a batch that was trimmed because samples were dropped, so many as it has global batches."""
+        config = self.config
+        if config.algorithm.loss != "policy" or config.rollout.batch_size == "dynamic":
+            return config.optimizer_steps_per_rollout
+        return max(1, batch.num_samples // config.samples_per_optimizer_step)
 
     def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""

@@ -374,8 +374,7 @@ class RolloutService:
         groups = [group.samples for group in collected.groups]
         dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
         if config.rollout.batch_size == "trim":
-            per_step = config.rollout.prompts_per_step * config.rollout.samples_per_prompt // config.optimizer_steps_per_rollout
-            groups, dropped["trimmed"] = trim(groups, per_step)
+            groups, dropped["trimmed"] = trim(groups, config.samples_per_optimizer_step)
         samples = [sample for group in groups for sample in group]
         if not samples:
             raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")

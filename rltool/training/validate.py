@@ -85,6 +85,11 @@ def check_rollout(config: TrainConfig) -> None:
             "rollout.partial_rollout = true gives a batch tokens of earlier weights, which rollout.max_staleness = 0 forbids: set max_staleness to 1 "
             "or more, or give such tokens no loss with algorithm.mask_tokens_older_than = 0"
         )
+    if rollout.batch_size == "trim" and config.optimizer_steps_per_rollout == 1:
+        raise UsageError(
+            'rollout.batch_size = "trim" cuts a batch to whole global batches, but with optimizer_steps_per_rollout = 1 the batch is one: a single '
+            'dropped sample would leave none; set rollout.batch_size = "dynamic", or optimizer_steps_per_rollout to 2 or more'
+        )
     if rollout.on_stale != "wait" and rollout.max_staleness == 0:
         raise UsageError(
             f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: synchronous batches wait for their groups; '

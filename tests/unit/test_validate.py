@@ -117,3 +117,24 @@ def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_tra
     config = load_config(TrainConfig, [], base).config
     assert not engine_problems(info(), MODEL, config, "gloo")
     assert not engine_problems(info(weight_backend=None), MODEL, config, None)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rollout.partial_rollout=true", "rollout.max_staleness=1"], "oversampling_factor = 1 there is no race"),
+        (["rollout.partial_rollout=true", "rollout.oversampling_factor=1.5"], "forbids: set max_staleness to 1"),
+        (['rollout.on_stale="resample"'], "no effect with rollout.max_staleness = 0"),
+        (['rollout.batch_size="trim"'], "a single dropped sample would leave none"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_settings_of_the_collector_that_cannot_work_are_refused(base, sets, message):
+    with pytest.raises(UsageError, match=message):
+        check(base, *sets)
+
+
+def test_settings_of_the_collector_that_go_together_pass(base):
+    check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "rollout.max_staleness=1")
+    check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0")
+    check(base, "rollout.max_staleness=2", 'rollout.on_stale="resample"')
