@@ -5,7 +5,7 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
-from rltool.engines.endpoints import ModelEndpoints
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
 from rltool.training.preflight import ProbedFleet, choose_transport, engine_problems
@@ -101,7 +101,7 @@ def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, ch
 
 def probed(backend: str) -> ProbedFleet:
     engine = info(weight_backend=backend)
-    return ProbedFleet(ModelEndpoints(), {"http://engine:1": engine})
+    return ProbedFleet(ModelEndpoints(engines=(EngineEndpoint(url="http://engine:1"),)), {"http://engine:1": engine})
 
 
 def test_weights_go_over_gloo_unless_an_engine_offers_nccl_alone_which_is_refused_with_the_fix(base):
