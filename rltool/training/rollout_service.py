@@ -166,7 +166,8 @@ class RolloutService:
         config = self._config
         lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
         check = ValueCheck(
-            self._vocab_size or self.tokenizer.vocab_size, config.sampling.temperature, config.weights.verify_tolerance, min(lengths, default=None)
+            self._vocab_size or self.tokenizer.vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
+            config.weights.verify_tolerance, min(lengths, default=None),
         )
         return WeightSync(
             self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check, transport=syncing.transport,
