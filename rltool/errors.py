@@ -13,7 +13,7 @@ class RltoolError(Exception):
     exit_code = 1
 
     def with_context(self, *, before: str = "", after: str = "") -> Self:
-        """This error again, same class and attributes, with text around its message: `raise error.with_context(...) from error`.
+        """This error again, same class and attributes, with text around its message. To be raised `from` the original.
 
         `type(error)(text)` would lose what the class keeps beside the message, such as EngineRejected.status.
         """
@@ -59,3 +59,11 @@ class SaveFailed(RltoolError):
 
 class ContractViolation(RltoolError):
     """A user's function does not keep the contract of its extension point; the text lists every violation."""
+
+
+class UnknownEngine(RltoolError):
+    """The run has no engine of this URL."""
+
+
+class EngineConflict(RltoolError):
+    """The run has that engine already, or is in a state in which it cannot take it or let it go."""
