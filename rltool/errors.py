@@ -13,7 +13,7 @@ class RltoolError(Exception):
     exit_code = 1
 
     def with_context(self, *, before: str = "", after: str = "") -> Self:
-        """This error again, same class and attributes, with text around its message: `raise error.with_context(...) from error`.
+        """This error again, same class and attributes, with text around its message. To be raised `from` the original.
 
         `type(error)(text)` would lose what the class keeps beside the message, such as EngineRejected.status.
         """

@@ -35,7 +35,7 @@ def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
 
 
 def progress_line(status: RunStatus) -> str:
-    """`step 12 of 100, 4 of 5 engines serve; prompt groups: ...; generating`; what the driver did not tell is left out."""
+    """`step 12 of 100; 4 of 5 engines serve; prompt groups: ...`; what the driver did not tell is left out."""
     parts = []
     if "step" in status:
         parts.append(f"step {status['step']}" + (f" of {status['steps']}" if "steps" in status else ""))
@@ -44,7 +44,10 @@ def progress_line(status: RunStatus) -> str:
         parts.append(f"{sum(engine.get('state') == _SERVING for engine in engines)} of {len(engines)} engines serve")
     groups = status.get("groups")
     if groups:
-        parts.append("prompt groups: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in groups.items()))
+        counts = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in groups.items())
+        parts.append(f"prompt groups: {counts}")
+    if "requests_in_flight" in status:
+        parts.append(f"{status['requests_in_flight']} requests in flight")
     if status.get("progress"):
         parts.append(str(status["progress"]))
     return "; ".join(parts)

@@ -13,9 +13,9 @@ QUOTED_CHARACTERS = 600
 
 
 def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any:
-    """Decoded JSON, the text where it is not JSON, None where it is empty; a status that the request tolerates is itself the reply.
+    """Decoded JSON, the text where it is not JSON, None where it is empty; a status that is tolerated, as it is.
 
-    Raises EngineRejected for 3xx and 4xx, EngineError for what may pass: 429 and 5xx. `what` names the request in the message.
+    Raises EngineRejected for 3xx and 4xx, EngineError for what may pass: 429 and 5xx. `what` names the request there.
     """
     if status in request.tolerate:
         return status
@@ -40,9 +40,15 @@ def quote(text: str) -> str:
 
 def hint(status: int) -> str:
     if status in (401, 403):
-        return " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in endpoints.json"
+        return (
+            " -- the bearer key is missing, wrong, or not for this route: "
+            "check key_file of this engine in endpoints.json"
+        )
     if status == 404:
-        return " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL routes enabled?"
+        return (
+            " -- this server has no such route: "
+            "was it started by `rltool serve-engines`, or with its RL routes enabled?"
+        )
     return ""
 
 

@@ -1,7 +1,8 @@
 """A living training run, asked from any shell of its host: the driver's loopback endpoint (training/run_server.py).
 
-What the two sides say to each other stands here, because the command line must not import the training room. Fields that one
-side does not know are for the other to ignore: `rltool status` may be newer or older than the run that it looks at.
+What the two sides say to each other stands here, because the command line must not import the training room. Fields
+that one side does not know are for the other to ignore: `rltool status` may be newer or older than the run that it
+looks at.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ DRIVER_ROLE = "train"
 READ_SECONDS = 5.0
 """Deadline of GET /status and GET /engines in the driver."""
 CHANGE_SECONDS = 60.0
-"""Deadline of POST and DELETE /engines in the driver: an engine that is added is probed first, and vLLM's first probe takes seconds."""
+"""Deadline of POST and DELETE /engines in the driver: a new engine is probed, and vLLM's first probe takes seconds."""
 _ON_THE_WAY = 2.0
 """Seconds that a caller waits beyond the driver's own deadline, so that it is the driver's reason that is read."""
 
 
 class EngineStatus(TypedDict, total=False):
-    """One engine as the run's fleet sees it. state: engines/fleet.py, lower case; since_seconds: how long it has been in it."""
+    """One engine as the run's fleet sees it. state: as in engines/fleet.py; since_seconds: how long in that state."""
 
     url: str
     state: str
@@ -55,9 +56,10 @@ class RunStatus(TypedDict, total=False):
 
     step: int
     steps: int
-    weight_version: str
+    weight_version: str | None
     engines: list[EngineStatus]
     groups: GroupCounts
+    requests_in_flight: int
     progress: str
 
 
@@ -75,12 +77,12 @@ class Driver:
         return self._ask(HttpRequest("GET", "/engines"), READ_SECONDS)
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        """Have the run use this engine; it serves after its first weight sync. Raises RltoolError with the run's reason."""
+        """Have the run use this engine; it serves after a weight sync. Raises RltoolError with the run's reason."""
         body = {"url": url, "key_file": str(key_file.absolute()) if key_file else None}
         return self._ask(HttpRequest("POST", "/engines", body), CHANGE_SECONDS)
 
     def remove_engine(self, url: str) -> EngineStatus:
-        """Have the run leave this engine: it gets no new request, and is forgotten when it has finished those that it has."""
+        """Have the run leave this engine: it gets no new request, and finishes those that it has."""
         return self._ask(HttpRequest("DELETE", "/engines", query={"url": url}), CHANGE_SECONDS)
 
     def _ask(self, request: HttpRequest, deadline: float) -> Any:
@@ -88,7 +90,8 @@ class Driver:
         try:
             reply = json.loads(body)
         except ValueError as error:
-            raise RltoolError(f"{request.method} {self.url}{request.path} answered {status} with something that is not JSON: {body[:200]!r}") from error
+            what = f"{request.method} {self.url}{request.path}"
+            raise RltoolError(f"{what} answered {status}, not with JSON, so it is no driver: {body[:200]!r}") from error
         if status < 300:
             return reply
         reason = str(reply.get("error", reply)) if isinstance(reply, dict) else str(reply)
@@ -119,9 +122,10 @@ def choose_driver(name: str | None, *, root: Path | None = None) -> tuple[RunDir
     if len(living) == 1:
         return living[0]
     if living:
-        raise UsageError(f"several runs are training: {', '.join(run.name for run, _ in living)}; say which with --run NAME")
+        names = ", ".join(run.name for run, _ in living)
+        raise UsageError(f"several runs are training: {names}; say which with --run NAME")
     which = f"run {name} is not training" if name is not None else f"no run in {runs_root(root)} is training"
     raise UsageError(
-        f"{which} now, or has not come to its engines yet, so there is nobody to ask about them (`rltool status` shows its processes); "
-        f"a run that starts is given its engines by `rltool train --rollout-external`"
+        f"{which} now, or has not come to its engines yet, so there is nobody to ask about them (`rltool status` shows "
+        f"its processes); a run that starts is given its engines by `rltool train --rollout-external`"
     )

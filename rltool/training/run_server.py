@@ -5,9 +5,10 @@
     POST   /engines  {"url", "key_file"}    EngineStatus; key_file is an absolute path on this host, or null
     DELETE /engines?url=...                 EngineStatus
 
-All demand the run's key. An error is {"error": text} with 400 (the request is wrong), 401 (key), 404 (no such route or engine),
-409 (the run cannot do that now) or 503 (no answer within the deadline); 500 is a fault of ours, and its traceback is in the
-driver's log. The server runs in a thread of its own: the driver's own thread is busy with training steps.
+All demand the run's key. An error is {"error": text} with 400 (the request is wrong), 401 (key), 404 (no such route or
+engine), 409 (the run cannot do that now) or 503 (no answer within the deadline); 500 is a fault of ours, and its
+traceback is in the driver's log. The server runs in a thread of its own: the driver's own thread is busy with training
+steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rltool.processes.state import ProcessState, read_state, write_state
 HOST = "127.0.0.1"
 
 _MOST_CALLS = 16
-"""Calls in progress, those included that hang beyond their deadline: each holds a thread. More are answered 503 at once."""
+"""Calls in progress, also those that hang beyond their deadline: each holds a thread. More are answered 503 at once."""
 _MOST_BYTES = 64 * 1024
 _START_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
@@ -44,9 +45,9 @@ logger = logging.getLogger(__name__)
 class RunControl(Protocol):
     """What the endpoint asks of the run. Called from threads of the server, several at once; each may block.
 
-    UsageError, UnknownEngine and EngineConflict are answers; any other RltoolError, and TimeoutError, mean "not now" (503).
-    A call that is not back within its deadline is answered 503, and its result thrown away: so the rules of a call that
-    changes something are that it may be sent again, and that adding what is there already is EngineConflict.
+    UsageError, UnknownEngine and EngineConflict are answers; any other RltoolError, and TimeoutError, mean "not now"
+    (503). A call that is not back within its deadline is answered 503, and its result thrown away: so the rules of a
+    call that changes something are that it may be sent again, and that adding what is there already is EngineConflict.
     """
 
     def status(self) -> RunStatus: ...
@@ -54,7 +55,10 @@ class RunControl(Protocol):
     def engines(self) -> list[EngineStatus]: ...
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        """`url` is http://HOST:PORT without a trailing slash. Returns when the engine is in the fleet; it serves after a sync."""
+        """`url` is http://HOST:PORT. Returns when the engine is in the fleet; it serves after a sync.
+
+        key_file None: the run's own key file for engines that were given as bare addresses, if it has one.
+        """
 
     def remove_engine(self, url: str) -> EngineStatus:
         """Returns when the engine gets no new request (DRAINING), not when it has finished those that it has."""
@@ -111,7 +115,8 @@ class RunServer:
         self._thread.start()
         if not self._started.wait(_START_SECONDS) or self._failure is not None:
             raise RltoolError(
-                f"the driver cannot listen on {HOST}: {self._failure or 'its thread did not start'}; `rltool doctor` looks at it"
+                f"the driver cannot listen on {HOST}: {self._failure or 'its thread did not start'}; "
+                f"`rltool doctor` looks at it"
             )
 
     def close(self) -> None:
@@ -182,7 +187,8 @@ class RunServer:
 
     async def _add(self, request: web.Request) -> web.Response:
         url, key_file = _engine_to_add(await _json_of(request))
-        return web.json_response(await self._call(self._control.add_engine, url, key_file, deadline=self._deadlines.change))
+        deadline = self._deadlines.change
+        return web.json_response(await self._call(self._control.add_engine, url, key_file, deadline=deadline))
 
     async def _remove(self, request: web.Request) -> web.Response:
         if set(request.query) != {"url"}:
@@ -193,7 +199,7 @@ class RunServer:
     async def _call(self, function: Callable[..., Any], *arguments: Any, deadline: float) -> Any:
         """function(*arguments) in a thread of its own, for `deadline` seconds. Raises TimeoutError.
 
-        Not in an executor: the interpreter waits for those at its end, and a call that hangs must not hold up the driver's.
+        Not in an executor: the interpreter waits for those at its end, and a call that hangs must not hold that up.
         """
         if self._calls >= _MOST_CALLS:
             raise TimeoutError(f"{_MOST_CALLS} calls are waiting for the run already; see `rltool logs train`")
@@ -240,7 +246,9 @@ async def _json_of(request: web.Request) -> Any:
 
 def _engine_to_add(body: Any) -> tuple[str, Path | None]:
     if not isinstance(body, dict) or not isinstance(body.get("url"), str) or set(body) - {"url", "key_file"}:
-        raise UsageError('POST /engines wants {"url": "http://HOST:PORT", "key_file": "/absolute/path" or null}, and nothing else')
+        raise UsageError(
+            'POST /engines wants {"url": "http://HOST:PORT", "key_file": "/absolute/path" or null}, and nothing else'
+        )
     key_file = body.get("key_file")
     if key_file is not None and not (isinstance(key_file, str) and Path(key_file).is_absolute()):
         raise UsageError(f"key_file is an absolute path on the driver's host or null, not {key_file!r}")

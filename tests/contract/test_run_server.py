@@ -1,4 +1,4 @@
-"""The driver's endpoint on a real socket: keys, errors, deadlines, where it listens, and what the command line makes of it."""
+"""The driver's endpoint on a real socket: keys, errors, deadlines, where it listens, and its callers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import requests
 from rltool.cli import main
 from rltool.engines.run_client import Driver, choose_driver
 from rltool.engines.run_status import run_status
-from rltool.errors import EngineError, EngineUnreachable, RltoolError, UsageError
+from rltool.errors import EngineConflict, EngineError, EngineUnreachable, RltoolError, UnknownEngine, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, state_file, state_of_this_process, write_state
-from rltool.training.run_server import Deadlines, EngineConflict, RunServer, UnknownEngine, run_server
+from rltool.training.run_server import Deadlines, RunServer, run_server
 
 A, B, C = "http://127.0.0.1:7001", "http://127.0.0.1:7002", "http://127.0.0.1:7003"
 VERSION = "119f:1:12"
@@ -36,7 +36,14 @@ class FakeRun:
 
     @staticmethod
     def entry(url, state):
-        return {"url": url, "state": state, "reason": "[no] answer in 30 s", "since_seconds": 300.0, "weight_version": VERSION, "takes_weights": True}
+        return {
+            "url": url,
+            "state": state,
+            "reason": "[no] answer in 30 s",
+            "since_seconds": 300.0,
+            "weight_version": VERSION,
+            "takes_weights": True,
+        }
 
     def answer(self, name, *arguments):
         self.calls.append((name, *arguments))
@@ -48,7 +55,15 @@ class FakeRun:
     def status(self):
         self.answer("status")
         groups = {"issued": 70, "running": 8, "partial": 0, "ready": 20, "in_hand": 32, "trained": 9, "dropped": 1}
-        return {"step": 12, "steps": 100, "weight_version": VERSION, "engines": list(self.fleet.values()), "groups": groups, "progress": "generating"}
+        return {
+            "step": 12,
+            "steps": 100,
+            "weight_version": VERSION,
+            "engines": list(self.fleet.values()),
+            "groups": groups,
+            "requests_in_flight": 64,
+            "progress": "generating",
+        }
 
     def engines(self):
         self.answer("engines")
@@ -164,7 +179,14 @@ def test_a_request_that_is_wrong_is_told_so_in_json(ask, method, path, options, 
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(UsageError("x"), 400), (UnknownEngine("x"), 404), (EngineConflict("x"), 409), (EngineError("x"), 503), (RltoolError("x"), 503), (TimeoutError("x"), 503)],
+    [
+        (UsageError("x"), 400),
+        (UnknownEngine("x"), 404),
+        (EngineConflict("x"), 409),
+        (EngineError("x"), 503),
+        (RltoolError("x"), 503),
+        (TimeoutError("x"), 503),
+    ],
 )
 def test_what_the_run_raises_has_its_status(ask, control, error, status):
     control.raises = error
@@ -201,7 +223,11 @@ def test_calls_that_hang_do_not_pile_up(served, run, control):
 
 def test_it_listens_on_loopback_alone(url):
     port = int(url.rpartition(":")[2])
-    listening = [c.laddr.ip for c in psutil.Process(os.getpid()).net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port]
+    listening = [
+        c.laddr.ip
+        for c in psutil.Process(os.getpid()).net_connections("tcp")
+        if c.status == "LISTEN" and c.laddr.port == port
+    ]
     assert listening == ["127.0.0.1"]
 
 
@@ -269,7 +295,10 @@ def test_the_engines_of_the_run_that_trains_are_listed(url, wide, capsys):
 
 def test_an_engine_is_added_with_its_key_and_removed(url, control, wide, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert run_main(capsys, "engines", "add", "127.0.0.1:7003", "--key-file", "key") == (0, f"{C}: added to run job (starting)\n")
+    assert run_main(capsys, "engines", "add", "127.0.0.1:7003", "--key-file", "key") == (
+        0,
+        f"{C}: added to run job (starting)\n",
+    )
     assert run_main(capsys, "engines", "remove", C) == (0, f"{C}: leaves run job (draining)\n")
     assert control.calls == [("add", C, tmp_path / "key"), ("remove", C)]
 
@@ -279,13 +308,17 @@ def test_engines_of_a_file_are_added_with_the_key_that_it_names(url, control, ca
     (tmp_path / "e").write_text(json.dumps({"version": 1, "models": {"policy": {"engines": engines}}}))
     assert run_main(capsys, "engines", "add", f"@{tmp_path}/e")[0] == 0
     assert control.calls == [("add", C, tmp_path / "key")]
-    (tmp_path / "e").write_text(json.dumps({"version": 1, "models": {"policy": {"update_weights": False, "engines": engines}}}))
+    (tmp_path / "e").write_text(
+        json.dumps({"version": 1, "models": {"policy": {"update_weights": False, "engines": engines}}})
+    )
     code, output = run_main(capsys, "engines", "add", f"@{tmp_path}/e")
     assert code == 2 and "update_weights is false" in output
     assert len(control.calls) == 1
 
 
-@pytest.mark.parametrize(("verb", "address", "code", "said"), [("add", A, 1, "already"), ("remove", C, 1, "no engine of this run")])
+@pytest.mark.parametrize(
+    ("verb", "address", "code", "said"), [("add", A, 1, "already"), ("remove", C, 1, "no engine of this run")]
+)
 def test_the_reason_of_a_refusal_is_what_the_user_reads(url, capsys, verb, address, code, said):
     found, output = run_main(capsys, "engines", verb, address)
     assert found == code and said in output and "{" not in output
@@ -313,7 +346,9 @@ def test_a_state_of_a_driver_that_has_ended_is_not_asked(run, url):
         choose_driver("job")
 
 
-def test_a_foreign_key_and_a_driver_that_does_not_answer_are_errors_of_their_own(run, url, tmp_path, control, monkeypatch):
+def test_a_foreign_key_and_a_driver_that_does_not_answer_are_errors_of_their_own(
+    run, url, tmp_path, control, monkeypatch
+):
     (tmp_path / "key").write_text("wrong")
     with pytest.raises(RltoolError, match="refuses the key"):
         Driver(url, tmp_path / "key").status()
@@ -326,7 +361,7 @@ def test_status_shows_step_groups_and_engines_of_the_living_run(run, url, wide, 
     code, output = run_main(capsys, "status")
     assert code == 0
     assert "step 12 of 100; 1 of 2 engines serve; prompt groups: 70 issued, 8 running, 0 partial" in output
-    assert "32 in hand" in output and "generating" in output and "stale" in output
+    assert "32 in hand" in output and "64 requests in flight" in output and "generating" in output and "stale" in output
     [shown] = json.loads(run_main(capsys, "status", "--json")[1])["runs"]
     assert shown["training"]["groups"]["issued"] == 70
     [row] = shown["processes"]
