@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.errors import UsageError
 
 PauseMode = Literal["keep", "wait", "abort"]
 Medium = Literal["gloo", "disk", "nccl"]
@@ -79,3 +80,9 @@ class Dialect(Protocol):
     def argv(self, launch: EngineLaunch) -> list[str]: ...
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
+
+
+def refuse_nccl(medium: Medium) -> None:
+    """UsageError for the medium that no dialect takes yet."""
+    if medium == "nccl":
+        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")

@@ -14,12 +14,20 @@ from pathlib import PurePath
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode
-from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
+from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.types import (
+    SEED_MODULUS,
+    Bucket,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    VersionSpan,
+)
 from rltool.errors import EngineError, UsageError
 
 GENERATE_PATH = "/generate"
-SEED_MODULUS = 2**31
 
 BOOT_VERSION = re.compile(r"boot-([0-9a-f]{32})")
 """The weight version that our launch line gives a new server. /server_info shows it for as long as the process lives."""
@@ -184,7 +192,7 @@ class SglangDialect:
 
         Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
         """
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         if medium == "disk":
             return []
         body = {
@@ -206,7 +214,7 @@ class SglangDialect:
 
         The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
         """
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         if medium == "disk":
             return _load_directory(path)
         _check_alignment(bucket)
@@ -316,11 +324,6 @@ def _boot_id(server: Mapping[str, Any]) -> str | None:
         return ours[1]
     timings = server.get("startup_time")
     return hashlib.sha256(json.dumps(timings, sort_keys=True).encode()).hexdigest()[:32] if timings else None
-
-
-def _refuse_nccl(medium: Medium) -> None:
-    if medium == "nccl":
-        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
 
 
 def _check_alignment(bucket: Bucket) -> None:

@@ -10,6 +10,9 @@ from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 
+SEED_MODULUS = 2**31
+"""Seeds of requests and samples lie below it: what both engines take."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -25,7 +28,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`n` samples of one prompt. Sample i is seeded with seed + i (mod 2**31); request_id is a uuid4 hex, so of fixed length."""
+    """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of fixed length."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams

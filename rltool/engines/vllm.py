@@ -10,12 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode
+from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
-from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
-from rltool.errors import EngineError, MissingLogprobs, UsageError
+from rltool.engines.types import (
+    SEED_MODULUS,
+    Bucket,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    VersionSpan,
+)
+from rltool.errors import EngineError, MissingLogprobs
 
-GENERATE_PATH = "/inference/v1/generate"
+GENERATE_PATH = sglang_api.VLLM_PATH
 ABORT_PATH = "/inference/v1/abort_requests"
 """Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"
@@ -27,11 +37,8 @@ LOAD_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:
 """v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each of the n
 samples of a request counts for itself."""
 
-SEED_MODULUS = 2**31
 MAX_N_PER_REQUEST = 64
 """vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
-MISSING_LOGPROB = -9999.0
-"""What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py, _clamp_logprob)."""
 CPU_MAX_MODEL_LEN = 2048
 """Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small host."""
 CPU_BATCHED_TOKENS = 4096
@@ -158,7 +165,7 @@ class VllmDialect:
     def init_transfer(
         self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float
     ) -> list[HttpRequest]:
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         info: dict[str, Any] = {"medium": medium}
         if medium == "gloo":
             info |= {
@@ -175,7 +182,7 @@ class VllmDialect:
         return [HttpRequest("POST", "/start_weight_update")]
 
     def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         info: dict[str, Any] = {
             "names": [meta.name for meta in bucket],
             "dtypes": [meta.dtype for meta in bucket],
@@ -253,7 +260,7 @@ def parse_choice(choice: Mapping[str, Any]) -> Completion:
     for position, (token_id, entry) in enumerate(zip(token_ids, content, strict=False)):
         if entry["token_id"] != token_id:
             raise EngineError(f"log-probability {position} is that of token {entry['token_id']}, the sampled token is {token_id}")
-        if entry["logprob"] is not None and entry["logprob"] <= MISSING_LOGPROB:
+        if entry["logprob"] is not None and entry["logprob"] <= sglang_api.MISSING_LOGPROB:
             raise MissingLogprobs(f"vLLM has no finite log-probability for sampled token {position} (it sent {entry['logprob']})")
     spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
     return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans)
@@ -284,11 +291,6 @@ def _gauge(text: Any, name: str) -> list[float]:
 
 def _request_id(request: GenerateRequest, start: int) -> str:
     return request.request_id if start == 0 else f"{request.request_id}-{start}"
-
-
-def _refuse_nccl(medium: Medium) -> None:
-    if medium == "nccl":
-        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
 
 
 def _facts_of_stock_server(reply: Any) -> dict[str, Any]:

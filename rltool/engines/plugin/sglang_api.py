@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 VLLM_PATH = "/inference/v1/generate"
-MISSING_LOGPROB = -9999.0  # see rltool.engines.vllm
+MISSING_LOGPROB = -9999.0
+"""What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py, _clamp_logprob)."""
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
 
