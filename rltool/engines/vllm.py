@@ -11,7 +11,7 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
-from rltool.engines.plugin import sglang_api
+from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.types import (
     SEED_MODULUS,
@@ -26,7 +26,7 @@ from rltool.engines.types import (
 from rltool.errors import EngineError, MissingLogprobs
 
 GENERATE_PATH = sglang_api.VLLM_PATH
-ABORT_PATH = "/inference/v1/abort_requests"
+ABORT_PATH = aborts.ABORT_PATH
 """Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""

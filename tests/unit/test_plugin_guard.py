@@ -159,6 +159,18 @@ def test_a_generate_that_is_no_request_is_a_400(body):
     assert app.calls == []
 
 
+def test_what_vllm_keeps_of_aborted_requests_is_dropped_and_no_more():
+    app = App()
+    running = SimpleNamespace(child_requests={"0_b", "1_b"})
+    app.output_processor = SimpleNamespace(parent_requests={"a": SimpleNamespace(child_requests=set()), "b": running})
+    ask(app, "POST", "/pause")
+    assert list(app.output_processor.parent_requests) == ["a", "b"]
+    assert ask(app, "POST", "/inference/v1/abort_requests", b'{"request_ids": ["x"]}')[0] == 200
+    assert app.output_processor.parent_requests == {"b": running}
+    del app.output_processor  # a vLLM without it
+    assert ask(app, "POST", "/inference/v1/abort_requests", b'{"request_ids": ["x"]}')[0] == 200
+
+
 @pytest.mark.parametrize("path", ["/start_weight_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/resume"])
 def test_an_update_left_open_is_ended_before_the_next_step(path):
     app = App(mixed=True)

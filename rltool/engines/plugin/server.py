@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 from rltool.engines.plugin import info, sglang_api
+from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
 from rltool.engines.plugin.asgi import (
     App,
     Disconnected,
@@ -94,6 +95,8 @@ class ServerMiddleware:
             await self._end_unfinished_update(scope["app"].state)
         if path not in MAY_FAIL_HALFWAY:
             await self._app(scope, receive, send)
+            if path == ABORT_PATH:
+                await forget_aborted_parents(scope["app"].state.engine_client)
             return
         status = 500
 
