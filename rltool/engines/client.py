@@ -115,7 +115,8 @@ class EngineClient:
                 f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}"
             ) from error
         assert failure is not None
-        # The error itself, not a new one of its type: that would lose its attributes, or want arguments that are not here.
+        # The error itself, not a new one of its type: that would lose its attributes, or want arguments that are not
+        # here.
         failure.args = (f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})",)
         raise failure from cause
 
@@ -248,14 +249,14 @@ class EngineClient:
             if isinstance(reply, dict) and field in reply:
                 return name
         raise UsageError(
-            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as theirs do)"
+            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as "
+            f"theirs do)"
         )
 
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
         http = _dialect_of(endpoint).health()
         await self.request(endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=False)
-
 
     async def load(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> EngineLoad:
         """How much one engine has to do. Sent once: a number that comes late is worth nothing."""
@@ -292,9 +293,15 @@ def _quote(text: str) -> str:
 
 def _hint(status: int) -> str:
     if status in (401, 403):
-        return " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in endpoints.json"
+        return (
+            " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in "
+            "endpoints.json"
+        )
     if status == 404:
-        return " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL routes enabled?"
+        return (
+            " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL "
+            "routes enabled?"
+        )
     return ""
 
 
