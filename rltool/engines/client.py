@@ -8,7 +8,6 @@ another 4xx, and never a control call: a weight update that was half done must n
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import aiohttp
 
 from rltool.engines.dialects import NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.replies import read_reply
 from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
@@ -26,8 +26,6 @@ PROBE_SECONDS = 30.0
 seconds."""
 HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
-QUOTED_CHARACTERS = 600
-"""How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
 ABORTS_SIDE_BY_SIDE = 64
 """SGLang takes one id per request: a stop of 2,000 requests must not open 2,000 connections."""
 KEEPALIVE_SECONDS = 2.0
@@ -137,15 +135,12 @@ class EngineClient:
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
-        if status in request.tolerate:
-            return status
-        text = body.decode("utf-8", "replace")
-        if status == 429 or status >= 500:
-            raise _Temporary(EngineError(f"{what} answered {status}: {_quote(text)}"))
-        if status >= 300:
-            sent = f" (sent: {_quote(json.dumps(request.body))})" if request.body is not None else ""
-            raise EngineRejected(f"{what} answered {status}: {_quote(text)}{_hint(status)}{sent}", status)
-        return _decode(text)
+        try:
+            return read_reply(what, request, status, body)
+        except EngineRejected:
+            raise
+        except EngineError as error:
+            raise _Temporary(error) from None
 
     async def generate(
         self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float, attempts: int | None = None
@@ -284,31 +279,3 @@ def _dialect_of(endpoint: EngineEndpoint):
 def _first(errors: BaseExceptionGroup) -> BaseException:
     inner = errors.exceptions[0]
     return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
-
-
-def _quote(text: str) -> str:
-    text = " ".join(text.split()) or "(empty reply)"
-    return text if len(text) <= QUOTED_CHARACTERS else text[:QUOTED_CHARACTERS] + " ..."
-
-
-def _hint(status: int) -> str:
-    if status in (401, 403):
-        return (
-            " -- the bearer key is missing, wrong, or not for this route: check key_file of this engine in "
-            "endpoints.json"
-        )
-    if status == 404:
-        return (
-            " -- this server has no such route: was it started by `rltool serve-engines`, or with its RL "
-            "routes enabled?"
-        )
-    return ""
-
-
-def _decode(text: str) -> Any:
-    if not text:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
