@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 
-from rltool.engines import replies
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.replies import read_reply
 from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
@@ -113,7 +113,8 @@ class EngineClient:
                 f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}"
             ) from error
         assert failure is not None
-        # The error itself, not a new one of its type: that would lose its attributes, or want arguments that are not here.
+        # The error itself, not a new one of its type: that would lose its attributes, or want arguments that are not
+        # here.
         failure.args = (f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})",)
         raise failure from cause
 
@@ -135,11 +136,11 @@ class EngineClient:
         except (aiohttp.ClientError, OSError) as error:
             raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
         try:
-            return replies.read_reply(what, request, status, body)
+            return read_reply(what, request, status, body)
         except EngineRejected:
             raise
         except EngineError as error:
-            raise _Temporary(error) from error
+            raise _Temporary(error) from None
 
     async def generate(
         self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float, attempts: int | None = None
@@ -243,14 +244,14 @@ class EngineClient:
             if isinstance(reply, dict) and field in reply:
                 return name
         raise UsageError(
-            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as theirs do)"
+            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as "
+            f"theirs do)"
         )
 
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
         http = _dialect_of(endpoint).health()
         await self.request(endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=False)
-
 
     async def load(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> EngineLoad:
         """How much one engine has to do. Sent once: a number that comes late is worth nothing."""

@@ -1,6 +1,7 @@
 """What an engine's HTTP interface looks like to rltool: pure functions from typed values to requests and back.
 
-A dialect performs no I/O and imports no engine package, so it is tested without a network. `client.py` does the I/O for all.
+A dialect performs no I/O and imports no engine package, so it is tested without a network. `client.py` does the I/O for
+all.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.errors import UsageError
 
 PauseMode = Literal["keep", "wait", "abort"]
 Medium = Literal["gloo", "disk", "nccl"]
@@ -22,13 +24,15 @@ class Dialect(Protocol):
 
     # -- generation (data plane)
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
-        """The HTTP requests that together yield request.n samples (one request where the engine can do n with seeds)."""
+        """The HTTP requests that together yield request.n samples (one request where the engine can do n with
+        seeds)."""
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         """Exactly request.n completions, or EngineError / MissingLogprobs."""
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
-        """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort` takes."""
+        """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort`
+        takes."""
 
     # -- probing
     def probe(self) -> Mapping[str, HttpRequest]:
@@ -49,33 +53,54 @@ class Dialect(Protocol):
     def resume(self) -> list[HttpRequest]: ...
 
     def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
-        """End exactly these requests, given by the ids of `request_ids`, at one engine; all of them may be sent side by side.
+        """End exactly these requests, given by the ids of `request_ids`, at one engine; all of them may be sent side by
+        side.
 
-        An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A request
-        that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A request that arrives
-        after the abort, or that the server has not yet let in, is not ended by it: whoever waits for the end repeats the abort.
+        An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A
+        request that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A
+        request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
+        for the end repeats the abort.
         """
 
     # -- weights
-    def init_transfer(self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float) -> list[HttpRequest]:
+    def init_transfer(
+        self,
+        medium: Medium,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        timeout_seconds: float,
+    ) -> list[HttpRequest]:
         """Join the transfer group. The gloo request blocks in the engine until the trainer has joined as rank 0."""
 
     def begin_update(self) -> list[HttpRequest]: ...
 
-    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
+    def update_bucket(
+        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+    ) -> list[HttpRequest]:
         """Announce one bucket; gloo: received while this request is open.
 
-        disk: `path` is one safetensors file, model-I-of-N.safetensors, of a directory in HF layout that is complete before its
-        first file is announced. A server that reads file by file gets a request for each; one that loads whole directories
-        gets none but for the last file, and so the list is empty for the others.
+        disk: `path` is one safetensors file, model-I-of-N.safetensors, of a directory in HF layout that is complete
+        before its first file is announced. A server that reads file by file gets a request for each; one that loads
+        whole directories gets none but for the last file, and so the list is empty for the others.
         """
 
     def finish_update(self, version: str) -> list[HttpRequest]: ...
 
     def shutdown_transfer(self, group: str) -> list[HttpRequest]:
-        """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be there."""
+        """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be
+        there."""
 
     # -- launching
     def argv(self, launch: EngineLaunch) -> list[str]: ...
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
+
+
+def refuse_nccl(medium: Medium) -> None:
+    """UsageError for the medium that no dialect takes yet."""
+    if medium == "nccl":
+        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")

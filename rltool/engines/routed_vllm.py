@@ -1,7 +1,7 @@
 """SGLang's /generate as vLLM servers with rltool's plugin answer it, which is how sglang-router reaches them.
 
-All samples of a prompt go in one request: the plugin hands n and the seed to vLLM, which gives sample i the seed + i. Eight samples
-in eight requests cost the server's front end, one Python process, three times as much.
+All samples of a prompt go in one request: the plugin hands n and the seed to vLLM, which gives sample i the seed + i.
+Eight samples in eight requests cost the server's front end, one Python process, three times as much.
 """
 
 from __future__ import annotations

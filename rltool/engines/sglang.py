@@ -1,7 +1,8 @@
 """The SGLang dialect (0.5.23). Also what sglang-router speaks, and vLLM servers with rltool's plugin.
 
 Sources: sglang/srt/entrypoints/http_server.py (routes), managers/io_struct.py (bodies), managers/scheduler.py (pauses),
-managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but health).
+managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but
+health).
 """
 
 from __future__ import annotations
@@ -14,20 +15,30 @@ from pathlib import PurePath
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode
-from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
+from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.types import (
+    SEED_MODULUS,
+    Bucket,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    VersionSpan,
+)
 from rltool.errors import EngineError, UsageError
 
 GENERATE_PATH = "/generate"
-SEED_MODULUS = 2**31
 
 BOOT_VERSION = re.compile(r"boot-([0-9a-f]{32})")
-"""The weight version that our launch line gives a new server. /server_info shows it for as long as the process lives."""
+"""The weight version that our launch line gives a new server. /server_info shows it for as long as the process
+lives."""
 
 SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 IDLE_SECONDS = 30
-"""How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long prompt."""
+"""How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long
+prompt."""
 
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
@@ -37,8 +48,9 @@ LAUNCHER = (
     "sys.argv += ['--api-key', open(sys.argv.pop(1)).read().strip()]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
-"""SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the process.
-Its log starts with all its arguments, the key among them: the log file must not be readable by others (0600)."""
+"""SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the
+process. Its log starts with all its arguments, the key among them: the log file must not be readable by others
+(0600)."""
 
 DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
@@ -53,9 +65,10 @@ class SglangDialect:
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
         """One HTTP request per sample.
 
-        Not one with n: a seeded server (--enable-deterministic-inference) gives all n samples of a request the one seed, so
-        that they come out identical, and sglang-router takes one prompt and one set of parameters. The prompt's cache is
-        shared all the same. Without that flag SGLang ignores seeds, and its samples differ by its own random state.
+        Not one with n: a seeded server (--enable-deterministic-inference) gives all n samples of a request the one
+        seed, so that they come out identical, and sglang-router takes one prompt and one set of parameters. The
+        prompt's cache is shared all the same. Without that flag SGLang ignores seeds, and its samples differ by its own
+        random state.
         """
         return [self._generate_one(request, index) for index in range(request.n)]
 
@@ -63,7 +76,9 @@ class SglangDialect:
         sampling = request.sampling
         if sampling.ignore_eos and sampling.stop_token_ids:
             # It would ignore these too (schedule_batch.py, _check_token_based_finish), where vLLM stops at them.
-            raise UsageError("SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids")
+            raise UsageError(
+                "SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids"
+            )
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -144,18 +159,20 @@ class SglangDialect:
     # -- control plane
 
     def pause(self, mode: PauseMode) -> list[HttpRequest]:
-        """`keep` is SGLang's "retract": requests keep their tokens and go back to the queue, their keys and values are dropped.
+        """`keep` is SGLang's "retract": requests keep their tokens and go back to the queue, their keys and values are
+        dropped.
 
-        Its "in_place" keeps the cache of the old weights, in flight and in the prefix tree, and then refuses to flush it: the
-        tokens after the sync, and whole new samples with a cached prefix, come from a mixture of two policies whose
-        log-probabilities no trainer can reproduce.
+        Its "in_place" keeps the cache of the old weights, in flight and in the prefix tree, and then refuses to flush
+        it: the tokens after the sync, and whole new samples with a cached prefix, come from a mixture of two policies
+        whose log-probabilities no trainer can reproduce.
         """
         if mode == "wait":
             raise UsageError("SGLang cannot pause with mode wait: use keep (requests go on after the sync) or abort")
         if mode == "keep":
             return [HttpRequest("POST", "/pause_generation", {"mode": "retract"})]
-        # Aborted requests have been answered when the pause returns, but their last batch may still run: a flush that waits
-        # for it makes sure that nothing of it is left in the cache, and that the one after the update is not refused.
+        # Aborted requests have been answered when the pause returns, but their last batch may still run: a flush that
+        # waits for it makes sure that nothing of it is left in the cache, and that the one after the update is not
+        # refused.
         return [
             HttpRequest("POST", "/pause_generation", {"mode": "abort"}),
             HttpRequest("POST", "/flush_cache", query={"timeout": str(IDLE_SECONDS)}),
@@ -165,11 +182,12 @@ class SglangDialect:
         return [HttpRequest("POST", "/continue_generation", {})]
 
     def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
-        """One request per id: the route takes one. Its front end knows whole ids alone, its scheduler matches by prefix.
+        """One request per id: the route takes one. Its front end knows whole ids alone, its scheduler matches by
+        prefix.
 
-        A request that came while the engine was paused is held back by the front end, which does not know its id before the
-        engine is resumed: abort it again then. (One that was running when the pause came is ended at once.) An empty id is
-        refused here, for it would be a prefix of everybody's.
+        A request that came while the engine was paused is held back by the front end, which does not know its id before
+        the engine is resumed: abort it again then. (One that was running when the pause came is ended at once.) An
+        empty id is refused here, for it would be a prefix of everybody's.
         """
         if "" in request_ids:
             raise ValueError("an empty request id would abort the requests of everybody")
@@ -178,13 +196,22 @@ class SglangDialect:
     # -- weights
 
     def init_transfer(
-        self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float
+        self,
+        medium: Medium,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        timeout_seconds: float,
     ) -> list[HttpRequest]:
-        """`timeout_seconds` cannot be told to SGLang: its scheduler waits torch's 30 minutes for a trainer that does not come.
+        """`timeout_seconds` cannot be told to SGLang: its scheduler waits torch's 30 minutes for a trainer that does
+        not come.
 
         Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
         """
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         if medium == "disk":
             return []
         body = {
@@ -201,12 +228,15 @@ class SglangDialect:
         # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
         return [HttpRequest("POST", "/begin_weight_update", {})]
 
-    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
-        """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the version.
+    def update_bucket(
+        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+    ) -> list[HttpRequest]:
+        """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the
+        version.
 
         The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
         """
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         if medium == "disk":
             return _load_directory(path)
         _check_alignment(bucket)
@@ -224,7 +254,8 @@ class SglangDialect:
         """The version comes last: an engine whose flush was refused still holds the old policy's keys and values."""
         return [
             HttpRequest("POST", "/end_weight_update", {}),
-            # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if not.
+            # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if
+            # not.
             HttpRequest("POST", "/flush_cache"),
             # abort_all_requests is true by default, which would throw away what a pause with `keep` has kept.
             HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}),
@@ -246,14 +277,25 @@ class SglangDialect:
         argv = [str(launch.python), "-P", "-c", LAUNCHER, str(launch.key_file)]
         argv += ["--model-path", str(launch.model), "--served-model-name", launch.served_name]
         argv += ["--host", launch.host, "--port", str(launch.port), "--tp-size", str(launch.tp)]
-        argv += ["--random-seed", str(launch.seed)]  # one of its own each: replicas with the same return identical samples
+        argv += [
+            "--random-seed",
+            str(launch.seed),
+        ]  # one of its own each: replicas with the same return identical samples
         argv += ["--weight-version", f"boot-{launch.boot_id}"]
-        # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the server.
+        # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the
+        # server.
         argv += ["--skip-server-warmup"]
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"
-            argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"]
+            argv += [
+                "--device",
+                "cpu",
+                "--attention-backend",
+                "torch_native",
+                "--disable-cuda-graph",
+                "--disable-overlap-schedule",
+            ]
             argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
             argv += ["--sleep-on-idle"]  # its scheduler otherwise polls, and takes half a core from the trainer
         if dtype is not None:
@@ -292,12 +334,15 @@ def parse_reply(reply: Any) -> Completion:
     entries = meta.get("output_token_logprobs") or ()
     for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=False)):
         if entry[1] != token_id:
-            raise EngineError(f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}")
+            raise EngineError(
+                f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}"
+            )
     return Completion(token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)))
 
 
 def _request_id(request: GenerateRequest, index: int) -> str:
-    """/abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's id."""
+    """/abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's
+    id."""
     return request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"
 
 
@@ -310,17 +355,13 @@ def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
 
 
 def _boot_id(server: Mapping[str, Any]) -> str | None:
-    """The id that our launch line gave, else a fingerprint of how long each part of the start took, to the nanosecond."""
+    """The id that our launch line gave, else a fingerprint of how long each part of the start took, to the
+    nanosecond."""
     ours = BOOT_VERSION.fullmatch(server.get("weight_version") or "")
     if ours:
         return ours[1]
     timings = server.get("startup_time")
     return hashlib.sha256(json.dumps(timings, sort_keys=True).encode()).hexdigest()[:32] if timings else None
-
-
-def _refuse_nccl(medium: Medium) -> None:
-    if medium == "nccl":
-        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
 
 
 def _check_alignment(bucket: Bucket) -> None:
@@ -339,7 +380,8 @@ def _check_alignment(bucket: Bucket) -> None:
 
 
 def _load_directory(path: str | None) -> list[HttpRequest]:
-    """SGLang loads a whole directory in one call: it is sent with the last file of the version, and for the others nothing."""
+    """SGLang loads a whole directory in one call: it is sent with the last file of the version, and for the others
+    nothing."""
     shard = SHARD.fullmatch(PurePath(path).name) if path is not None else None
     if path is None or shard is None:
         raise ValueError(f"a bucket that travels over the disk is a file model-I-of-N.safetensors, not {path}")

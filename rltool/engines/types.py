@@ -10,6 +10,9 @@ from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 
+SEED_MODULUS = 2**31
+"""Seeds of requests and samples lie below it: what both engines take."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -25,7 +28,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`n` samples of one prompt. Sample i is seeded with seed + i (mod 2**31); request_id is a uuid4 hex, so of fixed length."""
+    """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
+    fixed length."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -48,8 +52,8 @@ class Completion:
     """One sampled response.
 
     token_ids: the response alone, with the stop token if the model emitted one; logprobs: natural logs under the
-    sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty
-    if the engine does not report them). Raises MissingLogprobs if the two lists differ in length or a value is not finite.
+    sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty if
+    the engine does not report them). Raises MissingLogprobs if the two lists differ in length or a value is not finite.
     """
 
     token_ids: tuple[int, ...]
@@ -59,7 +63,9 @@ class Completion:
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
-            raise MissingLogprobs(f"the engine returned {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities")
+            raise MissingLogprobs(
+                f"the engine returned {len(self.token_ids)} tokens and {len(self.logprobs)} log-probabilities"
+            )
         bad = next((i for i, value in enumerate(self.logprobs) if value is None or not math.isfinite(value)), None)
         if bad is not None:
             raise MissingLogprobs(f"log-probability {bad} of {len(self.logprobs)} is {self.logprobs[bad]}")
@@ -69,8 +75,8 @@ class Completion:
 class HttpRequest:
     """What a dialect asks the client to send. `body` is JSON; `query` goes into the URL.
 
-    tolerate: HTTP statuses that are an answer here and no failure, such as the 400 for closing what is not open. The reply
-    is then the status, as an int.
+    tolerate: HTTP statuses that are an answer here and no failure, such as the 400 for closing what is not open. The
+    reply is then the status, as an int.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -103,8 +109,8 @@ class EngineInfo:
 class EngineLoad:
     """What one engine has to do at this moment, over all its data-parallel replicas.
 
-    running: samples in its batches; waiting: samples that it has accepted and not started, or put back for lack of space;
-    kv_cache_usage: the used share of the KV cache, in [0, 1], of the fullest replica.
+    running: samples in its batches; waiting: samples that it has accepted and not started, or put back for lack of
+    space; kv_cache_usage: the used share of the KV cache, in [0, 1], of the fullest replica.
     """
 
     running: int
@@ -122,4 +128,5 @@ class TensorMeta:
 
 
 Bucket = tuple[TensorMeta, ...]
-"""Tensors sent together. Their bytes travel back to back as one flat uint8 tensor, in this order, contiguous, unpadded."""
+"""Tensors sent together. Their bytes travel back to back as one flat uint8 tensor, in this order, contiguous,
+unpadded."""

@@ -1,6 +1,8 @@
-"""The vLLM dialect (0.32): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement learning.
+"""The vLLM dialect (0.32): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement
+learning.
 
-Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online, vllm/entrypoints/launchers/cli_args.py.
+Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online,
+vllm/entrypoints/launchers/cli_args.py.
 """
 
 from __future__ import annotations
@@ -10,35 +12,46 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode
+from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
-from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest, VersionSpan
-from rltool.errors import EngineError, MissingLogprobs, UsageError
+from rltool.engines.types import (
+    SEED_MODULUS,
+    Bucket,
+    Completion,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    VersionSpan,
+)
+from rltool.errors import EngineError, MissingLogprobs
 
-GENERATE_PATH = "/inference/v1/generate"
-ABORT_PATH = "/inference/v1/abort_requests"
-"""Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's requests."""
+GENERATE_PATH = sglang_api.VLLM_PATH
+ABORT_PATH = aborts.ABORT_PATH
+"""Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's
+requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
 
 LOAD_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-"""v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each of the n
-samples of a request counts for itself."""
+"""v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each
+of the n samples of a request counts for itself."""
 
-SEED_MODULUS = 2**31
 MAX_N_PER_REQUEST = 64
 """vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
-MISSING_LOGPROB = -9999.0
-"""What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py, _clamp_logprob)."""
 CPU_MAX_MODEL_LEN = 2048
-"""Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small host."""
+"""Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small
+host."""
 CPU_BATCHED_TOKENS = 4096
-"""Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being cut."""
+"""Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being
+cut."""
 
 CPU_BUSY_LOOP_SECONDS = "0.002"
-"""A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they sleep."""
+"""A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they
+sleep."""
 
 
 class VllmDialect:
@@ -67,7 +80,11 @@ class VllmDialect:
         if request.seed is not None:
             # vLLM seeds sample i of a request with seed + i (v1/engine/parallel_sampling.py).
             parameters["seed"] = (request.seed + start) % SEED_MODULUS
-        body = {"request_id": _request_id(request, start), "token_ids": list(request.prompt_ids), "sampling_params": parameters}
+        body = {
+            "request_id": _request_id(request, start),
+            "token_ids": list(request.prompt_ids),
+            "sampling_params": parameters,
+        }
         return HttpRequest("POST", GENERATE_PATH, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
@@ -145,20 +162,33 @@ class VllmDialect:
         return [HttpRequest("POST", "/resume")]
 
     def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
-        """One request. An id stands for all n samples of its request, whether it came by GENERATE_PATH or by the plugin's /generate.
+        """One request. An id stands for all n samples of its request, whether it came by GENERATE_PATH or by the
+        plugin's /generate.
 
         vLLM answers before it has aborted (a task of the server does it), and unknown ids change nothing.
         """
         if not request_ids:
             return []
-        return [HttpRequest("POST", ABORT_PATH, {"request_ids": [REQUEST_ID_PREFIX + request_id for request_id in request_ids]})]
+        return [
+            HttpRequest(
+                "POST", ABORT_PATH, {"request_ids": [REQUEST_ID_PREFIX + request_id for request_id in request_ids]}
+            )
+        ]
 
     # -- weights (the wire contract is in rltool.engines.wire)
 
     def init_transfer(
-        self, medium: Medium, *, address: str, port: int, rank_offset: int, world_size: int, group: str, timeout_seconds: float
+        self,
+        medium: Medium,
+        *,
+        address: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        timeout_seconds: float,
     ) -> list[HttpRequest]:
-        _refuse_nccl(medium)
+        refuse_nccl(medium)
         info: dict[str, Any] = {"medium": medium}
         if medium == "gloo":
             info |= {
@@ -174,8 +204,10 @@ class VllmDialect:
     def begin_update(self) -> list[HttpRequest]:
         return [HttpRequest("POST", "/start_weight_update")]
 
-    def update_bucket(self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None) -> list[HttpRequest]:
-        _refuse_nccl(medium)
+    def update_bucket(
+        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+    ) -> list[HttpRequest]:
+        refuse_nccl(medium)
         info: dict[str, Any] = {
             "names": [meta.name for meta in bucket],
             "dtypes": [meta.dtype for meta in bucket],
@@ -188,9 +220,10 @@ class VllmDialect:
         return [HttpRequest("POST", "/update_weights", {"update_info": info})]
 
     def finish_update(self, version: str) -> list[HttpRequest]:
-        # The prefix cache holds keys and values of the old weights: a prompt that hits it gets log-probabilities that are off
-        # by 1. A pause drops it too, but vLLM documents that it may not with mode=keep, and an update needs no pause. Running
-        # requests hold blocks of it: they are requeued, so that their tokens so far stay and their cache is computed anew.
+        # The prefix cache holds keys and values of the old weights: a prompt that hits it gets log-probabilities that
+        # are off by 1. A pause drops it too, but vLLM documents that it may not with mode=keep, and an update needs no
+        # pause. Running requests hold blocks of it: they are requeued, so that their tokens so far stay and their cache
+        # is computed anew.
         return [
             HttpRequest("POST", "/finish_weight_update", {"weight_version": version}),
             HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
@@ -216,9 +249,14 @@ class VllmDialect:
         if launch.device == "cpu":
             dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
             argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
-            # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the request's
-            # random generator, and torch raises "CPU Generator does not use offset". So prompts are never cut.
-            argv += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(CPU_BATCHED_TOKENS, max_model_len))]
+            # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the
+            # request's random generator, and torch raises "CPU Generator does not use offset". So prompts are never
+            # cut.
+            argv += [
+                "--no-enable-chunked-prefill",
+                "--max-num-batched-tokens",
+                str(max(CPU_BATCHED_TOKENS, max_model_len)),
+            ]
         if dtype is not None:
             argv += ["--dtype", dtype]
         if max_model_len is not None:
@@ -238,7 +276,11 @@ class VllmDialect:
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
         }
         if launch.device == "cpu":
-            environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+            environment |= {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
+            }
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
         return environment
 
@@ -252,9 +294,13 @@ def parse_choice(choice: Mapping[str, Any]) -> Completion:
         raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {reason!r}")
     for position, (token_id, entry) in enumerate(zip(token_ids, content, strict=False)):
         if entry["token_id"] != token_id:
-            raise EngineError(f"log-probability {position} is that of token {entry['token_id']}, the sampled token is {token_id}")
-        if entry["logprob"] is not None and entry["logprob"] <= MISSING_LOGPROB:
-            raise MissingLogprobs(f"vLLM has no finite log-probability for sampled token {position} (it sent {entry['logprob']})")
+            raise EngineError(
+                f"log-probability {position} is that of token {entry['token_id']}, the sampled token is {token_id}"
+            )
+        if entry["logprob"] is not None and entry["logprob"] <= sglang_api.MISSING_LOGPROB:
+            raise MissingLogprobs(
+                f"vLLM has no finite log-probability for sampled token {position} (it sent {entry['logprob']})"
+            )
     spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
     return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans)
 
@@ -284,11 +330,6 @@ def _gauge(text: Any, name: str) -> list[float]:
 
 def _request_id(request: GenerateRequest, start: int) -> str:
     return request.request_id if start == 0 else f"{request.request_id}-{start}"
-
-
-def _refuse_nccl(medium: Medium) -> None:
-    if medium == "nccl":
-        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")
 
 
 def _facts_of_stock_server(reply: Any) -> dict[str, Any]:

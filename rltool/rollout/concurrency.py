@@ -1,12 +1,14 @@
-"""How many requests a fleet should have in flight: additive increase, multiplicative decrease, by what engines tell of their load.
+"""How many requests a fleet should have in flight: additive increase, multiplicative decrease, by what engines tell of
+their load.
 
-With too few an engine's batches are small and its GPU idles. With too many, requests wait in its queue, or its KV cache fills and
-it takes back what it has begun: no token comes sooner, and each is older by the time that it is trained on. The right number
-depends on model, lengths and GPU, and drifts as answers grow; so it is found while the run goes on.
+With too few an engine's batches are small and its GPU idles. With too many, requests wait in its queue, or its KV cache
+fills and it takes back what it has begun: no token comes sooner, and each is older by the time that it is trained on.
+The right number depends on model, lengths and GPU, and drifts as answers grow; so it is found while the run goes on.
 
-This module owns the number, and when it may move. It does not ask engines, count requests, hold permits, or abort anything: after
-a decrease the surplus is let finish. Hence the one transition that must not exist: a decrease on the evidence of a surplus that
-an earlier decrease has already condemned. Taken again and again until the queue has drained, it would end at the minimum.
+This module owns the number, and when it may move. It does not ask engines, count requests, hold permits, or abort
+anything: after a decrease the surplus is let finish. Hence the one transition that must not exist: a decrease on the
+evidence of a surplus that an earlier decrease has already condemned. Taken again and again until the queue has drained,
+it would end at the minimum.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ FULL_KV_CACHE = 0.95
 ROOMY_KV_CACHE = 0.8
 """Below it there is room for more. Between the two the number stays: samples that run will still grow."""
 USED_SHARE = 0.9
-"""Of the limit. Where fewer are in flight the limit is not what holds them back, and a quiet engine says nothing about it."""
+"""Of the limit. Where fewer are in flight the limit is not what holds them back, and a quiet engine says nothing about
+it."""
 
 
 class Pressure(StrEnum):
@@ -49,8 +52,8 @@ def pressure(loads: Sequence[EngineLoad]) -> Pressure:
 
 @dataclass(frozen=True)
 class ConcurrencyPolicy:
-    """Requests (prompt groups) per serving engine. cooldown: seconds between two changes, so that what is read was caused by
-    the last one: some forward passes until new requests run, and the engine's metrics follow."""
+    """Requests (prompt groups) per serving engine. cooldown: seconds between two changes, so that what is read was
+    caused by the last one: some forward passes until new requests run, and the engine's metrics follow."""
 
     start: int
     minimum: int = 1

@@ -31,7 +31,9 @@ TENSORS = {
     "norm": torch.ones(5, dtype=torch.bfloat16),
     "bias": torch.tensor([0.5], dtype=torch.bfloat16),
 }
-BUCKET = tuple(TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in TENSORS.items())
+BUCKET = tuple(
+    TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in TENSORS.items()
+)
 
 
 @pytest.fixture
@@ -73,7 +75,15 @@ class Trainer:
 
     async def join(self):
         store = host_store("127.0.0.1", 0, SECONDS)
-        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
+        init = SPEAKS.init_transfer(
+            "gloo",
+            address="127.0.0.1",
+            port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group=GROUP,
+            timeout_seconds=SECONDS,
+        )
         opening = asyncio.to_thread(open_sglang_group, store, 2, GROUP, SECONDS)
         group, _ = await asyncio.gather(opening, self.tell(init))
         return group
@@ -142,7 +152,9 @@ def test_an_engine_that_dies_under_a_request_is_unreachable(engine, key_file):
     engine.seconds = 100.0
 
     async def scenario(client):
-        running = asyncio.create_task(client.generate(endpoint(engine, key_file), request(max_tokens=10_000), timeout=SECONDS))
+        running = asyncio.create_task(
+            client.generate(endpoint(engine, key_file), request(max_tokens=10_000), timeout=SECONDS)
+        )
         await asyncio.to_thread(engine.wait_in_flight, 1)
         await asyncio.to_thread(engine.die)
         with pytest.raises(EngineUnreachable):
@@ -235,7 +247,10 @@ def test_an_abort_ends_our_own_requests_alone_and_they_come_back_with_what_they_
         await asyncio.to_thread(engine.wait_in_flight, 4)
         await client.abort(where, [*client.request_ids(where, ours), "c" * 32, "a" * 32], timeout=SECONDS)
         cut, whole = [await task for task in tasks]
-        assert all(sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < 100 for sample in cut)
+        assert all(
+            sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < 100
+            for sample in cut
+        )
         assert [(sample.finish_reason, len(sample.token_ids)) for sample in whole] == [("length", 100)] * 2
 
     play(scenario)
@@ -278,7 +293,10 @@ def test_the_load_is_what_runs_what_waits_and_how_full_the_cache_is(engine, key_
         while not engine.batch.waiting:
             await asyncio.sleep(0.001)
         load = await client.load(where)
-        assert (load.running, load.waiting) == (2, 1) and 0.08 <= load.kv_cache_usage < 0.3  # two prompts of 3 tokens and more
+        assert (load.running, load.waiting) == (
+            2,
+            1,
+        ) and 0.08 <= load.kv_cache_usage < 0.3  # two prompts of 3 tokens and more
         await client.abort(where, client.request_ids(where, asked), timeout=SECONDS)
         assert [sample.finish_reason for sample in await task] == ["abort"] * 3
 
@@ -359,7 +377,11 @@ def test_a_directory_is_loaded_once_it_is_complete(engine, key_file, tmp_path):
         save_file({"embed": TENSORS["embed"]}, files[0])
         save_file({"norm": TENSORS["norm"], "bias": TENSORS["bias"]}, files[1])
         where = endpoint(engine, key_file)
-        requests = [http for file in files for http in SPEAKS.update_bucket("disk", BUCKET, group=GROUP, version="v1", path=str(file))]
+        requests = [
+            http
+            for file in files
+            for http in SPEAKS.update_bucket("disk", BUCKET, group=GROUP, version="v1", path=str(file))
+        ]
         await client.run(where, [*SPEAKS.begin_update(), *requests, *SPEAKS.finish_update("v1")], timeout=SECONDS)
         assert engine.seen["/update_weights_from_disk"] == 1
         assert set(engine.weights) == set(TENSORS)
@@ -372,7 +394,9 @@ def test_a_flush_that_is_refused_leaves_the_old_version_name(engine, key_file):
     async def scenario(client):
         engine.faults["/flush_cache"] = Fault(status=400)
         with pytest.raises(EngineRejected, match="flush_cache"):
-            await client.run(endpoint(engine, key_file), [*SPEAKS.begin_update(), *SPEAKS.finish_update("v1")], timeout=SECONDS)
+            await client.run(
+                endpoint(engine, key_file), [*SPEAKS.begin_update(), *SPEAKS.finish_update("v1")], timeout=SECONDS
+            )
         assert engine.weight_version == "default"
 
     play(scenario)

@@ -19,13 +19,19 @@ from rltool.errors import EngineError, EngineRejected
 PROMPT = (40, 41, 17, 90, 33, 5)
 SECONDS = 60.0
 ARRIVAL_SECONDS = 0.5
-"""A request that was sent is known to the server after this; no route tells, and a paused engine's metrics stand still."""
+"""A request that was sent is known to the server after this; no route tells, and a paused engine's metrics stand
+still."""
 DIALECT = dialect("vllm")
 
 
 def request(**changes) -> GenerateRequest:
     sampling = {"max_tokens": 12, "ignore_eos": True} | changes.pop("sampling", {})
-    return GenerateRequest(**({"prompt_ids": PROMPT, "sampling": SamplingParams(**sampling), "request_id": uuid.uuid4().hex, "seed": 5} | changes))
+    return GenerateRequest(
+        **(
+            {"prompt_ids": PROMPT, "sampling": SamplingParams(**sampling), "request_id": uuid.uuid4().hex, "seed": 5}
+            | changes
+        )
+    )
 
 
 async def samples_of_a_prompt_are_distinct_and_repeatable(client: EngineClient, engine: EngineEndpoint) -> None:
@@ -38,7 +44,9 @@ async def samples_of_a_prompt_are_distinct_and_repeatable(client: EngineClient, 
     assert third.token_ids == first[2].token_ids
 
 
-async def a_completion_has_one_logprob_per_token_and_spans_over_all(client: EngineClient, engine: EngineEndpoint) -> None:
+async def a_completion_has_one_logprob_per_token_and_spans_over_all(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
     (sample,) = await client.generate(engine, request(), timeout=SECONDS)
     assert len(sample.token_ids) == len(sample.logprobs) == 12
     assert sample.finish_reason == "length"
@@ -68,7 +76,9 @@ async def generate_of_sglang_gives_the_same_sample(client: EngineClient, engine:
 async def generate_of_sglang_returns_a_list_for_several_samples(client: EngineClient, engine: EngineEndpoint) -> None:
     body = {"rid": uuid.uuid4().hex, "input_ids": list(PROMPT), "return_logprob": True}
     body["sampling_params"] = {"max_new_tokens": 3, "n": 2, "sampling_seed": 5, "ignore_eos": True, "top_k": -1}
-    reply = await client.request(engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=False)
+    reply = await client.request(
+        engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=False
+    )
     assert [len(sample["output_ids"]) for sample in reply] == [3, 3]
     meta = reply[1]["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 3}
@@ -79,12 +89,17 @@ async def generate_of_sglang_returns_a_list_for_several_samples(client: EngineCl
 async def a_parameter_that_is_not_known_is_refused_by_name(client: EngineClient, engine: EngineEndpoint) -> None:
     body = {"input_ids": list(PROMPT), "sampling_params": {"max_new_tokens": 3, "frobnicate": 2}}
     with pytest.raises(EngineRejected, match="frobnicate") as caught:
-        await client.request(engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=True)
+        await client.request(
+            engine.url, HttpRequest("POST", "/generate", body), key=engine.read_key(), timeout=SECONDS, retry=True
+        )
     assert caught.value.status == 400
 
 
 async def requests_that_cannot_work_are_rejected_with_the_reason(client: EngineClient, engine: EngineEndpoint) -> None:
-    for changes, reason in (({"prompt_ids": (5, 4000)}, "vocabulary"), ({"prompt_ids": (5,) * 300}, "maximum model length")):
+    for changes, reason in (
+        ({"prompt_ids": (5, 4000)}, "vocabulary"),
+        ({"prompt_ids": (5,) * 300}, "maximum model length"),
+    ):
         with pytest.raises(EngineRejected, match=reason) as caught:
             await client.generate(engine, request(**changes), timeout=SECONDS)
         assert caught.value.status == 400
@@ -124,7 +139,9 @@ async def paused(client: EngineClient, engine: EngineEndpoint) -> AsyncIterator[
         await client.run(engine, DIALECT.resume(), timeout=SECONDS)
 
 
-async def at_work(client: EngineClient, engine: EngineEndpoint, *requests: GenerateRequest) -> list[asyncio.Task[list[Completion]]]:
+async def at_work(
+    client: EngineClient, engine: EngineEndpoint, *requests: GenerateRequest
+) -> list[asyncio.Task[list[Completion]]]:
     """The requests, sent and all in the engine's hands."""
     tasks = [asyncio.create_task(client.generate(engine, request, timeout=SECONDS)) for request in requests]
     await asyncio.sleep(ARRIVAL_SECONDS)
@@ -140,7 +157,7 @@ async def an_abort_ends_our_own_requests_alone(client: EngineClient, engine: Eng
         tasks = [*await at_work(client, as_sglang, through_plugin), *await at_work(client, engine, direct, theirs)]
         ids = [*client.request_ids(as_sglang, through_plugin), *client.request_ids(engine, direct)]
         await client.abort(engine, ids, timeout=SECONDS)
-        ended, pending = await asyncio.wait(tasks[:2], timeout=SECONDS)
+        _, pending = await asyncio.wait(tasks[:2], timeout=SECONDS)
         assert not pending and not tasks[2].done()
     assert [sample.finish_reason for task in tasks[:2] for sample in task.result()] == ["abort"] * 73
     assert [(sample.finish_reason, len(sample.token_ids)) for sample in await tasks[2]] == [("length", 240)] * 2
@@ -180,7 +197,9 @@ async def the_load_tells_what_runs_and_what_waits(client: EngineClient, engine: 
     while (await client.load(engine)).running:  # what the clauses before have left to be counted down
         await asyncio.sleep(0.05)
     assert await client.load(engine) == EngineLoad(0, 0, 0.0)
-    tasks = [asyncio.create_task(client.generate(engine, request(n=n, sampling=LONG), timeout=SECONDS)) for n in (64, 32)]
+    tasks = [
+        asyncio.create_task(client.generate(engine, request(n=n, sampling=LONG), timeout=SECONDS)) for n in (64, 32)
+    ]
     seen = []
     while not all(task.done() for task in tasks):
         seen.append(await client.load(engine))
@@ -195,7 +214,9 @@ async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClie
     with pytest.raises(EngineError, match="no transfer was initialised"):
         await client.run(engine, speaks.begin_update(), timeout=SECONDS)
     with pytest.raises(EngineError, match="start_weight_update must be called"):
-        await client.run(engine, speaks.update_bucket("disk", (), group="g", version="v", path="/none"), timeout=SECONDS)
+        await client.run(
+            engine, speaks.update_bucket("disk", (), group="g", version="v", path="/none"), timeout=SECONDS
+        )
     with pytest.raises(EngineError, match="finish_weight_update called without"):
         await client.run(engine, speaks.finish_update("v"), timeout=SECONDS)
 
@@ -206,7 +227,9 @@ async def the_key_is_demanded_and_unknown_routes_do_not_exist(client: EngineClie
             await client.request(engine.url, HttpRequest("POST", path), key="wrong", timeout=SECONDS, retry=False)
         assert caught.value.status == 401
     with pytest.raises(EngineRejected, match="/collective_rpc") as caught:
-        await client.request(engine.url, HttpRequest("POST", "/collective_rpc", {}), key=engine.read_key(), timeout=SECONDS, retry=False)
+        await client.request(
+            engine.url, HttpRequest("POST", "/collective_rpc", {}), key=engine.read_key(), timeout=SECONDS, retry=False
+        )
     assert caught.value.status == 404
 
 

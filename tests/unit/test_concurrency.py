@@ -131,14 +131,17 @@ def test_an_engine_that_leaves_takes_its_share_along():
     assert (made.limit(2), made.limit(1)) == (136, 68)
 
 
-@pytest.mark.parametrize("wrong", [{"start": 0}, {"start": 4, "minimum": 5}, {"start": 4, "maximum": 3}, {"start": 4, "cooldown": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"start": 0}, {"start": 4, "minimum": 5}, {"start": 4, "maximum": 3}, {"start": 4, "cooldown": -1}]
+)
 def test_a_policy_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValueError, match="not a concurrency policy"):
         ConcurrencyPolicy(**wrong)
 
 
 class SimulatedEngine:
-    """Groups of 8 samples: `slots` of them run at once (or `kv_groups` fit its cache), each takes `seconds`; the rest wait."""
+    """Groups of 8 samples: `slots` of them run at once (or `kv_groups` fit its cache), each takes `seconds`; the rest
+    wait."""
 
     def __init__(self, slots=40, kv_groups=10_000.0, seconds=30.0):
         self.slots, self.kv_groups, self.seconds = slots, kv_groups, seconds

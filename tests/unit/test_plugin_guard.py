@@ -23,7 +23,20 @@ def test_every_other_route_needs_the_key(route):
     assert POLICY.decide(*route, KEY) is Decision.ALLOW
 
 
-@pytest.mark.parametrize("value", ["", "secret", "Bearer", "Bearer ", "Bearer wrong", "Bearer secret2", "Bearer secre", "Basic secret", "Bearer Secret"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "secret",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Bearer secret2",
+        "Bearer secre",
+        "Basic secret",
+        "Bearer Secret",
+    ],
+)
 def test_only_the_right_key_as_bearer_is_the_key(value):
     assert POLICY.decide("POST", "/pause", value) is Decision.UNAUTHORIZED
 
@@ -35,8 +48,10 @@ def test_the_scheme_is_read_in_any_case():
 @pytest.mark.parametrize(
     "route",
     [
-        ("POST", "/collective_rpc"), ("POST", "/sleep"), ("POST", "/v1/load_lora_adapter"), ("GET", "/docs"), ("GET", "/openapi.json"),
-        ("POST", "/update_weight_version"), ("POST", "/weight_checker"), ("GET", "/pause"), ("POST", "/pause/"), ("POST", "//pause"),
+        ("POST", "/collective_rpc"), ("POST", "/sleep"), ("POST", "/v1/load_lora_adapter"), ("GET", "/docs"),
+        ("GET", "/openapi.json"),
+        ("POST", "/update_weight_version"), ("POST", "/weight_checker"), ("GET", "/pause"), ("POST", "/pause/"),
+        ("POST", "//pause"),
         ("POST", "/PAUSE"), ("POST", "/abort_requests"), ("OPTIONS", "/pause"), ("HEAD", "/version"),
     ],
 )  # fmt: skip
@@ -60,7 +75,8 @@ def test_a_server_without_a_key_does_not_start(tmp_path):
 
 
 class App:
-    """Stands for vLLM's app: answers `status` and `reply` to everything, remembers scopes and bodies, and the calls to its engine."""
+    """Stands for vLLM's app: answers `status` and `reply` to everything, remembers scopes and bodies, and the calls to
+    its engine."""
 
     def __init__(self, status=200, reply=b"{}", mixed=False):
         self.status, self.reply, self.mixed = status, reply, mixed
@@ -125,7 +141,8 @@ VLLM_REPLY = {
     "choices": [
         {
             "index": 0, "token_ids": [7], "finish_reason": "length", "stop_reason": None,
-            "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}]}, "weight_versions": [{"version": "v", "start": 0, "end": 1}],
+            "logprobs": {"content": [{"token_id": 7, "logprob": -0.5}]},
+            "weight_versions": [{"version": "v", "start": 0, "end": 1}],
         }
     ],
 }  # fmt: skip
@@ -143,7 +160,13 @@ def test_generate_is_answered_by_the_servers_own_route():
 
 def test_the_rid_names_the_request_whatever_id_a_header_gives_it():
     app = App(reply=json.dumps(VLLM_REPLY).encode())
-    ask(app, "POST", "/generate", b'{"input_ids": [5], "rid": "r"}', headers=[(b"x-request-id", b"the-routers"), (b"traceparent", b"t")])
+    ask(
+        app,
+        "POST",
+        "/generate",
+        b'{"input_ids": [5], "rid": "r"}',
+        headers=[(b"x-request-id", b"the-routers"), (b"traceparent", b"t")],
+    )
     assert b"x-request-id" not in app.headers and app.headers[b"traceparent"] == b"t"
 
 
@@ -159,7 +182,21 @@ def test_a_generate_that_is_no_request_is_a_400(body):
     assert app.calls == []
 
 
-@pytest.mark.parametrize("path", ["/start_weight_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/resume"])
+def test_what_vllm_keeps_of_aborted_requests_is_dropped_and_no_more():
+    app = App()
+    running = SimpleNamespace(child_requests={"0_b", "1_b"})
+    app.output_processor = SimpleNamespace(parent_requests={"a": SimpleNamespace(child_requests=set()), "b": running})
+    ask(app, "POST", "/pause")
+    assert list(app.output_processor.parent_requests) == ["a", "b"]
+    assert ask(app, "POST", "/inference/v1/abort_requests", b'{"request_ids": ["x"]}')[0] == 200
+    assert app.output_processor.parent_requests == {"b": running}
+    del app.output_processor  # a vLLM without it
+    assert ask(app, "POST", "/inference/v1/abort_requests", b'{"request_ids": ["x"]}')[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_weight_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/resume"]
+)
 def test_an_update_left_open_is_ended_before_the_next_step(path):
     app = App(mixed=True)
     ask(app, "POST", path)

@@ -200,8 +200,9 @@ def test_the_workers_end_with_their_parent():
     import sys
 
     code = (
-        "import os; from rltool.rollout.reward_pool import RewardPool\n"
+        "import asyncio, os; from rltool.rollout.reward_pool import RewardPool\n"
         f"pool = RewardPool({HERE + 'plain'!r}, workers=2, timeout=9)\n"
+        "asyncio.run(pool.ready())\n"
         "print(*[worker._process.pid for worker in pool._workers], flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -1,4 +1,5 @@
-"""A prompt's samples through a router to vLLM servers: one request, the plugin's translation of it, and one reply with all of them."""
+"""A prompt's samples through a router to vLLM servers: one request, the plugin's translation of it, and one reply with
+all of them."""
 
 import pytest
 
@@ -43,7 +44,9 @@ def answered(asked):
 def test_all_samples_come_back_in_order(n):
     bodies, replies = answered(request(n))
     assert len(bodies) == -(-n // 64)
-    assert [completion.token_ids for completion in SPEAKS.parse_generate(request(n), replies)] == [(index,) for index in range(n)]
+    assert [completion.token_ids for completion in SPEAKS.parse_generate(request(n), replies)] == [
+        (index,) for index in range(n)
+    ]
 
 
 @pytest.mark.parametrize("speaks", [SPEAKS, dialect("vllm")])
@@ -55,7 +58,12 @@ def test_greedy_samples_are_asked_for_one_by_one(speaks):
 
 def test_every_request_carries_the_seed_of_its_first_sample():
     bodies, _ = answered(request(130, seed=2**31 - 1))
-    assert [(body["sampling_params"]["seed"], body["sampling_params"].get("n", 1)) for body in bodies] == [(2**31 - 1, 1), (0, 64), (64, 64), (128, 1)]
+    assert [(body["sampling_params"]["seed"], body["sampling_params"].get("n", 1)) for body in bodies] == [
+        (2**31 - 1, 1),
+        (0, 64),
+        (64, 64),
+        (128, 1),
+    ]
 
 
 def test_no_two_requests_of_a_prompt_share_an_id_or_a_prefix_of_one():

@@ -1,4 +1,5 @@
-"""The SGLang dialect: what is sent, and how replies are read. The shapes were recorded from the real 0.5.23 (tests/e2e/test_sglang.py)."""
+"""The SGLang dialect: what is sent, and how replies are read. The shapes were recorded from the real 0.5.23
+(tests/e2e/test_sglang.py)."""
 
 from __future__ import annotations
 
@@ -69,8 +70,10 @@ def probed(**server):
 
 def launch(tmp_path: Path, **changes) -> EngineLaunch:
     fields = {
-        "index": 1, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8102, "gpus": (2, 3), "tp": 2, "device": "cuda", "served_name": "policy",
-        "dtype": None, "max_model_len": 4096, "seed": 41, "trust_remote_code": False, "python": Path("/envs/sglang/bin/python"), "key_file": tmp_path / "key",
+        "index": 1, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8102, "gpus": (2, 3), "tp": 2,
+        "device": "cuda", "served_name": "policy",
+        "dtype": None, "max_model_len": 4096, "seed": 41, "trust_remote_code": False,
+        "python": Path("/envs/sglang/bin/python"), "key_file": tmp_path / "key",
         "boot_id": RID, "weight_backend": "nccl", "work_dir": tmp_path,
     }  # fmt: skip
     return EngineLaunch(**fields | changes)
@@ -175,7 +178,13 @@ def test_an_abort_before_the_first_token_is_an_empty_completion():
 
 @pytest.mark.parametrize(
     "entries",
-    [None, [], [[-0.5, 70, None]], [[None, 70, None], [-1.0, 71, None], [-1.0, 1, None]], [[float("nan"), 70, None], [-1.0, 71, None], [-1.0, 1, None]]],
+    [
+        None,
+        [],
+        [[-0.5, 70, None]],
+        [[None, 70, None], [-1.0, 71, None], [-1.0, 1, None]],
+        [[float("nan"), 70, None], [-1.0, 71, None], [-1.0, 1, None]],
+    ],
     ids=["absent", "empty", "too few", "null", "nan"],
 )
 def test_a_missing_logprob_is_an_error(entries):
@@ -244,13 +253,21 @@ def test_a_server_of_another_kind_is_refused():
 
 
 def loads(**changes):
-    """What a 0.5.23 with two requests of four samples in all answered, cut to what is of interest, and one that waits."""
+    """What a 0.5.23 with two requests of four samples in all answered, cut to what is of interest, and one that
+    waits."""
     load = {
-        "timestamp": 1795288903.03, "dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 1, "num_waiting_uncached_tokens": 0,
-        "num_used_tokens": 64, "num_total_tokens": 64, "max_total_num_tokens": 32768, "max_running_requests": 4096, "token_usage": 0.002,
+        "timestamp": 1795288903.03, "dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 1,
+        "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": 64, "num_total_tokens": 64, "max_total_num_tokens": 32768, "max_running_requests": 4096,
+        "token_usage": 0.002,
         "gen_throughput": 0.0, "decode_moments": [13.0, 52.0],
     }  # fmt: skip
-    return {"timestamp": "2026-11-21T19:21:43+00:00", "version": "0.5.23", "accelerator": None, "loads": [load | changes]}
+    return {
+        "timestamp": "2026-11-21T19:21:43+00:00",
+        "version": "0.5.23",
+        "accelerator": None,
+        "loads": [load | changes],
+    }
 
 
 def test_the_load_is_read_from_the_core_section_of_v1_loads():
@@ -299,10 +316,13 @@ BUCKET = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (5,)))
 
 
 def test_joining_over_gloo_names_group_and_rank():
-    (http,) = SPEAKS.init_transfer("gloo", address="10.0.0.1", port=4000, rank_offset=1, world_size=3, group="g", timeout_seconds=9)
+    (http,) = SPEAKS.init_transfer(
+        "gloo", address="10.0.0.1", port=4000, rank_offset=1, world_size=3, group="g", timeout_seconds=9
+    )
     assert http.path == "/init_weights_update_group"
     assert http.body == {
-        "master_address": "10.0.0.1", "master_port": 4000, "rank_offset": 1, "world_size": 3, "group_name": "g", "backend": "gloo",
+        "master_address": "10.0.0.1", "master_port": 4000, "rank_offset": 1, "world_size": 3, "group_name": "g",
+        "backend": "gloo",
     }  # fmt: skip
 
 
@@ -310,7 +330,8 @@ def test_a_bucket_is_announced_as_one_flat_broadcast_and_names_no_version_yet():
     (http,) = SPEAKS.update_bucket("gloo", BUCKET, group="g", version="run:0:3")
     assert http.path == "/update_weights_from_distributed"
     assert http.body == {
-        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g", "load_format": "flattened_bucket", "flush_cache": False,
+        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g",
+        "load_format": "flattened_bucket", "flush_cache": False,
     }  # fmt: skip
 
 
@@ -327,10 +348,15 @@ def test_a_bucket_that_sglang_could_not_view_in_place_is_refused():
 
 
 def test_a_directory_is_loaded_once_when_its_last_file_is_announced():
-    sent = [SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=f"/w/v3/model-0000{i}-of-00003.safetensors") for i in (1, 2, 3)]
+    sent = [
+        SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=f"/w/v3/model-0000{i}-of-00003.safetensors")
+        for i in (1, 2, 3)
+    ]
     assert sent[:2] == [[], []]
     assert [(http.path, http.body["model_path"]) for http in sent[2]] == [("/update_weights_from_disk", "/w/v3")]
-    assert SPEAKS.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group="", timeout_seconds=9) == []
+    assert (
+        SPEAKS.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group="", timeout_seconds=9) == []
+    )
 
 
 @pytest.mark.parametrize("path", [None, "/w/v3/bucket-1", "/w/v3/model.safetensors"])
@@ -360,7 +386,11 @@ def test_argv_on_gpus(tmp_path):
     assert argv[:3] == ["/envs/sglang/bin/python", "-P", "-c"] and argv[4] == str(tmp_path / "key")
     assert option(argv, "--model-path") == "/models/tiny"
     assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.1", "8102")
-    assert (option(argv, "--tp-size"), option(argv, "--random-seed"), option(argv, "--context-length")) == ("2", "41", "4096")
+    assert (option(argv, "--tp-size"), option(argv, "--random-seed"), option(argv, "--context-length")) == (
+        "2",
+        "41",
+        "4096",
+    )
     assert option(argv, "--weight-version") == f"boot-{RID}"
     assert "--device" not in argv and "--dtype" not in argv and "--trust-remote-code" not in argv
     assert argv[-1] == "--enable-deterministic-inference"
@@ -370,7 +400,11 @@ def test_argv_on_gpus(tmp_path):
 def test_argv_on_a_cpu(tmp_path):
     on_cpu = launch(tmp_path, device="cpu", gpus=(), trust_remote_code=True)
     argv, environment = SPEAKS.argv(on_cpu), SPEAKS.environment(on_cpu)
-    assert (option(argv, "--device"), option(argv, "--attention-backend"), option(argv, "--dtype")) == ("cpu", "torch_native", "float32")
+    assert (option(argv, "--device"), option(argv, "--attention-backend"), option(argv, "--dtype")) == (
+        "cpu",
+        "torch_native",
+        "float32",
+    )
     assert "--trust-remote-code" in argv
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""

@@ -20,15 +20,23 @@ def request(**changes):
 def choice(index=0, tokens=(7, 8), logprobs=(-0.5, -1.5), **changes):
     content = [{"token_id": t, "logprob": lp, "rank": 1} for t, lp in zip(tokens, logprobs, strict=False)]
     spans = [{"version": "v", "start": 0, "end": len(tokens)}]
-    made = {"index": index, "token_ids": list(tokens), "finish_reason": "stop", "logprobs": {"content": content}, "weight_versions": spans}
+    made = {
+        "index": index,
+        "token_ids": list(tokens),
+        "finish_reason": "stop",
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+    }
     return made | changes
 
 
 def launch(**changes):
     values = {
-        "index": 0, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8101, "gpus": (), "tp": 1, "device": "cpu",
+        "index": 0, "model": Path("/models/tiny"), "host": "127.0.0.1", "port": 8101, "gpus": (), "tp": 1,
+        "device": "cpu",
         "served_name": "policy", "dtype": None, "max_model_len": None, "seed": 3, "trust_remote_code": False,
-        "python": Path("/venv/bin/python"), "key_file": Path("/run/key"), "boot_id": "b" * 32, "weight_backend": "rltool",
+        "python": Path("/venv/bin/python"), "key_file": Path("/run/key"), "boot_id": "b" * 32,
+        "weight_backend": "rltool",
         "work_dir": Path("/run"),
     }  # fmt: skip
     return EngineLaunch(**(values | changes))
@@ -45,7 +53,8 @@ def test_token_ids_go_in_with_the_sampled_tokens_logprob_asked_for():
     assert http.body["token_ids"] == [5, 6]
     assert http.body["request_id"] == "r" * 32
     assert http.body["sampling_params"] == {
-        "n": 3, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [1, 2], "ignore_eos": True,
+        "n": 3, "max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [1, 2],
+        "ignore_eos": True,
         "logprobs": 0, "detokenize": False, "seed": 9,
     }  # fmt: skip
 
@@ -71,7 +80,7 @@ vllm:num_requests_running{engine="0",model_name="policy"} 64.0
 # HELP vllm:num_requests_waiting Number of requests waiting to be processed.
 # TYPE vllm:num_requests_waiting gauge
 vllm:num_requests_waiting{engine="0",model_name="policy"} 32.0
-# HELP vllm:num_requests_waiting_by_reason Number of waiting requests by reason. Reason labels: 'capacity' = waiting for ...
+# HELP vllm:num_requests_waiting_by_reason Number of waiting requests by reason. Reason labels: 'capacity' ...
 # TYPE vllm:num_requests_waiting_by_reason gauge
 vllm:num_requests_waiting_by_reason{engine="0",model_name="policy",reason="capacity"} 32.0
 vllm:num_requests_waiting_by_reason{engine="0",model_name="policy",reason="deferred"} 0.0
@@ -92,7 +101,9 @@ def test_the_load_of_data_parallel_engines_is_their_sum_and_the_fullest_cache():
     assert DIALECT.parse_load(METRICS + second) == EngineLoad(67, 64, 0.95)
 
 
-@pytest.mark.parametrize("name", ["vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc{"])
+@pytest.mark.parametrize(
+    "name", ["vllm:num_requests_running{", "vllm:num_requests_waiting{", "vllm:kv_cache_usage_perc{"]
+)
 def test_a_metric_that_is_missing_is_an_error_that_names_it_and_not_an_idle_engine(name):
     with pytest.raises(EngineError, match=name[:-1] + ".*--disable-log-stats"):
         DIALECT.parse_load("\n".join(line for line in METRICS.splitlines() if not line.startswith(name)))
@@ -159,7 +170,9 @@ def test_a_logprob_of_another_token_raises():
         DIALECT.parse_generate(request(), [{"choices": [wrong]}])
 
 
-@pytest.mark.parametrize("reply", [{}, {"choices": None}, {"choices": []}, {"choices": [choice(), choice(1)]}, "text", None])
+@pytest.mark.parametrize(
+    "reply", [{}, {"choices": None}, {"choices": []}, {"choices": [choice(), choice(1)]}, "text", None]
+)
 def test_another_number_of_choices_raises(reply):
     with pytest.raises(EngineError, match="1 samples were asked for"):
         DIALECT.parse_generate(request(), [reply])
@@ -180,7 +193,12 @@ def test_a_bucket_is_announced_with_names_dtypes_and_shapes():
     bucket = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,)))
     (http,) = DIALECT.update_bucket("disk", bucket, group="g", version="v", path="/x/1.safetensors")
     assert http.body == {
-        "update_info": {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [4]], "path": "/x/1.safetensors"}
+        "update_info": {
+            "names": ["a", "b"],
+            "dtypes": ["float32", "bfloat16"],
+            "shapes": [[2, 3], [4]],
+            "path": "/x/1.safetensors",
+        }
     }
     with pytest.raises(ValueError, match="path"):
         DIALECT.update_bucket("disk", bucket, group="g", version="v")
@@ -232,7 +250,9 @@ def test_on_gpus_the_models_own_dtype_and_graphs_are_kept():
 
 
 def test_flags_of_the_user_come_last_and_untouched():
-    argv = DIALECT.argv(launch(extra_args=("--max-num-seqs", "4"), trust_remote_code=True, dtype="bfloat16", max_model_len=99))
+    argv = DIALECT.argv(
+        launch(extra_args=("--max-num-seqs", "4"), trust_remote_code=True, dtype="bfloat16", max_model_len=99)
+    )
     assert argv[-2:] == ["--max-num-seqs", "4"]
     assert "--trust-remote-code" in argv
     assert (flag(argv, "--dtype"), flag(argv, "--max-model-len")) == ("bfloat16", "99")

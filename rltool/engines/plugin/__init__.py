@@ -1,7 +1,8 @@
 """What runs inside a vLLM server: the weight receiver, the guard, and SGLang's /generate.
 
-vLLM loads `register` in every process of every server on this environment, so it must be cheap, may run several times, and must
-change nothing unless the backend "rltool" or the middleware is asked for on the command line, or the environment says so.
+vLLM loads `register` in every process of every server on this environment, so it must be cheap, may run several times,
+and must change nothing unless the backend "rltool" or the middleware is asked for on the command line, or the
+environment says so.
 """
 
 from rltool.engines.plugin.idle import limit_busy_loop
@@ -10,7 +11,8 @@ BACKEND = "rltool"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, and limit_busy_loop. Idempotent; imports no receiver yet."""
+    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, and limit_busy_loop. Idempotent; imports
+    no receiver yet."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:

@@ -14,8 +14,8 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 REPLACED_HEADERS = (b"content-type", b"content-length", b"transfer-encoding", b"x-request-id")
-"""Of a request whose body we rewrite. vLLM would take x-request-id, which a client of the router may send, for the id of the
-request in place of the body's, and an abort by that one would not find it."""
+"""Of a request whose body we rewrite. vLLM would take x-request-id, which a client of the router may send, for the id
+of the request in place of the body's, and an abort by that one would not find it."""
 
 
 class Disconnected(Exception):

@@ -1,7 +1,7 @@
 """What `--middleware` names on the command line of a vLLM server.
 
-Importing this module reads the key. It must fail here, while the server is built: an error in a middleware's constructor comes
-with the first ASGI event, and uvicorn (lifespan "auto") would swallow it and listen.
+Importing this module reads the key. It must fail here, while the server is built: an error in a middleware's
+constructor comes with the first ASGI event, and uvicorn (lifespan "auto") would swallow it and listen.
 """
 
 from __future__ import annotations

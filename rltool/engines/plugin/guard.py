@@ -1,8 +1,9 @@
 """Who may call what on a vLLM server that rltool starts.
 
-vLLM's own key covers /v1 and /inference but not /pause or /update_weights, and the development mode that opens those also opens
-/collective_rpc, which runs anything. So: every route demands the key but the health check that routers send without one, and what
-is not listed here does not exist. The list is what rltool and sglang-router use, and the two OpenAI text routes.
+vLLM's own key covers /v1 and /inference but not /pause or /update_weights, and the development mode that opens those
+also opens /collective_rpc, which runs anything. So: every route demands the key but the health check that routers send
+without one, and what is not listed here does not exist. The list is what rltool and sglang-router use, and the two
+OpenAI text routes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def read_key(environment: Mapping[str, str] = os.environ) -> str:
     """The key from the file that the environment names. Raises RuntimeError, so that no server starts without one."""
     path = environment.get(KEY_FILE_VARIABLE)
     if not path:
-        raise RuntimeError(f"rltool's guard needs the key that it demands: set {KEY_FILE_VARIABLE} to a file that holds it")
+        raise RuntimeError(
+            f"rltool's guard needs the key that it demands: set {KEY_FILE_VARIABLE} to a file that holds it"
+        )
     key = Path(path).read_text().strip()
     if not key:
         raise RuntimeError(f"the key file {path} is empty")

@@ -1,8 +1,8 @@
 """Makes a vLLM server on the CPU wait without taking a core.
 
-vLLM's processes pass messages through shared memory, and a reader asks for the next one without pause for a second after the last
-(vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition: busy_loop_s, no setting). On a GPU host that is a core of many
-for the sake of microseconds; on a CPU host the trainer waits for these cores.
+vLLM's processes pass messages through shared memory, and a reader asks for the next one without pause for a second
+after the last (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition: busy_loop_s, no setting). On a
+GPU host that is a core of many for the sake of microseconds; on a CPU host the trainer waits for these cores.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ NAP_SECONDS = 5e-4
 
 
 def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
-    """Let a reader take naps once it has asked for as long as the environment says; without the variable nothing changes. Idempotent.
+    """Let a reader take naps once it has asked for as long as the environment says; without the variable nothing
+    changes. Idempotent.
 
-    Lowering busy_loop_s would not do: it sends the reader to a socket, and vLLM looks again only after five seconds, which is what one
-    rollout of some twenty took.
+    Lowering busy_loop_s would not do: it sends the reader to a socket, and vLLM looks again only after five seconds,
+    which is what one rollout of some twenty took.
     """
     if BUSY_LOOP_VARIABLE not in environment:
         return

@@ -8,7 +8,8 @@ import rltool
 
 
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
-    """`state` is the FastAPI app's. Keys are those that rltool.engines.vllm reads; model_config is the HF config of the text model."""
+    """`state` is the FastAPI app's. Keys are those that rltool.engines.vllm reads; model_config is the HF config of the
+    text model."""
     from vllm.version import __version__ as vllm_version
 
     config = state.vllm_config

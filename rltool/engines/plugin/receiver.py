@@ -1,8 +1,8 @@
 """The receiving end of weight transfer inside each vLLM worker: vLLM's weight-transfer backend "rltool".
 
-It joins the trainer's gloo group or reads safetensors files (the contract is rltool.engines.wire), feeds the tensors to the
-model's own load_weights, and accepts an update only if every tensor was taken and every layer is complete. Errors raised here
-reach the trainer as the reply to its HTTP request.
+It joins the trainer's gloo group or reads safetensors files (the contract is rltool.engines.wire), feeds the tensors to
+the model's own load_weights, and accepts an update only if every tensor was taken and every layer is complete. Errors
+raised here reach the trainer as the reply to its HTTP request.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class InitInfo(WeightTransferInitInfo):
                 if not getattr(self, name):
                     raise ValueError(f"init info of medium gloo lacks {name!r}")
             if not 1 <= self.rank_offset < self.world_size:
-                raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
+                raise ValueError(
+                    f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}"
+                )
 
 
 @dataclass
@@ -57,14 +59,17 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
-            raise ValueError(f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes were announced")
+            raise ValueError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes were announced"
+            )
 
     def bucket(self) -> Bucket:
         return tuple(TensorMeta(n, d, tuple(s)) for n, d, s in zip(self.names, self.dtypes, self.shapes, strict=True))
 
 
 class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker. `changed` is true from the first tensor of an update until it is finished: the weights are then a mixture."""
+    """One per worker. `changed` is true from the first tensor of an update until it is finished: the weights are then a
+    mixture."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -83,7 +88,12 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             parallel = self.parallel_config
             rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._group = wire.open_group(
-                init_info.address, init_info.port, rank, init_info.world_size, init_info.group, init_info.timeout_seconds
+                init_info.address,
+                init_info.port,
+                rank,
+                init_info.world_size,
+                init_info.group,
+                init_info.timeout_seconds,
             )
         self._medium = init_info.medium
 
@@ -94,7 +104,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._received = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # Not the base class's: that one calls torch.accelerator.synchronize(), which raises where there is no accelerator.
+        # Not the base class's: that one calls torch.accelerator.synchronize(), which raises where there is no
+        # accelerator.
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
@@ -137,7 +148,9 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             wire.broadcast(self._group, flat)
         except RuntimeError as error:
             self.shutdown()  # gloo's connections are of no use after a timeout or a lost peer
-            raise WeightUpdateError(f"the broadcast of {flat.numel()} bytes from the trainer failed: {error}") from error
+            raise WeightUpdateError(
+                f"the broadcast of {flat.numel()} bytes from the trainer failed: {error}"
+            ) from error
         return wire.split_flat(flat, bucket)
 
     def _read_file(self, bucket: Bucket, path: str | None) -> list[tuple[str, torch.Tensor]]:
@@ -148,12 +161,16 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             tensors = load_file(path)
         except Exception as error:  # the library raises its own type, OSError or whatever the header provokes
-            raise WeightUpdateError(f"cannot read {path}: {error} (the engine must see the trainer's file system)") from error
+            raise WeightUpdateError(
+                f"cannot read {path}: {error} (the engine must see the trainer's file system)"
+            ) from error
         found = {name: wire.meta_of(name, tensor) for name, tensor in tensors.items()}
         wrong = [meta.name for meta in bucket if found.get(meta.name) != meta]
         wrong += sorted(found.keys() - {meta.name for meta in bucket})
         if wrong:
-            raise WeightUpdateError(f"{path} does not hold what was announced: {wrong[0]} is missing, surplus or of another form")
+            raise WeightUpdateError(
+                f"{path} does not hold what was announced: {wrong[0]} is missing, surplus or of another form"
+            )
         return [(meta.name, tensors[meta.name]) for meta in bucket]
 
     def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -169,6 +186,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 taken = self.model.load_weights([(name, tensor)])
             except Exception as error:  # a model's loaders assert, or raise whatever they like
                 what = str(error) or "its loader refused it, for its shape or dtype"
-                raise WeightUpdateError(f"{name} {tensor.dtype} {list(tensor.shape)}: {type(error).__name__}: {what}") from error
+                raise WeightUpdateError(
+                    f"{name} {tensor.dtype} {list(tensor.shape)}: {type(error).__name__}: {what}"
+                ) from error
             if all_mine and not taken:
                 raise WeightUpdateError(f"the model of this engine has no use for {name} {list(tensor.shape)}")

@@ -1,8 +1,8 @@
-"""vLLM's layerwise reload, with the three things that it lacks: abandoning an unfinished one, a check that all has arrived, and
-tied embeddings on the CPU.
+"""vLLM's layerwise reload, with the three things that it lacks: abandoning an unfinished one, a check that all has
+arrived, and tied embeddings on the CPU.
 
-During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are processed and
-copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
+During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are
+processed and copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def begin_reload(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def abandon_reload(model: torch.nn.Module) -> None:
-    """Give every layer that waits for tensors its old weights back; layers that are complete keep the new ones. Idempotent.
+    """Give every layer that waits for tensors its old weights back; layers that are complete keep the new ones.
+    Idempotent.
 
     Without it the engine would run on meta tensors, and the next update would count the tensors of the failed one.
     """
@@ -37,7 +38,8 @@ def abandon_reload(model: torch.nn.Module) -> None:
 
 
 def missing_layers(model: torch.nn.Module) -> list[str]:
-    """Layers that have not got all elements of their parameters, as "name (received of expected)". Call before finishing."""
+    """Layers that have not got all elements of their parameters, as "name (received of expected)". Call before
+    finishing."""
     tied = _tied_head(model)
     missing = []
     for name, layer in model.named_modules():
@@ -60,7 +62,8 @@ def finish_reload(model: torch.nn.Module, model_config) -> None:
 
 
 def _checkpoint_elements(layer: torch.nn.Module, parameter: torch.Tensor) -> int:
-    """Elements of `parameter` that a checkpoint fills: a vocabulary is padded to a multiple of 64 rows, which it does not."""
+    """Elements of `parameter` that a checkpoint fills: a vocabulary is padded to a multiple of 64 rows, which it does
+    not."""
     shard = getattr(layer, "shard_indices", None)
     if shard is None:
         return get_tensor_load_numel(parameter)
@@ -73,8 +76,8 @@ def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _mend_tied_head(model: torch.nn.Module) -> None:
-    """On the CPU the head multiplies with a prepacked copy of its matrix, and a reload of tied embeddings does not renew it:
-    vLLM logs "ParallelLMHead: Failed to load weights", and log-probabilities are off by 1."""
+    """On the CPU the head multiplies with a prepacked copy of its matrix, and a reload of tied embeddings does not
+    renew it: vLLM logs "ParallelLMHead: Failed to load weights", and log-probabilities are off by 1."""
     head = _tied_head(model)
     embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
     weight = getattr(embedding, "weight", None)

@@ -1,7 +1,9 @@
-"""The ASGI middleware of a vLLM server that rltool starts: guard, SGLang's routes, and the way out of failed weight updates.
+"""The ASGI middleware of a vLLM server that rltool starts: guard, SGLang's routes, and the way out of failed weight
+updates.
 
-It is the outermost layer of the app. /server_info is SGLang's here, for sglang-router asks for it without saying what it wants;
-vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info tells what rltool needs of it.
+It is the outermost layer of the app. /server_info is SGLang's here, for sglang-router asks for it without saying what
+it wants; vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info tells what rltool
+needs of it.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 from typing import Any
 
 from rltool.engines.plugin import info, sglang_api
+from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
 from rltool.engines.plugin.asgi import (
     App,
     Disconnected,
@@ -33,12 +36,14 @@ INCOMPLETE_VERSION = "incomplete"
 ENDS_UNFINISHED_UPDATE = frozenset(
     {"/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine", "/resume"}
 )
-"""Before these an update that is still open (its trainer died) is ended; vLLM would refuse them, or run on meta tensors."""
+"""Before these an update that is still open (its trainer died) is ended; vLLM would refuse them, or run on meta
+tensors."""
 MAY_FAIL_HALFWAY = frozenset({"/update_weights", "/finish_weight_update"})
 
 
 class ServerMiddleware:
-    """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to whoever started the server."""
+    """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to whoever started the
+    server."""
 
     def __init__(self, app: App, *, key: str, boot_id: str | None = None) -> None:
         self._app = app
@@ -94,6 +99,8 @@ class ServerMiddleware:
             await self._end_unfinished_update(scope["app"].state)
         if path not in MAY_FAIL_HALFWAY:
             await self._app(scope, receive, send)
+            if path == ABORT_PATH:
+                await forget_aborted_parents(scope["app"].state.engine_client)
             return
         status = 500
 

@@ -1,7 +1,8 @@
 """SGLang's /generate in terms of vLLM's /inference/v1/generate, so that sglang-router can route to a vLLM server. Pure.
 
-Sources: sglang/srt/managers/io_struct.py (GenerateReqInput), sglang/srt/sampling/sampling_params.py, and the replies of SGLang 0.5.23.
-A parameter that cannot be honoured is refused by name: SGLang itself answers 500 there, and ignoring it would sample otherwise.
+Sources: sglang/srt/managers/io_struct.py (GenerateReqInput), sglang/srt/sampling/sampling_params.py, and the replies of
+SGLang 0.5.23. A parameter that cannot be honoured is refused by name: SGLang itself answers 500 there, and ignoring it
+would sample otherwise.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 VLLM_PATH = "/inference/v1/generate"
-MISSING_LOGPROB = -9999.0  # see rltool.engines.vllm
+MISSING_LOGPROB = -9999.0
+"""What vLLM sends for a log-probability that it does not have, that is NaN or that is -inf (serving.py,
+_clamp_logprob)."""
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
 
@@ -54,7 +57,9 @@ def to_vllm(body: Any) -> dict[str, Any]:
             raise BadRequest(f"field {name!r} = {value!r} is not supported by a vLLM engine of rltool")
     ids = body.get("input_ids")
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise BadRequest("'input_ids' must be one non-empty list of token ids: neither text nor a batch of prompts is supported")
+        raise BadRequest(
+            "'input_ids' must be one non-empty list of token ids: neither text nor a batch of prompts is supported"
+        )
     request: dict[str, Any] = {"token_ids": ids, "sampling_params": _sampling(body)}
     rid = body.get("rid")
     if rid is not None:
@@ -83,7 +88,9 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def from_vllm(request: Mapping[str, Any], reply: Mapping[str, Any]) -> dict[str, Any] | list[dict[str, Any]]:
     """SGLang's reply: an object, or for n > 1 a list of them. `request` is what to_vllm made."""
-    samples = [_sample(request, reply, choice) for choice in sorted(reply["choices"], key=lambda choice: choice["index"])]
+    samples = [
+        _sample(request, reply, choice) for choice in sorted(reply["choices"], key=lambda choice: choice["index"])
+    ]
     return samples if request["sampling_params"].get("n", 1) > 1 else samples[0]
 
 
@@ -106,7 +113,8 @@ def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mappin
     if content is not None:
         # null where vLLM has none: its stand-in is a number that a client would take for a log-probability
         meta["output_token_logprobs"] = [
-            [None if entry["logprob"] <= MISSING_LOGPROB else entry["logprob"], entry["token_id"], None] for entry in content
+            [None if entry["logprob"] <= MISSING_LOGPROB else entry["logprob"], entry["token_id"], None]
+            for entry in content
         ]
     return {"text": "", "output_ids": ids, "meta_info": meta}
 

@@ -1,7 +1,8 @@
-"""A method that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that nobody will finish.
+"""A method that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that nobody will
+finish.
 
-vLLM's worker refuses to start or to shut down while an update is active, and a failed finish leaves it active for ever; a
-trainer that died between two buckets would leave the engine useless.
+vLLM's worker refuses to start or to shut down while an update is active, and a failed finish leaves it active for ever;
+a trainer that died between two buckets would leave the engine useless.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How a fake engine spends time: a batch of requests whose tokens come by the clock, and what pauses, aborts and updates do to them.
+"""How a fake engine spends time: a batch of requests whose tokens come by the clock, and what pauses, aborts and
+updates do to them.
 
-Nothing runs per token: a request sleeps until it is done or something happens to the batch, and which of its tokens came when, and
-so under which weights, is computed from the times. So thousands of slow requests cost a fake next to nothing.
+Nothing runs per token: a request sleeps until it is done or something happens to the batch, and which of its tokens
+came when, and so under which weights, is computed from the times. So thousands of slow requests cost a fake next to
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ WAIT_SECONDS = 10.0
 
 @dataclass(eq=False)
 class Running:
-    """One request: `samples` responses of at most `length` tokens side by side, the first token at its start, each next `token_seconds` later."""
+    """One request: `samples` responses of at most `length` tokens side by side, the first token at its start, each next
+    `token_seconds` later."""
 
     request_id: str
     prompt_length: int
@@ -45,7 +48,9 @@ class Running:
     def tokens(self, now: float) -> int:
         if not self.started:
             return 0
-        return self.length if self.token_seconds == 0 else min(self.length, 1 + int(self.active(now) / self.token_seconds))
+        return (
+            self.length if self.token_seconds == 0 else min(self.length, 1 + int(self.active(now) / self.token_seconds))
+        )
 
     def left(self, now: float) -> float | None:
         """Seconds until it is done; None while it is not generated."""
@@ -70,7 +75,8 @@ class Generated:
 
 
 class Batch:
-    """The requests that a fake engine holds, in order of arrival. `state` (its weights, its version) changes with `note`.
+    """The requests that a fake engine holds, in order of arrival. `state` (its weights, its version) changes with
+    `note`.
 
     slots: how many samples are generated at once, set before the first request; the others wait. None: all of them.
     kv_tokens: the size of the KV cache as the load tells it; a full one stops nobody.
@@ -112,7 +118,9 @@ class Batch:
         held = sum(request.prompt_length + request.samples * request.tokens(now) for request in started)
         return min(1.0, held / self.kv_tokens)
 
-    async def generate(self, request_id: str, *, length: int, token_seconds: float, samples: int = 1, prompt_length: int = 0) -> Generated:
+    async def generate(
+        self, request_id: str, *, length: int, token_seconds: float, samples: int = 1, prompt_length: int = 0
+    ) -> Generated:
         """Returns once the request is done or aborted; a cancellation (its client has gone) takes it out."""
         request = Running(request_id, prompt_length, length, token_seconds, samples)
         self._requests[request] = self._idle[request] = None

@@ -1,4 +1,5 @@
-"""What fake engines share: an aiohttp app on a real loopback socket in a thread of its own, a record of requests, and fault knobs."""
+"""What fake engines share: an aiohttp app on a real loopback socket in a thread of its own, a record of requests, and
+fault knobs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Recorded:
 
 @dataclass
 class Fault:
-    """What a route does instead of its work: wait `delay` seconds, then hang for ever, reset the connection or answer `status`.
+    """What a route does instead of its work: wait `delay` seconds, then hang for ever, reset the connection or answer
+    `status`.
 
     `times`: for so many requests, then the route works again; None: until `heal`.
     """
@@ -43,7 +45,8 @@ class Fault:
 class FakeServer:
     """Context manager. `faults`: path -> Fault; `handle` is what the subclass answers.
 
-    `die` drops the listening socket and all connections, as kill -9 does; `start` again makes a new server under the same URL.
+    `die` drops the listening socket and all connections, as kill -9 does; `start` again makes a new server under the
+    same URL.
     """
 
     def __init__(self, *, key: str | None = None) -> None:
@@ -147,7 +150,11 @@ class FakeServer:
         self._transports.add(request.transport)
         text = await request.text()
         recorded = Recorded(
-            request.method, request.path, dict(request.query), json.loads(text) if text else None, request.headers.get("Authorization")
+            request.method,
+            request.path,
+            dict(request.query),
+            json.loads(text) if text else None,
+            request.headers.get("Authorization"),
         )
         self.requests.append(recorded)
         if not self.authorised(recorded):
@@ -165,7 +172,9 @@ class FakeServer:
                 request.transport.abort()
                 return web.Response()
             if fault.status is not None:
-                return web.json_response(fault.body or {"error": {"message": f"fault {fault.status}"}}, status=fault.status)
+                return web.json_response(
+                    fault.body or {"error": {"message": f"fault {fault.status}"}}, status=fault.status
+                )
         return await self.handle(recorded)
 
 

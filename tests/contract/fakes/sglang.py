@@ -1,7 +1,8 @@
-"""A fake SGLang on a real socket: the routes and the refusals of the real 0.5.23 that rltool depends on, and knobs for faults.
+"""A fake SGLang on a real socket: the routes and the refusals of the real 0.5.23 that rltool depends on, and knobs for
+faults.
 
-What it "generates" is a pure function of its weights, the seed and the position, so a test sees whether a sync has arrived.
-tests/e2e/test_sglang.py exercises the same contract on the real server, so that this one cannot drift.
+What it "generates" is a pure function of its weights, the seed and the position, so a test sees whether a sync has
+arrived. tests/e2e/test_sglang.py exercises the same contract on the real server, so that this one cannot drift.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Fault:
 class FakeSglang:
     """`with FakeSglang() as server:` serves on server.url from a thread of its own until the block ends.
 
-    seconds: what a response of max_new_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
+    seconds: what a response of max_new_tokens takes, token by token; 0: no time. batch.slots: how many samples run at
+    once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
     """
 
     seconds: float = 0.0
@@ -161,7 +163,15 @@ class FakeSglang:
     async def _generate(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]
         sampling = body["sampling_params"]
-        unknown = set(sampling) - {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
+        unknown = set(sampling) - {
+            "max_new_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "stop_token_ids",
+            "ignore_eos",
+            "sampling_seed",
+        }
         if unknown:
             return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)
         if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
@@ -170,7 +180,9 @@ class FakeSglang:
         while self.batch.paused:  # its front end holds it back, and does not know its id yet
             await asyncio.sleep(0.001)
         seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
-        generated = await self.batch.generate(body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"]))
+        generated = await self.batch.generate(
+            body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"])
+        )
         tokens = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(generated.states))]
         logprobs = [_logprob(weights, seed, position) for position, (_, weights) in enumerate(generated.states)]
         meta = {
@@ -200,7 +212,8 @@ class FakeSglang:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": "0.5.23", "served_model_name": "policy", "tp_size": 1, "pp_size": 1, "dp_size": 1, "enable_dp_attention": False, "dtype": "float32",
+            "version": "0.5.23", "served_model_name": "policy", "tp_size": 1, "pp_size": 1, "dp_size": 1,
+            "enable_dp_attention": False, "dtype": "float32",
             "weight_version": self._start_weight_version, "startup_time": {"load_weight": self.boot},
         })  # fmt: skip
 
@@ -236,7 +249,10 @@ class FakeSglang:
 
     async def _flush(self, request: web.Request) -> web.Response:
         if self.batch.running and not (self.batch.paused and self._requests_kept and "timeout" not in request.query):
-            return web.Response(text="Timed out waiting for idle state." if "timeout" in request.query else "Flush cache failed.", status=400)
+            return web.Response(
+                text="Timed out waiting for idle state." if "timeout" in request.query else "Flush cache failed.",
+                status=400,
+            )
         return web.Response(text="Cache flushed.")
 
     # -- weights
@@ -250,7 +266,9 @@ class FakeSglang:
         return _outcome(True)
 
     async def _destroy_group(self, request: web.Request) -> web.Response:
-        return _outcome(self._leave(self.bodies[request.path]["group_name"]), "The group to be destroyed does not exist.")
+        return _outcome(
+            self._leave(self.bodies[request.path]["group_name"]), "The group to be destroyed does not exist."
+        )
 
     def _leave(self, name: str) -> bool:
         import torch.distributed
@@ -270,7 +288,9 @@ class FakeSglang:
 
     async def _update(self, request: web.Request) -> web.Response:
         if not self._session_open:
-            return _outcome(False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()")
+            return _outcome(
+                False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+            )
         body = self.bodies[request.path]
         try:
             received = await asyncio.to_thread(_receive_flat, self._groups[body["group_name"]], body)
@@ -301,7 +321,9 @@ class FakeSglang:
 
 
 def _outcome(success: bool, message: str = "") -> web.Response:
-    return web.json_response({"success": success, "message": "Success" if success else message}, status=200 if success else 400)
+    return web.json_response(
+        {"success": success, "message": "Success" if success else message}, status=200 if success else 400
+    )
 
 
 def _logprob(weights: dict[str, bytes], seed: int, position: int) -> float:
@@ -310,7 +332,8 @@ def _logprob(weights: dict[str, bytes], seed: int, position: int) -> float:
 
 
 def _join_as_sglang_does(body: dict[str, Any]):
-    """torch's rendezvous under PrefixStore(group_name), by torch's own helper: so our side is proven against torch's prefixes."""
+    """torch's rendezvous under PrefixStore(group_name), by torch's own helper: so our side is proven against torch's
+    prefixes."""
     from datetime import timedelta
 
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
@@ -320,7 +343,9 @@ def _join_as_sglang_does(body: dict[str, Any]):
     store, rank, world_size = next(rendezvous(where, body["rank_offset"], body["world_size"], timeout=limit))
     store.set_timeout(limit)
     name = body["group_name"]
-    group, _ = _new_process_group_helper(world_size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, timeout=limit)
+    group, _ = _new_process_group_helper(
+        world_size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, timeout=limit
+    )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 

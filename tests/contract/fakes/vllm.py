@@ -1,7 +1,7 @@
 """A fake vLLM 0.32 with rltool's plugin (or without it): the routes, statuses and reply shapes that rltool uses.
 
-tests/e2e/test_vllm_server.py runs `tests/contract/vllm_contract.py` on the real server, test_fake_vllm.py on this one, so that they
-cannot drift apart.
+tests/e2e/test_vllm_server.py runs `tests/contract/vllm_contract.py` on the real server, test_fake_vllm.py on this one,
+so that they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ END_TOKEN = 1
 class FakeVllm(FakeServer):
     """Knobs are attributes, to be set at any time.
 
-    model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find.
-    plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id.
-    missing_logprobs: replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
+    model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find. plugin:
+    False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
+    replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
-    seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once, the others wait.
-    Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do not depend on anything else.
+    seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once,
+    the others wait. Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do
+    not depend on anything else.
     """
 
     def __init__(self, *, key: str | None = None, plugin: bool = True) -> None:
@@ -85,7 +86,10 @@ class FakeVllm(FakeServer):
         return self._policy.decide(recorded.method, recorded.path, recorded.authorization) is not Decision.UNAUTHORIZED
 
     async def handle(self, recorded: Recorded) -> web.Response:
-        if self._policy and self._policy.decide(recorded.method, recorded.path, recorded.authorization) is Decision.NOT_FOUND:
+        if (
+            self._policy
+            and self._policy.decide(recorded.method, recorded.path, recorded.authorization) is Decision.NOT_FOUND
+        ):
             return web.json_response({"error": "not available"}, status=404)
         handler = self._routes().get((recorded.method, recorded.path))
         if handler is None:
@@ -132,7 +136,13 @@ class FakeVllm(FakeServer):
         return web.json_response({"version": self.engine_version})
 
     async def _models(self, _) -> web.Response:
-        model = {"id": self.model_id, "object": "model", "root": "/models/fake", "parent": None, "max_model_len": self.max_model_len}
+        model = {
+            "id": self.model_id,
+            "object": "model",
+            "root": "/models/fake",
+            "parent": None,
+            "max_model_len": self.max_model_len,
+        }
         return web.json_response({"object": "list", "data": [model]})
 
     async def _metrics(self, _) -> web.Response:
@@ -169,13 +179,18 @@ class FakeVllm(FakeServer):
 
     async def _stock_server_info(self, _) -> web.Response:
         config = {
-            "model_config": {"dtype": f"torch.{self.dtype}", "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}'},
+            "model_config": {
+                "dtype": f"torch.{self.dtype}",
+                "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}',
+            },
             "weight_transfer_config": {"backend": self.weight_backend},
         }
         return web.json_response({"vllm_config": config})
 
     async def _sglang_server_info(self, _) -> web.Response:
-        return web.json_response({"model_path": "/models/fake", "served_model_name": self.model_id, "tp_size": 1, "dp_size": 1})
+        return web.json_response(
+            {"model_path": "/models/fake", "served_model_name": self.model_id, "tp_size": 1, "dp_size": 1}
+        )
 
     async def _sglang_model_info(self, _) -> web.Response:
         return web.json_response({"model_path": "/models/fake", "is_generation": True, "weight_version": self.version})
@@ -198,12 +213,17 @@ class FakeVllm(FakeServer):
         ids, sampling = body["token_ids"], body["sampling_params"]
         n = sampling.get("n", 1)
         if n > self.max_num_seqs:
-            return _refusal(f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}.")
+            return _refusal(
+                f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}."
+            )
         beyond = [token for token in ids if token >= self.vocab_size]
         if beyond:
             return _refusal(f"Token id {beyond[0]} is out of vocabulary")
         if len(ids) >= self.max_model_len:
-            return _refusal(f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of {self.max_model_len}.")
+            return _refusal(
+                f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
+                f"{self.max_model_len}."
+            )
         limit = min(sampling["max_tokens"], self.max_model_len - len(ids))
         planned = [self._plan(i, ids, sampling, limit) for i in range(n - self.wrong_count)]
         generated = await self.batch.generate(
@@ -227,7 +247,9 @@ class FakeVllm(FakeServer):
     def _choice(self, index: int, planned: list[int], sampling: dict[str, Any], versions: list[str]) -> dict[str, Any]:
         tokens = planned[: len(versions)]
         stopped = tokens == planned and tokens[-1] in (sampling.get("stop_token_ids") or ())
-        content = [{"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": []} for p, t in enumerate(tokens)]
+        content = [
+            {"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": []} for p, t in enumerate(tokens)
+        ]
         if self.sentinel_logprob and content:
             content[-1]["logprob"] = -9999.0
         has_logprobs = sampling.get("logprobs") is not None and not self.missing_logprobs
@@ -303,7 +325,9 @@ class FakeVllm(FakeServer):
         if not self.updating:
             return _worker_failed("start_weight_update must be called before update_weights.")
         info = recorded.body["update_info"]
-        bucket = tuple(TensorMeta(n, d, tuple(s)) for n, d, s in zip(info["names"], info["dtypes"], info["shapes"], strict=True))
+        bucket = tuple(
+            TensorMeta(n, d, tuple(s)) for n, d, s in zip(info["names"], info["dtypes"], info["shapes"], strict=True)
+        )
         try:
             if self.medium == "disk":
                 from safetensors.torch import load_file
@@ -361,5 +385,10 @@ def _refusal(message: str) -> tuple[int, dict[str, Any]]:
 
 
 def _worker_failed(message: str) -> web.Response:
-    text = f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack trace above"
-    return web.json_response({"error": {"message": text, "type": "InternalServerError", "param": None, "code": 500}}, status=500)
+    text = (
+        f"Call to collective_rpc method failed: Worker failed with error '{message}', please check the stack "
+        f"trace above"
+    )
+    return web.json_response(
+        {"error": {"message": text, "type": "InternalServerError", "param": None, "code": 500}}, status=500
+    )
