@@ -46,7 +46,7 @@ def add(
     engines = resolve(addresses).engines
     frozen = [engine.url for engine in engines if not engine.takes_weights]
     if frozen:
-        raise UsageError(f"{', '.join(frozen)}: update_weights is false in the endpoints file, so this is no engine of a policy")
+        raise UsageError(f"{', '.join(frozen)}: update_weights is false in the file, so this is no engine of a policy")
     directory, driver = choose_driver(run)
     for engine in engines:
         _print(driver.add_engine(engine.url, engine.key_file or key_file), engine.url, f"added to run {directory.name}")
@@ -56,7 +56,7 @@ def add(
 def remove(
     addresses: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json.")], run: LivingRun = None
 ) -> None:
-    """Have a run that is training leave engines: they finish what they have and get nothing new. The engines live on."""
+    """Have a run that is training leave engines: they finish what they have and get nothing new, and live on."""
     engines = resolve(addresses).engines
     directory, driver = choose_driver(run)
     for engine in engines:

@@ -18,14 +18,15 @@ TrainRun = Annotated[
     str | None,
     typer.Option(
         "--run",
-        help="Name of the run directory. Without it: that of the given endpoints.json if it was never trained, else a fresh one; "
-        "with --resume the newest that has a checkpoint.",
+        help="Name of the run directory. Without it: that of the given endpoints.json if it was never trained, else a "
+        "fresh one; with --resume the newest that has a checkpoint.",
     ),
 ]
 ReplayRun = Annotated[
     str | None,
     typer.Option(
-        "--run", help="Name of the run directory. Without it a fresh one is made; with --resume the newest that has a checkpoint."
+        "--run",
+        help="Name of the run directory. Without it a fresh one; with --resume the newest that has a checkpoint.",
     ),
 ]
 FreshRun = Annotated[str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")]

@@ -13,8 +13,8 @@ from rltool.report.page import write_report
 
 
 def report(
-    run: Annotated[str | None, typer.Option("--run", help="Run to report on; default: the newest, which is named.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the run's directory).")] = None,
+    run: Annotated[str | None, typer.Option("--run", help="Run; default: the newest, which is named.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the run.")] = None,
 ) -> None:
     """Write a training run's curves, metrics and configuration into one HTML page. The run may be going on."""
     directory = open_run(run, create=False)

@@ -10,7 +10,8 @@ from rltool.errors import UsageError
 NAMES = ("vllm", "sglang")
 
 DETECTION = {"vllm": ("/version", "version"), "sglang": ("/model_info", "model_path")}
-"""name -> (route, field): a GET that only this kind of engine answers with that field. The plugin gives vLLM a /model_info too: in order."""
+"""name -> (route, field): a GET that only this kind of engine answers with that field. The plugin gives vLLM a
+/model_info too: in order."""
 
 
 @cache

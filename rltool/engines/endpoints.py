@@ -57,8 +57,8 @@ class EngineEndpoint(Config):
 
 
 class ModelEndpoints(Config):
-    """The engines of one model. update_weights is false for a model that is never synced (a judge, a reference); ask each engine's
-    takes_weights, for what `resolve` returns may be mixed."""
+    """The engines of one model. update_weights is false for a model that is never synced (a judge, a reference); ask
+    each engine's takes_weights, for what `resolve` returns may be mixed."""
 
     update_weights: bool = True
     data_url: str | None = None
@@ -167,7 +167,7 @@ def files_in(texts: Iterable[str]) -> list[Path]:
 
 
 def _is_path(part: str) -> bool:
-    """`runs/x/endpoints.json`, `~/e`, `endpoints.json`; not `host:8000/route`, which is an address with too much behind it."""
+    """`runs/x/endpoints.json`, `~/e`, `endpoints.json`; not `host:8000/route`, an address with too much behind it."""
     head, slash, _ = part.partition("/")
     return "://" not in part and (part.endswith(".json") or (bool(slash) and ":" not in head))
 

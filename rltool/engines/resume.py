@@ -26,10 +26,10 @@ class Resumed:
 
 
 async def resume_engines(client: EngineClient, engines: Sequence[EngineEndpoint], *, timeout: float) -> list[Resumed]:
-    """Shut the transfer group down and unpause, all engines side by side; one result each, in order. Failures are results.
+    """Shut the transfer group down and unpause, all engines side by side; one result each, failures too, in order.
 
-    `timeout`: seconds for each step (probe, group, resume). An engine without a known dialect is asked for it. Engines that take
-    no weights were never paused by a trainer: they are to be left out by the caller.
+    `timeout`: seconds for each step (probe, group, resume). An engine without a known dialect is asked for it. Engines
+    that take no weights were never paused by a trainer: they are to be left out by the caller.
     """
     return list(await asyncio.gather(*(_resume(client, engine, timeout) for engine in engines)))
 
@@ -43,7 +43,7 @@ async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float) 
         try:
             await client.run(known, requests.shutdown_transfer(TRANSFER_GROUP), timeout=timeout)
             transfer = "transfer group shut down"
-        except EngineError as error:  # most often: there was none; one that cannot be left fails when the next is joined
+        except EngineError as error:  # most often: there was none
             transfer = f"no transfer group shut down: {error}"
         await client.run(known, requests.resume(), timeout=timeout)
     except EngineError as error:

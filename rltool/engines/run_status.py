@@ -41,7 +41,7 @@ class ProcessStatus(BaseModel):
 
 @dataclass(frozen=True)
 class RunReport:
-    """training: what the driver says of its run; None where none lives, or where it did not answer (its row says why)."""
+    """training: what the driver says of its run; None where none lives or none answered (then its row says why)."""
 
     processes: list[ProcessStatus]
     training: RunStatus | None
@@ -58,7 +58,10 @@ def run_status(run: RunDirectory) -> RunReport:
     rows: list[Callable[[], ProcessStatus]] = []
     for state in states:
         driver = driver_of(run, state)
-        rows.append(partial(_driver_row, state, driver, told) if driver else partial(_row, state, engines.get(state.url or "")))
+        if driver is not None:
+            rows.append(partial(_driver_row, state, driver, told))
+        else:
+            rows.append(partial(_row, state, engines.get(state.url or "")))
     started = {state.url for state in states}
     foreign = [engine for url, engine in engines.items() if url not in started]
     rows += [partial(_foreign_row, index, engine) for index, engine in enumerate(foreign)]
@@ -99,8 +102,9 @@ def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> P
         version = status.get("weight_version")
         told.append(status)
     return ProcessStatus(
-        role=state.role, pid=state.pid, alive=True, url=state.url, health=health, weight_version=version, gpus=state.gpus, log=state.log
-    )
+        role=state.role, pid=state.pid, alive=True, url=state.url, health=health, weight_version=version,
+        gpus=state.gpus, log=state.log,
+    )  # fmt: skip
 
 
 def _foreign_row(index: int, engine: EngineEndpoint) -> ProcessStatus:

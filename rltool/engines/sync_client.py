@@ -18,7 +18,7 @@ from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 
 
 def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> Any:
-    """The reply to `request`, sent once; see `read_reply` for its form and its errors. EngineUnreachable where none came.
+    """The reply to `request`, sent once, in the form and with the errors of `read_reply`; else EngineUnreachable.
 
     timeout: seconds for the connection, and again for each wait for bytes; a server that hangs is given up after it.
     """
@@ -31,7 +31,7 @@ def exchange(base_url: str, request: HttpRequest, *, key: str | None = None, tim
     what = f"{request.method} {base_url}{request.path}"
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with requests.Session() as session:
-        # No proxy of the environment between us and a server of ours, and no ~/.netrc, whose password would replace the key.
+        # No proxy of the environment between us and a server of ours; no .netrc, whose password would replace the key.
         session.trust_env = False
         try:
             response = session.request(
@@ -46,7 +46,7 @@ def exchange(base_url: str, request: HttpRequest, *, key: str | None = None, tim
 
 
 def probe(endpoint: EngineEndpoint, *, timeout: float) -> EngineInfo:
-    """Ask a live engine what it is, as EngineClient.probe does; `timeout` is for all questions together. Changes nothing there."""
+    """Ask a live engine what it is, as EngineClient.probe does; `timeout`: seconds for all questions together."""
     ends = time.monotonic() + timeout
     key = endpoint.read_key()
     name = endpoint.dialect or detect_dialect(endpoint.url, key, timeout=timeout)

@@ -25,15 +25,17 @@ def choose_run(
 ) -> Choice:  # fmt: skip
     """of_engines: runs whose endpoints.json was given; runs: all, oldest first.
 
-    With `resume` the newest run that has a checkpoint. Else the run of the engines, if it is one and was never trained: engines and
-    trainer then share a directory, and a second training on the same engines gets its own. Raises UsageError where there is
-    nothing to resume.
+    With `resume` the newest run that has a checkpoint. Else the run of the engines, if it is one and was never trained:
+    engines and trainer then share a directory, and a second training on the same engines gets its own. Raises
+    UsageError where there is nothing to resume.
     """
     if resume:
         for run in reversed(runs):
             if resumable(run):
                 return Choice(run, "the newest run with a checkpoint")
-        raise UsageError("--resume: no run has a complete checkpoint; name the run with --run, or leave --resume out to start one")
+        raise UsageError(
+            "--resume: no run has a complete checkpoint; name the run with --run, or leave --resume out to start one"
+        )
     if len(of_engines) != 1:
         return Choice(None, "a fresh run")
     if trained(of_engines[0]):
@@ -42,14 +44,20 @@ def choose_run(
 
 
 def run_to_train(
-    name: str | None, *, resume: bool, endpoints_files: Iterable[Path], resumable: Callable[[RunDirectory], bool], root: Path | None = None
+    name: str | None,
+    *,
+    resume: bool,
+    endpoints_files: Iterable[Path],
+    resumable: Callable[[RunDirectory], bool],
+    root: Path | None = None,
 ) -> tuple[RunDirectory, str]:
-    """(run, why it is this one) for `train`; nothing is made. `resumable`: it holds a complete checkpoint. Raises UsageError."""
+    """(run, why it is this one); nothing is made. `resumable`: it holds a complete checkpoint. Raises UsageError."""
     if name is not None:
         return plan_run(name, root=root), "named by --run"
     choice = choose_run(
-        resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files), runs=list_runs(root)
-    )
+        resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files),
+        runs=list_runs(root),
+    )  # fmt: skip
     return choice.run or plan_run(None, root=root), choice.why
 
 

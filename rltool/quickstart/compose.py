@@ -161,7 +161,8 @@ def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int,
         stages.do("start-router", "router", f"@{run.endpoints_file}", "--run", run.name, "--detach")
     external = f"@{run.endpoints_file}"
     with stages.stage(f"GRPO, {steps} rollouts of 32 prompts x 8 samples"):
-        arguments = ("train", "--config", str(run.path / "grpo.toml"), "--run", run.name, "--rollout-external", external)
+        config = str(run.path / "grpo.toml")
+        arguments = ("train", "--config", config, "--run", run.name, "--rollout-external", external)
         stages.train("grpo", steps, *arguments, metrics=run.metrics_file)
     with stages.stage("the trained checkpoint, back to Hugging Face"):
         stages.do("convert-back", "convert-ckpt", str(run.checkpoints_dir / f"step_{steps}"), str(trained), "--to", "hf", note="converting")

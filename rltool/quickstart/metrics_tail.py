@@ -10,7 +10,7 @@ Record = dict[str, Any]
 
 
 class MetricsTail:
-    """Follows a file that may not be there yet. What it holds at the beginning belongs to an earlier training, and is left out."""
+    """Follows a file that may not be there yet. What it holds at first belongs to an earlier training: left out."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -42,7 +42,8 @@ def numbers(record: Record) -> dict[str, float]:
 def headline(metrics: dict[str, float]) -> str:
     """What a progress bar has room for."""
     shown = [("reward", "rollout/reward_mean", ".3f"), ("loss", "train/loss", ".4f")]
-    shown += [(f"{name.split('/')[1]} accuracy", name, ".3f") for name in metrics if name.startswith("eval/") and name.endswith("/accuracy")]
+    accuracies = [name for name in metrics if name.startswith("eval/") and name.endswith("/accuracy")]
+    shown += [(f"{name.split('/')[1]} accuracy", name, ".3f") for name in accuracies]
     return "  ".join(f"{label} {metrics[name]:{form}}" for label, name, form in shown if name in metrics) or "training"
 
 

@@ -66,9 +66,10 @@ class Stages:
     def train(
         self, role: str, steps: int, *arguments: str, metrics: Path, shown_every: int = 10, root: Path | None = None
     ) -> None:
-        """A training verb: a bar over its steps with the newest figures, and every so many steps a line kept on the screen.
+        """A training verb: a bar over its steps with the newest figures, and now and then a line kept on the screen.
 
-        Steps are read from `metrics`, the run's metrics.jsonl; what the verb prints besides its step lines is shown as it comes.
+        Steps are read from `metrics`, the run's metrics.jsonl; what the verb prints besides its step lines is shown as
+        it comes.
         """
         tail = MetricsTail(metrics)
         process = self.begin(role, *arguments, root=root)

@@ -26,8 +26,8 @@ Metrics = dict[str, list[Point]]
 def write_report(run_dir: Path, out: Path | None = None, *, stages: Mapping[str, float] | None = None) -> Path:
     """Write the page to `out`, or report.html in the run directory, and return its path; the run may go on meanwhile.
 
-    stages: seconds of what was done around the training, by name, where somebody measured them. Raises RltoolError without usable
-    metrics, and where `out` cannot be written.
+    stages: seconds of what was done around the training, by name, where somebody measured them. Raises RltoolError
+    without usable metrics, and where `out` cannot be written.
     """
     metrics = read_metrics(run_dir / "metrics.jsonl")
     config = _read_json(run_dir / "config.json")
@@ -36,7 +36,7 @@ def write_report(run_dir: Path, out: Path | None = None, *, stages: Mapping[str,
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise RltoolError(f"cannot write the report to {path}: {error.strerror}; choose another place with --out") from error
+        raise RltoolError(f"cannot write the report to {path}: {error.strerror}; choose another --out") from error
     return path
 
 
@@ -158,7 +158,8 @@ def _tiles(metrics: Metrics, evaluations: Mapping[str, Sequence[Point]]) -> str:
         change = f"{points[0][1]:.2f} → {after:.2f}" if len(points) > 1 else f"{before:.2f}"
         tiles.append((f"Accuracy, {name}", change, f"step {points[0][0]:g}, step {points[-1][0]:g}"))
     if difference := metrics.get("train/logprob_abs_diff_mean"):
-        tiles.append(("Log-probability difference", format_number(max(value for _, value in difference)), "largest mean of any step"))
+        largest = format_number(max(value for _, value in difference))
+        tiles.append(("Log-probability difference", largest, "largest mean of any step"))
     if seconds := metrics.get("time/step_seconds"):
         total = math.fsum(value for _, value in seconds)
         tiles.append(("Steps", f"{len(seconds)}", f"{total:.0f} s in all, {total / len(seconds):.2f} s each"))
@@ -181,7 +182,9 @@ def _pairs_table(title: str, pairs: Mapping[str, Any], origins: Mapping[str, str
         f"<tr><th>{escape(str(key))}</th><td>{escape(value if isinstance(value, str) else json.dumps(value, default=str))}</td><td><small>{escape(str(origins.get(key, '')))}</small></td></tr>"
         for key, value in pairs.items()
     )
-    return f'<section><details{" open" if title != "Configuration" else ""}><summary><h2>{escape(title)}</h2></summary><div class="scroll"><table>{rows}</table></div></details></section>'
+    opened = " open" if title != "Configuration" else ""
+    head = f"<details{opened}><summary><h2>{escape(title)}</h2></summary>"
+    return f'<section>{head}<div class="scroll"><table>{rows}</table></div></details></section>'
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -173,7 +173,7 @@ def _register(
     timeout: float,
     report: Callable[[str], None],
 ) -> None:
-    """Wait until the router listens, add every engine, wait until it serves. Raises ProcessFailed where the router has ended."""
+    """Wait until the router listens, add every engine, wait until it serves. Raises ProcessFailed if it has ended."""
     try:
         _wait_until_listening(process, router.url, timeout)
         for engine in engines:
@@ -181,7 +181,7 @@ def _register(
             report(f"worker {worker.url} registered")
         wait_ready(router, [engine.url for engine in engines], timeout=timeout)
     except EngineError as error:
-        # What a dead router did not answer is no news; how it ended is. An exit is seen a moment after its connections break.
+        # What a dead router did not answer is no news; how it ended is. Its exit is seen after its connections break.
         code = process.wait(_POLL_SECONDS)
         if code is not None:
             raise process.failure(f"{describe_exit(code)} while starting") from error

@@ -1,7 +1,7 @@
 """The worker list of a running sglang-router: read, add and wait, remove and wait.
 
-POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for. They block; who has
-an event loop calls them in a thread.
+POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for. They
+block; who has an event loop calls them in a thread.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, medium: Medium | None) 
     if medium is not None:
         if not fleet.takers:
             raise UsageError(
-                "none of the given engines takes weights (update_weights is false in their endpoints.json), so what they sample would never be "
-                "the trained model's: point --rollout-external at engines of the policy"
+                "none of the given engines takes weights (update_weights is false in their endpoints.json), so what "
+                "they sample would never be the trained model's: point --rollout-external at engines of the policy"
             )
         for kind in {info.dialect for info in fleet.takers.values()}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have

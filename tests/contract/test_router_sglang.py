@@ -240,14 +240,18 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 """
 
 
-@pytest.mark.parametrize(("code", "said"), [("print('no such library'); raise SystemExit(3)", "no such library"), (LISTENS_THEN_DIES, "no memory left")])
-def test_a_router_that_dies_while_it_starts_is_reported_with_the_end_of_its_log(run, worker, tmp_path, monkeypatch, code, said):
+DIES_AT_ONCE = "print('no such library'); raise SystemExit(3)"
+
+
+@pytest.mark.parametrize(("code", "said"), [(DIES_AT_ONCE, "no such library"), (LISTENS_THEN_DIES, "no memory left")])
+def test_a_router_that_dies_while_it_starts_is_reported_with_its_log(run, worker, tmp_path, monkeypatch, code, said):
     def argv(config, *, port, prometheus_port, key_file):
         return (sys.executable, "-c", code.replace("PORT", str(port)))
 
     monkeypatch.setattr("rltool.router.launch.router_argv", argv)
     own = open_run("dies", create=True, root=tmp_path)
-    with ProcessGroup(own) as group, pytest.raises(ProcessFailed, match=rf"(?s)router ended with exit code [34] while starting.*{said}"):
+    ended = rf"(?s)router ended with exit code [34] while starting.*{said}"
+    with ProcessGroup(own) as group, pytest.raises(ProcessFailed, match=ended):
         start_router(RouterConfig(), ModelEndpoints(engines=(worker.endpoint,)), group)
 
 

@@ -59,7 +59,9 @@ def test_a_failure_that_may_pass_is_sent_once_and_is_no_rejection(fake_vllm, sta
 
 def test_a_rejection_has_its_status_and_never_shows_a_key_that_was_sent(fake_stock_vllm):
     with pytest.raises(EngineRejected, match="api_key") as caught:
-        send(fake_stock_vllm.url, HttpRequest("POST", "/workers", {"url": "http://a:1", "api_key": "secret"}), timeout=5)
+        send(
+            fake_stock_vllm.url, HttpRequest("POST", "/workers", {"url": "http://a:1", "api_key": "secret"}), timeout=5
+        )
     assert caught.value.status == 404
     assert "secret" not in str(caught.value)
 
@@ -83,6 +85,7 @@ def test_a_server_that_hangs_before_or_inside_its_reply_is_given_up(begun):
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         if begun:
+
             def answer():
                 connection, _ = server.accept()
                 connection.recv(65536)

@@ -64,7 +64,9 @@ OWNERS = {
 LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
-IMPORTS_NOTHING_HEAVY = ("cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines")
+IMPORTS_NOTHING_HEAVY = (
+    "cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines",
+)  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
 
 

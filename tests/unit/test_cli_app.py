@@ -7,7 +7,9 @@ import pytest
 from rltool.cli import EXTRA_OF_PACKAGE, VERBS, load_command, main
 from rltool.errors import RltoolError, UsageError
 
-HEAVY = ("torch", "ray", "vllm", "sglang_router", "megatron", "transformers", "pydantic", "aiohttp", "requests", "numpy")
+HEAVY = (
+    "torch", "ray", "vllm", "sglang_router", "megatron", "transformers", "pydantic", "aiohttp", "requests", "numpy",
+)  # fmt: skip
 
 
 def run_main(argv, capsys):

@@ -35,14 +35,27 @@ def test_a_file_that_is_not_there_yet_has_no_records(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "done"), [({"step": 4, "time/step_seconds": 1.0}, 5), ({"step": -1, "eval/a/accuracy": 0.5}, None), ({"step": 4, "eval/a/accuracy": 0.5}, None)]
+    ("record", "done"),
+    [
+        ({"step": 4, "time/step_seconds": 1.0}, 5),
+        ({"step": -1, "eval/a/accuracy": 0.5}, None),
+        ({"step": 4, "eval/a/accuracy": 0.5}, None),
+    ],
 )
 def test_the_evaluation_before_the_first_step_or_after_a_resume_is_no_step(record, done):
     assert finished_step(record) == done
 
 
 def test_figures_that_are_not_finite_are_left_out():
-    measured = numbers({"step": 3, "weight_version": "r:1:3", "train/loss": None, "rollout/reward_mean": 0.5, "eval/held/accuracy": 0.25})
+    measured = numbers(
+        {
+            "step": 3,
+            "weight_version": "r:1:3",
+            "train/loss": None,
+            "rollout/reward_mean": 0.5,
+            "eval/held/accuracy": 0.25,
+        }
+    )
     assert measured == {"rollout/reward_mean": 0.5, "eval/held/accuracy": 0.25}
     assert headline(measured) == "reward 0.500  held accuracy 0.250"
     assert headline({}) == "training"
@@ -60,7 +73,9 @@ def train(tmp_path, code):
     run = open_run("r", create=True, root=tmp_path)
     screen = io.StringIO()
     with ProcessGroup(run) as group:
-        Child(run, group, Console(file=screen, width=200), 1).train("grpo", 4, code, metrics=run.metrics_file, shown_every=2)
+        Child(run, group, Console(file=screen, width=200), 1).train(
+            "grpo", 4, code, metrics=run.metrics_file, shown_every=2
+        )
     return screen.getvalue().splitlines()
 
 
@@ -82,7 +97,11 @@ def test_steps_are_shown_from_the_metrics_and_other_lines_as_they_come(tmp_path)
     shown = [line.strip() for line in lines if line.strip()]
     assert shown[0] == "data: 4 prompts" and "done after step 4" in shown
     steps = [line for line in shown if line.startswith("step ")]
-    assert [line.split("  ")[:2] for line in steps] == [["step 1/4", "reward 0.000"], ["step 2/4", "reward 0.100"], ["step 4/4", "reward 0.300"]]
+    assert [line.split("  ")[:2] for line in steps] == [
+        ["step 1/4", "reward 0.000"],
+        ["step 2/4", "reward 0.100"],
+        ["step 4/4", "reward 0.300"],
+    ]
 
 
 def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):

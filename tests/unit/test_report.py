@@ -185,7 +185,8 @@ def test_the_verb_reports_on_the_newest_run_or_the_named_one_and_writes_where_it
         return ended.value.code, (out.out + out.err).replace("\n", "")
 
     assert report() == (0, f"report of run new: {tmp_path}/runs/new/report.html")
-    assert report("--run", "old", "--out", str(tmp_path / "page.html")) == (0, f"report of run old: {tmp_path}/page.html")
+    page = str(tmp_path / "page.html")
+    assert report("--run", "old", "--out", page) == (0, f"report of run old: {page}")
     assert "0.75 → 0.75" in (tmp_path / "runs" / "new" / "report.html").read_text()
     assert "0.25 → 0.25" in (tmp_path / "page.html").read_text()
     code, said = report("--out", str(tmp_path / "no" / "such" / "page.html"))

@@ -17,7 +17,9 @@ def runs(tmp_path, monkeypatch):
 
     def make(name, *, trained=False, checkpoint=False):
         run = open_run(name, create=True)
-        run.endpoints_file.write_text('{"version": 1, "models": {"policy": {"engines": [{"url": "http://127.0.0.1:9"}]}}}')
+        run.endpoints_file.write_text(
+            '{"version": 1, "models": {"policy": {"engines": [{"url": "http://127.0.0.1:9"}]}}}'
+        )
         if trained or checkpoint:
             run.metrics_file.write_text('{"step": 0}\n')
         if checkpoint:
@@ -32,7 +34,9 @@ def has_checkpoint(run):
 
 
 def choose(*of_engines, resume=False):
-    return choose_run(resume=resume, trained=is_trained, resumable=has_checkpoint, of_engines=of_engines, runs=list_runs())
+    return choose_run(
+        resume=resume, trained=is_trained, resumable=has_checkpoint, of_engines=of_engines, runs=list_runs()
+    )
 
 
 def test_the_run_of_the_engines_is_taken_when_it_was_never_trained(runs):
