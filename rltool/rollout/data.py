@@ -71,14 +71,18 @@ def data_summary(train: PromptSet, evaluation: Mapping[str, PromptSet], *, targe
     kept = len(train.prompts) - (targets_too_long or 0)
     what = "prompts" if targets_too_long is None else "supervised rows"
     parts = [f"{kept} {what}{_left_out(train.num_too_long, targets_too_long or 0)}"]
-    parts += [f"{name}: {len(found.prompts)} prompts{_left_out(found.num_too_long)}" for name, found in evaluation.items()]
+    for name, found in evaluation.items():
+        parts.append(f"{name}: {len(found.prompts)} prompts{_left_out(found.num_too_long)}")
     return "data: " + "; ".join(parts)
 
 
 def _left_out(prompts: int, targets: int = 0) -> str:
     reasons = [
         f"{count} with a {what} longer than sampling.{limit}"
-        for count, what, limit in ((prompts, "prompt", "max_prompt_tokens"), (targets, "response", "max_response_tokens"))
+        for count, what, limit in (
+            (prompts, "prompt", "max_prompt_tokens"),
+            (targets, "response", "max_response_tokens"),
+        )
         if count
     ]
     return f" (left out: {' and '.join(reasons)})" if reasons else ""

@@ -212,7 +212,8 @@ def test_what_was_left_out_of_each_set_is_said_in_one_line(tmp_path):
 
 
 def test_rows_that_are_left_out_for_their_response_are_counted_apart(tmp_path):
-    rows = [{"prompt": "much too long", "response": "x"}, {"prompt": "b", "response": "far too long"}, {"prompt": "c", "response": "y"}]
+    texts = [("much too long", "x"), ("b", "far too long"), ("c", "y")]
+    rows = [{"prompt": prompt, "response": response} for prompt, response in texts]
     found = load(jsonl(tmp_path / "rows.jsonl", *rows), max_prompt_tokens=5)
 
     class TargetTokenizer(LetterTokenizer):
@@ -222,7 +223,8 @@ def test_rows_that_are_left_out_for_their_response_are_counted_apart(tmp_path):
     rows = supervised_set(found.prompts, TargetTokenizer(), max_response_tokens=3)
     assert (len(rows.prompts), rows.num_too_long) == (1, 1)
     assert data_summary(found, {}, targets_too_long=rows.num_too_long) == (
-        "data: 1 supervised rows (left out: 1 with a prompt longer than sampling.max_prompt_tokens and 1 with a response longer than "
-        "sampling.max_response_tokens)"
+        "data: 1 supervised rows (left out: 1 with a prompt longer than sampling.max_prompt_tokens "
+        "and 1 with a response longer than sampling.max_response_tokens)"
     )
-    assert data_summary(load(jsonl(tmp_path / "one.jsonl", {"prompt": "c"})), {}, targets_too_long=0) == "data: 1 supervised rows"
+    whole = load(jsonl(tmp_path / "one.jsonl", {"prompt": "c"}))
+    assert data_summary(whole, {}, targets_too_long=0) == "data: 1 supervised rows"

@@ -124,7 +124,8 @@ def test_the_routers_command_line_names_the_key_file_and_not_the_key(tmp_path):
 
 @pytest.mark.parametrize(("dialect", "plugin", "refused"), [("vllm", False, True), ("vllm", True, False), ("sglang", False, False)])
 def test_a_stock_vllm_is_refused_because_it_cannot_answer_the_router(monkeypatch, dialect, plugin, refused):
-    monkeypatch.setattr("rltool.router.launch.probe", lambda engine, *, timeout: SimpleNamespace(dialect=dialect, plugin=plugin))
+    found = SimpleNamespace(dialect=dialect, plugin=plugin)
+    monkeypatch.setattr("rltool.router.launch.probe", lambda engine, *, timeout: found)
     bare = EngineEndpoint(url="http://engine:2")
     if refused:
         with pytest.raises(UsageError, match="--rollout-external"):
