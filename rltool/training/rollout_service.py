@@ -100,6 +100,7 @@ class RolloutService:
         self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
+        self._closed = False
 
     # -- life
 
@@ -177,6 +178,9 @@ class RolloutService:
     async def close(self) -> list[str]:
         """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what failed."""
         failures: dict[str, str] = {}
+        if self._closed:
+            return []
+        self._closed = True
         try:
             if hasattr(self, "_client"):
                 await self.interrupt()
