@@ -33,7 +33,7 @@ from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sender import write_to_disk
-from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
+from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
 EOS = 1
@@ -115,7 +115,7 @@ def spellers(stack, tokenizer):
 def fakes(stack):
     """One of each dialect."""
     vllm = stack.enter_context(FakeVllm())
-    vllm.vocab_size = 64
+    vllm.vocab_size = VOCAB_SIZE  # an answer that one began may be continued by the other
     return [vllm, stack.enter_context(FakeSglang())]
 
 
@@ -310,7 +310,7 @@ def test_evaluation_draws_the_same_samples_before_and_after_and_takes_no_prompt(
 def test_no_trained_token_is_older_than_the_bound(serve, settings, fakes, max_staleness, pause_mode):
     """A hundred steps with updates in flight, on both dialects; the books are checked at each."""
     for engine in fakes:
-        engine.seconds = 0.1
+        engine.seconds = 0.05
 
     async def run():
         config = settings(
