@@ -155,17 +155,22 @@ class EngineClient:
         """
         speaks = _dialect_of(endpoint)
         key = endpoint.read_key()
+        # Not a TaskGroup: in Python 3.11 one whose task fails leaves its parent counted as cancelled, and a timeout around
+        # this call would then end in CancelledError, in place of TimeoutError.
+        tasks = [
+            asyncio.ensure_future(
+                self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts)
+            )
+            for http in speaks.generate(request)
+        ]
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts)
-                    )
-                    for http in speaks.generate(request)
-                ]
-        except* EngineError as errors:
-            raise _first(errors) from errors
-        return speaks.parse_generate(request, [task.result() for task in tasks])
+            replies = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        return speaks.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
         """What `abort` must be given to end `generate(endpoint, request)`, at whichever engine a router has sent it
@@ -274,8 +279,3 @@ def _dialect_of(endpoint: EngineEndpoint):
     if endpoint.dialect is None:
         raise RuntimeError(f"the dialect of {endpoint.url} is not known yet: probe it first")
     return dialect(endpoint.dialect, plugin=endpoint.plugin)
-
-
-def _first(errors: BaseExceptionGroup) -> BaseException:
-    inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

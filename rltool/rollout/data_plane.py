@@ -11,10 +11,12 @@ reported stale, the event is counted, and the request is sent again.
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,7 +71,11 @@ class DataPlane:
         """Events since the start: failed_requests, refused_foreign, refused_unpublished, stale_engine."""
         self._in_flight: Counter[str] = Counter()
         self._ids: dict[str, tuple[int | None, list[str]]] = {}
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._tickets = itertools.count()
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        """A heap: requests in the order in which they came. A cancelled one is dropped when its turn comes."""
+        self._granted = 0
+        """Requests whose turn has come and which have not run since: their slots are taken."""
 
     @property
     def in_flight(self) -> int:
@@ -78,7 +84,7 @@ class DataPlane:
 
     def changed(self) -> None:
         """The fleet, the endpoints or the limit changed: requests that wait look again."""
-        self._wake(len(self._waiting))
+        self._grant()
 
     async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request.
@@ -87,20 +93,29 @@ class DataPlane:
         with the last failure and the state of every engine.
         """
         failure: EngineError | None = None
+        attempt: Attempt | None = None
+        sent_at: float | None = None
         try:
             async with asyncio.timeout(self._deadline):
                 while True:
-                    attempt = await self._acquire()
+                    attempt = await self._acquire(avoid=attempt.engine if attempt else None)
+                    sent_at = self._clock()
                     try:
-                        return await self._send(attempt, request, group)
+                        completions = await self._send(attempt, request, group)
                     except EngineRejected:
                         raise
                     except EngineError as error:
                         failure = error
+                    else:
+                        return completions
                     finally:
                         self._release(attempt)
+                    sent_at = None
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:
+            if attempt is not None and sent_at is not None:
+                failure = EngineUnreachable(f"{attempt.endpoint.url} had the request for {self._clock() - sent_at:.1f} s and did not answer")
+                self._failed(attempt, failure, sent_at)
             raise EngineUnreachable(f"no completion within deadlines.generate = {self._deadline:g} s; {self._describe(failure)}") from error
 
     async def abort(self, groups: Collection[int] | None = None) -> dict[str, str]:
@@ -120,51 +135,58 @@ class DataPlane:
             except EngineError as error:
                 failures[url] = str(error)
 
-        await asyncio.gather(*(abort(url, endpoint) for url, endpoint in list(self._endpoints.items())))
+        known = [(url, endpoint) for url, endpoint in self._endpoints.items() if endpoint.dialect is not None]  # else it never served
+        await asyncio.gather(*(abort(url, endpoint) for url, endpoint in known))
         return failures
 
     # -- the rest is private
 
-    async def _acquire(self) -> Attempt:
-        place_in_line = None
+    async def _acquire(self, *, avoid: str | None) -> Attempt:
+        """A slot, in the order in which requests came. avoid: the engine that has just failed this one, taken only if it is alone."""
+        ticket = next(self._tickets)
         while True:
-            attempt = None if self._waiting and place_in_line is None else self._pick()
-            if attempt is not None:
-                self._in_flight[attempt.endpoint.url] += 1
-                return attempt
-            turn = asyncio.get_running_loop().create_future()
-            # One that was woken in vain goes back to the head: those behind it have not waited as long.
-            (self._waiting.append if place_in_line is None else self._waiting.appendleft)(turn)
-            place_in_line = turn
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (ticket, turn))
+            self._grant()
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._wake(1)  # the turn that this request will not take
-                with suppress(ValueError):  # popped, as one that is done
-                    self._waiting.remove(turn)
+                if turn.done() and not turn.cancelled():  # the turn that this request will not take
+                    self._granted -= 1
+                    self._grant()
                 raise
+            self._granted -= 1
+            attempt = self._pick(avoid)
+            if attempt is not None:
+                self._in_flight[attempt.endpoint.url] += 1
+                return attempt
 
-    def _pick(self) -> Attempt | None:
-        serving = self._fleet.serving()
-        limit = self.limit if self.limit is not None else self._per_engine * len(serving)
-        if not serving or self.in_flight >= limit:
+    def _free(self) -> int:
+        """Requests that may be sent now."""
+        serving = len(self._fleet.serving())
+        limit = self.limit if self.limit is not None else self._per_engine * serving
+        return limit - self.in_flight - self._granted if serving else 0
+
+    def _pick(self, avoid: str | None) -> Attempt | None:
+        if self._free() <= 0:
             return None
         if self._router is not None:
             return Attempt(self._router, None)
-        url = min(serving, key=lambda candidate: self._in_flight[candidate])
+        url = min(self._fleet.serving(), key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
         return Attempt(self._endpoints[url], url)
 
     def _release(self, attempt: Attempt) -> None:
         self._in_flight[attempt.endpoint.url] -= 1
-        self._wake(1)
+        self._grant()
 
-    def _wake(self, count: int) -> None:
-        while count > 0 and self._waiting:
-            turn = self._waiting.popleft()
+    def _grant(self) -> None:
+        free = self._free()
+        while free > 0 and self._waiting:
+            _, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
-                count -= 1
+                self._granted += 1
+                free -= 1
 
     async def _send(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
         sent_at, published = self._clock(), self._judge.published if self._judge else None
@@ -176,14 +198,17 @@ class DataPlane:
             except EngineRejected:
                 raise
             except EngineError as error:
-                self.counts["failed_requests"] += 1
-                if attempt.engine is not None:
-                    self._fleet.request_failed(attempt.engine, str(error), sent_at=sent_at)
+                self._failed(attempt, error, sent_at)
                 raise
         self._judge_versions(attempt, completions, published, sent_at)
         if attempt.engine is not None:
             self._fleet.request_succeeded(attempt.engine, sent_at=sent_at)
         return completions
+
+    def _failed(self, attempt: Attempt, error: EngineError, sent_at: float) -> None:
+        self.counts["failed_requests"] += 1
+        if attempt.engine is not None:
+            self._fleet.request_failed(attempt.engine, str(error), sent_at=sent_at)
 
     def _judge_versions(self, attempt: Attempt, completions: Sequence[Completion], published: int | None, sent_at: float) -> None:
         if self._judge is None:

@@ -49,7 +49,7 @@ class FleetMonitor:
         self.lag = LoopLag(clock=clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
-        """Transitions since the start, by the state that they led to, and router_failures."""
+        """Transitions since the start, by the state that they led to, router_failures and monitor_failures."""
         self._routed: set[str] = set(endpoints)
         self._task: asyncio.Task[None] | None = None
 
@@ -98,10 +98,14 @@ class FleetMonitor:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(self._fleet.policy.probe_seconds)
-            await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
-            await asyncio.gather(*(self._canary(url) for url in self._fleet.trials_due()))
-            self._fleet.tick()
-            await self.carry_out()
+            try:
+                await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
+                await asyncio.gather(*(self._canary(url) for url in self._fleet.trials_due()))
+                self._fleet.tick()
+                await self.carry_out()
+            except Exception as error:  # a reply that nobody expected must not end the probing of all
+                self.counts["monitor_failures"] += 1
+                self._log(f"fleet monitor: {type(error).__name__}: {error}")
 
     async def _canary(self, url: str) -> None:
         """One token from an engine that answers probes and fails requests: only a request shows that it works again."""

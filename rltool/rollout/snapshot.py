@@ -8,7 +8,7 @@ weights that survives.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceS
 
     keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
     """
+    return encoded(*books(collector, done, keeps_partial=keeps_partial), run_seed=collector.config.run_seed)
+
+
+def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:
+    """The first half of a snapshot, on the collector's event loop: groups go on meanwhile. Returns the state and the samples, which
+    nobody changes any more."""
     groups, samples = [], []
     for group in collector.ledger.groups():
         if group.state is GroupState.IN_HAND and collector.delivered <= done:
@@ -42,7 +48,7 @@ def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceS
         kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
         groups.append({"id": group.id, "prompt": group.prompt.index, "state": state.value, "samples": len(group.samples) if kept else None})
         if kept:
-            samples += group.samples
+            samples += map(_as_it_is, group.samples)
     state = {
         "version": VERSION,
         "source": collector.source.state_dict(),
@@ -51,10 +57,20 @@ def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceS
         "done": done,
         "groups": groups,
     }
+    return state, samples
+
+
+def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) -> SourceState:
+    """The second half, in any thread."""
     if not samples:
         return SourceState(state)
-    data, text = dump.encode(TENSORS, step=done, seed=collector.config.run_seed, samples=samples)
+    data, text = dump.encode(TENSORS, step=state["done"], seed=run_seed, samples=samples)
     return SourceState(state, {TENSORS: data, DESCRIPTION: text})
+
+
+def _as_it_is(sample: Sample) -> Sample:
+    lists = {name: list(getattr(sample, name)) for name in ("response_ids", "response_mask", "response_logprobs", "versions")}
+    return replace(sample, **lists)
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:

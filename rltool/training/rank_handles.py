@@ -31,8 +31,8 @@ class RankHandles:
     async def join(self) -> dict[str, str]:
         return (await self._all([self._handles[0].join.remote()]))[0]
 
-    async def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> SendReport:
-        return (await self._all([rank.send.remote(buckets, list(skip)) for rank in self._handles]))[0]
+    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
+        return (await self._all([rank.send.remote(buckets, list(urls)) for rank in self._handles]))[0]
 
     async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
         return (await self._all([rank.write.remote(buckets, directory) for rank in self._handles]))[0]

@@ -39,7 +39,7 @@ from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.sample import Sample
 from rltool.rollout.scoring import Scorer, ScoreStats, load_filter, load_hook
-from rltool.rollout.snapshot import SourceState, restore, snapshot
+from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterMembership
@@ -100,6 +100,7 @@ class RolloutService:
         self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
+        self._closed = False
 
     # -- life
 
@@ -177,18 +178,24 @@ class RolloutService:
     async def close(self) -> list[str]:
         """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what failed."""
         failures: dict[str, str] = {}
-        if hasattr(self, "_client"):
-            await self.interrupt()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            async with self._lock:
-                if self._sync is not None:
-                    failures |= await self._sync.leave()
-            await self._monitor.close()
-            await self._client.__aexit__(None, None, None)
-        if hasattr(self, "_pool"):
-            await self._pool.close()
+        if self._closed:
+            return []
+        self._closed = True
+        try:
+            if hasattr(self, "_client"):
+                await self.interrupt()
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                async with self._lock:
+                    if self._sync is not None:
+                        failures |= await self._sync.leave()
+        finally:  # a rank that died cannot leave
+            if hasattr(self, "_client"):
+                await self._monitor.close()
+                await self._client.__aexit__(None, None, None)
+            if hasattr(self, "_pool"):
+                await self._pool.close()
         return [f"{url}: {reason}" for url, reason in failures.items()]
 
     async def interrupt(self) -> None:
@@ -265,7 +272,8 @@ class RolloutService:
 
     async def state_dict(self, done: int) -> SourceState:
         """What a checkpoint after `done` training steps keeps."""
-        return await asyncio.to_thread(snapshot, self.collector, done, keeps_partial=self._function is None)
+        state, samples = books(self.collector, done, keeps_partial=self._function is None)
+        return await asyncio.to_thread(encoded, state, samples, run_seed=self._config.seed)
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         """The inverse; directory: the checkpoint that holds the samples' files."""
@@ -291,8 +299,11 @@ class RolloutService:
 
     async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
         """An engine joins the fleet: probed now, synced when the ranks are idle next, then it serves."""
-        if any(member.url == endpoint.url for member in self.fleet.members()):
+        known = next((member for member in self.fleet.members() if member.url == endpoint.url), None)
+        if known is not None and known.state is not State.DRAINING:
             raise EngineConflict(f"{endpoint.url} is an engine of this run already")
+        if known is not None:
+            self.fleet.remove(endpoint.url, "added again")
         self._endpoints[endpoint.url] = endpoint
         self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and endpoint.takes_weights)
         await self._monitor.probe(endpoint.url)
@@ -351,11 +362,14 @@ class RolloutService:
                 try:
                     report = await self._sync.sync(version, only={m.url for m in stale})
                     self._say(report.line())
+                    failed = bool(report.failed)
                 except RltoolError as error:
                     self._say(str(error))
-                    await asyncio.sleep(self.fleet.policy.probe_seconds)  # inside the lock: nothing else of ours happens now
+                    failed = True
                 finally:
                     await self._monitor.carry_out()
+            if failed:
+                await asyncio.sleep(self.fleet.policy.probe_seconds)
 
     def _sampling(self) -> SamplingParams:
         sampling = self._config.sampling

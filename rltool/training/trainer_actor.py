@@ -142,10 +142,10 @@ class TrainerActor:
     def join(self) -> dict[str, str]:
         return self.sender.join()
 
-    def send(self, buckets: Sequence[Bucket], skip: Sequence[str]) -> SendReport | None:
+    def send(self, buckets: Sequence[Bucket], urls: Sequence[str]) -> SendReport | None:
         """A collective of all ranks; the report comes from rank 0."""
         if self.rank == 0:
-            return self.sender.send(self.trainer.export_weights(), buckets, skip)
+            return self.sender.send(self.trainer.export_weights(), buckets, urls)
         return drain(self.trainer.export_weights())
 
     def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport | None:

@@ -96,18 +96,16 @@ class WeightSender:
         self._hosted = []
         return failures
 
-    def send(self, stream: Stream, buckets: Sequence[Bucket], skip: Collection[str] = ()) -> SendReport:
-        """Broadcast every bucket into every group but those of the URLs in `skip`, the engines receiving side by side.
+    def send(self, stream: Stream, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
+        """Broadcast every bucket into the groups of these engines, which receive side by side. Other engines' groups stay as they are.
 
         An engine whose broadcast fails is left out from there on. The stream is drained in any case: producing it is a
         collective of all trainer ranks.
         """
         started = time.perf_counter()
-        failures: dict[str, str] = {}
-        for url in skip:
-            self._groups.pop(url, None)
+        failures = {url: "it has no transfer group with the trainer" for url in urls if url not in self._groups}
         for _, flat in fill_buckets(stream, buckets):
-            works = {url: group.broadcast(flat, 0) for url, group in self._groups.items() if url not in failures}
+            works = {url: self._groups[url].broadcast(flat, 0) for url in urls if url not in failures}
             for url, work in works.items():
                 try:
                     work.wait()

@@ -58,7 +58,7 @@ class Ranks(Protocol):
     async def weight_metadata(self) -> list[TensorMeta]: ...
     async def host(self, targets: Sequence[Target], group: str) -> list[Connection]: ...
     async def join(self) -> Failures: ...
-    async def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> SendReport: ...
+    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport: ...
     async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport: ...
     async def leave_transfer(self) -> None: ...
     async def logprobs(self, batch: TrainBatch) -> Tensor: ...
@@ -119,8 +119,9 @@ class WeightSync:
     async def sync(self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None) -> SyncReport:
         """Bring every engine that takes weights, and can be paused now, to `version`.
 
-        only: these engines, which missed the version; the others go on serving. check_all: compare values of every engine, not of new connections alone. Raises WeightSyncFailed when no engine took the
-        weights; every engine that was paused has been told to resume all the same.
+        only: these engines, which missed the version; the others go on serving. check_all: compare values of every engine, not of
+        new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a rank raises; every engine that
+        was paused has been told to resume all the same, and none is PAUSED in the fleet.
         """
         started = time.perf_counter()
         phases: dict[str, float] = {}
@@ -135,22 +136,27 @@ class WeightSync:
         for url in failures:
             self._lost(url, failures[url])
         try:
-            for url in paused:
-                self.fleet.pause(url)
-            with _timed(phases, "pause"):
-                failures |= await self._each(self._paused(paused), self._pause_and_begin)
-            with _timed(phases, "transfer"):
-                failures |= await self._transfer(str(version), self._paused(paused))
-            with _timed(phases, "finish"):
-                failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
-            if self._paused(paused):
-                self.fleet.advance(version)
-        finally:
-            with _timed(phases, "resume"):
-                failures |= await self._resume(paused)
-        to_check = [url for url in self._paused(paused) if check_all or url in new]
-        with _timed(phases, "verify"):
-            checked, difference = await self._verify(to_check)
+            try:
+                for url in paused:
+                    self.fleet.pause(url)
+                with _timed(phases, "pause"):
+                    failures |= await self._each(self._paused(paused), self._pause_and_begin)
+                with _timed(phases, "transfer"):
+                    failures |= await self._transfer(str(version), self._paused(paused))
+                with _timed(phases, "finish"):
+                    failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
+                if self._paused(paused):
+                    self.fleet.advance(version)
+            finally:
+                with _timed(phases, "resume"):
+                    failures = await self._resume(paused) | failures  # the first failure of an engine is the one to report
+            to_check = [url for url in self._paused(paused) if check_all or url in new]
+            with _timed(phases, "verify"):
+                checked, difference = await self._verify(to_check)
+        except BaseException as error:  # of a rank, or a bug: these engines serve on nobody's word
+            for url in self._paused(paused):
+                self._lost(url, f"the sync ended with {type(error).__name__}: {error}")
+            raise
         failures |= checked
         updated = tuple(self._paused(paused))
         for url in updated:
@@ -164,10 +170,8 @@ class WeightSync:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned."""
         urls = [url for url in self._connected if url in self.endpoints]
         failures = await self._gather(urls, self._shut_down)
-        failures |= await self._gather(
-            [url for url, member in ((m.url, m) for m in self.fleet.members()) if member.takes_weights and member.state is not State.DEAD],
-            lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume()),
-        )
+        alive = [m.url for m in self.fleet.members() if m.takes_weights and m.state not in (State.DEAD, State.STARTING)]
+        failures = await self._gather(alive, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume())) | failures
         self._connected = {}
         await self.ranks.leave_transfer()
         return failures
@@ -221,7 +225,7 @@ class WeightSync:
             return await self._each(urls, lambda endpoint: self._announce(endpoint, version, paths))
         receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._announce(endpoint, version, ())))
         try:
-            sent = await self.ranks.send(self._buckets, [url for url in self._connected if url not in urls])
+            sent = await self.ranks.send(self._buckets, urls)
         finally:
             received = await receiving
         for url, reason in sent.failures.items():

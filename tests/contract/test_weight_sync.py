@@ -1,234 +1,558 @@
-"""The whole sync, trainer side and control side, against fake engines that receive real bytes over real gloo groups."""
+"""The whole sync, control side and trainer side, against fake engines that receive real bytes over real gloo groups."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rltool.weights.control import WeightControl
 
-from rltool.config.train import WeightsConfig
+from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import meta_of
-from rltool.weights.sender import WeightSender, write_to_disk
-from rltool.weights.sync import WeightSync, WeightSyncFailed
+from rltool.weights.sender import WeightSender, remove_old_versions, write_to_disk
+from rltool.weights.sync import SyncReport, WeightSync, WeightSyncFailed
+from rltool.weights.verify import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
-from tests.contract.fakes.sglang import FakeSglang
+from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
-TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.arange(5, dtype=torch.bfloat16), "c.bias": torch.full((7,), 0.5)}
-FIRST = WeightVersion("0" * 32, 1, 1)
-TIMEOUT = 3.0
+TENSORS = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "b.weight": torch.arange(5, dtype=torch.bfloat16),
+    "c.bias": torch.full((7,), 0.5),
+}
+RUN = "0" * 32
+DEADLINE = 3.0
 
 
-class Control:
-    """WeightControl on a loop in a thread: what the rollout manager's actor is in production."""
-
-    def __init__(self, control: WeightControl, loop: asyncio.AbstractEventLoop, pool: ThreadPoolExecutor) -> None:
-        self.control, self._loop, self._pool = control, loop, pool
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self.control, name)
-
-        def call(*args: Any) -> Any:
-            if asyncio.iscoroutinefunction(method):
-                return asyncio.run_coroutine_threadsafe(method(*args), self._loop)
-            return self._pool.submit(method, *args)
-
-        return call
+def version(step: int) -> WeightVersion:
+    return WeightVersion(RUN, 1, step)
 
 
-class Trainer:
-    """One rank."""
+class Ranks:
+    """One rank: a real WeightSender in threads, as a Ray actor has it. `wrong`: positions of compared engines whose
+    log-probabilities it does not share; `log`: the calls, in order, each with its end."""
 
-    def __init__(self, config: WeightsConfig, pool: ThreadPoolExecutor, model_files: Path) -> None:
-        self.sender, self._pool, self._model_files = WeightSender(config, timeout=TIMEOUT), pool, model_files
+    def __init__(self, config: WeightsConfig, model_files: Path) -> None:
+        self.sender, self._model_files = WeightSender(config, timeout=DEADLINE), model_files
         self.tensors = dict(TENSORS)
+        self.wrong: set[int] = set()
+        self.log: list[str] = []
+        self.on_send: Callable[[Sequence[str]], Any] = lambda urls: None
+        self.on_logprobs: Callable[[], Any] = lambda: None
+        self.before_write: Callable[[], Any] = lambda: None
 
-    def stream(self):
+    def stream(self) -> Iterator[Any]:
         return ((meta_of(name, tensor), tensor) for name, tensor in self.tensors.items())
 
-    def weight_metadata(self):
+    async def weight_metadata(self):
         return [meta_of(name, tensor) for name, tensor in self.tensors.items()]
 
-    def host(self, targets, group):
-        return self.sender.host(targets, group)
+    async def host(self, targets, group):
+        self.log.append(f"host {len(targets)}")
+        return await asyncio.to_thread(self.sender.host, targets, group)
 
-    def join(self):
-        return self._pool.submit(self.sender.join)
+    async def join(self):
+        return await asyncio.to_thread(self.sender.join)
 
-    def send(self, buckets, skip):
-        return self._pool.submit(lambda: self.sender.send(self.stream(), buckets, skip))
+    async def send(self, buckets, urls):
+        report = await asyncio.to_thread(self.sender.send, self.stream(), buckets, urls)
+        report = self.on_send(urls) or report
+        self.log.append("sent")
+        return report
 
-    def write(self, buckets, directory):
-        return self._pool.submit(lambda: write_to_disk(self.stream(), buckets, directory, self._model_files))
+    async def write(self, buckets, directory):
+        self.before_write()
+        report = await asyncio.to_thread(write_to_disk, self.stream(), buckets, directory, self._model_files)
+        remove_old_versions(directory.parent, directory.name.split("-")[0])
+        return report
+
+    async def leave_transfer(self):
+        self.sender.close()
+
+    async def logprobs(self, batch):
+        self.on_logprobs()
+        self.log.append(f"compared {len(batch.lengths)}")
+        found = batch.rollout_logprobs.clone()
+        ends = batch.lengths.cumsum(0).tolist()
+        for i in self.wrong:
+            found[ends[i] - int(batch.lengths[i]) : ends[i]] -= 0.5
+        return found
 
 
 class Rig:
-    """Fake engines, both handles and a WeightSync over them."""
+    """Fake engines, the fleet, the ranks and a WeightSync over them."""
 
-    def __init__(self, stack: ExitStack, engines: list, tmp_path: Path, medium: str = "gloo") -> None:
-        self.engines = engines
-        key_file = tmp_path / "key"
-        key_file.write_text(KEY)
-        (tmp_path / "config.json").write_text("{}")
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=loop.run_forever, daemon=True)
-        thread.start()
-        pool = stack.enter_context(ThreadPoolExecutor(8))
+    def __init__(self, client: EngineClient, engines: Sequence[Any], directory: Path, transport: str) -> None:
+        self.client, self.engines, self._key = client, list(engines), directory / "key"
+        self._key.write_text(KEY)
+        (directory / "config.json").write_text("{}")
+        config = WeightsConfig(bucket_bytes=24)
+        self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
+        self.ranks = Ranks(config, directory)
+        self.sync = WeightSync(
+            client, self.fleet, self.endpoints, self.infos, self.ranks, config, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
+            transport=transport, step_deadline=DEADLINE, disk_root=directory / "weights",
+        )  # fmt: skip
 
-        def on_loop(coroutine):
-            return asyncio.run_coroutine_threadsafe(coroutine, loop).result(30)
+    async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
+        kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
+        self.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect=kind, key_file=self._key)
+        self.fleet.add(engine.url, takes_weights=takes_weights)
+        await self.probe(engine)
 
-        stack.callback(lambda: (loop.call_soon_threadsafe(loop.stop), thread.join(), loop.close()))
-        client = on_loop(EngineClient().__aenter__())
-        stack.callback(lambda: on_loop(client.__aexit__(None, None, None)))
-        config = WeightsConfig()
-        kinds = {FakeVllm: "vllm", FakeSglang: "sglang"}
-        endpoints = [EngineEndpoint(url=e.url, dialect=kinds[type(e)], key_file=key_file, plugin=True) for e in engines]
-        infos = {e.url: on_loop(client.probe(e)) for e in endpoints}
-        self.fleet = Fleet()
-        self.control = Control(WeightControl(endpoints, infos, client, self.fleet, config, timeout=TIMEOUT), loop, pool)
-        self.trainer = Trainer(config, pool, tmp_path)
-        stack.callback(self.trainer.sender.close)
-        self.sync = WeightSync(self.control, self.trainer, medium=medium, limit_bytes=24, timeout=TIMEOUT, disk_root=tmp_path / "weights")
+    async def probe(self, engine: Any) -> None:
+        sent_at = self.fleet.member(engine.url).since
+        info = self.infos[engine.url] = await self.client.probe(self.endpoints[engine.url])
+        self.fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
 
     def states(self) -> list[State]:
         return [self.fleet.member(engine.url).state for engine in self.engines]
 
 
+@asynccontextmanager
+async def rig(*engines: Any, directory: Path, transport: str = "gloo") -> AsyncIterator[Rig]:
+    async with EngineClient() as client:
+        made = Rig(client, engines, directory, transport)
+        for engine in engines:
+            await made.add(engine)
+        try:
+            yield made
+        finally:
+            made.ranks.sender.close()
+
+
 @pytest.fixture
-def stack():
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
-def rig(stack, tmp_path):
-    engines = [stack.enter_context(FakeVllm(key=KEY)) for _ in range(2)]
-    return Rig(stack, engines, tmp_path)
+def two(stack):
+    return [stack.enter_context(FakeVllm(key=KEY)) for _ in range(2)]
 
 
-def assert_received(engine, tensors=TENSORS) -> None:
+def connections(engine: FakeVllm) -> int:
+    return engine.paths().count("/init_weight_transfer_engine")
+
+
+def assert_received(engine: FakeVllm, tensors=TENSORS) -> None:
     assert engine.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(engine.tensors[name], tensor), name
 
 
-def test_every_engine_gets_every_byte_and_the_version_and_serves(rig):
-    report = rig.sync.sync(str(FIRST))
-    for engine in rig.engines:
+def test_every_engine_gets_every_byte_and_the_version_and_serves(two, tmp_path):
+    async def run() -> SyncReport:
+        async with rig(*two, directory=tmp_path) as r:
+            report = await r.sync.sync(version(0))
+            assert r.states() == [State.READY] * 2 and r.fleet.version == version(0)
+            return report
+
+    report = asyncio.run(run())
+    for engine in two:
         assert_received(engine)
-        assert engine.version == str(FIRST) and not engine.paused
-    assert rig.states() == [State.READY, State.READY]
-    assert (report.bytes, report.engines_ok, report.engines_total, report.rebuilt) == (24 + 10 + 28, 2, 2, True)
-    assert set(report.phases) == {"connect", "pause", "transfer", "finish", "resume"}
+        assert engine.version == str(version(0)) and not engine.paused
+    assert (report.bytes, report.updated, report.failed) == (24 + 10 + 28, tuple(e.url for e in two), {})
+    assert set(report.phases) == {"connect", "pause", "transfer", "finish", "resume", "verify"}
+    assert report.difference == 0.0 and report.metrics()["weights/failed_engines"] == 0
 
 
-def test_the_second_sync_uses_the_same_group_and_brings_the_new_values(rig):
-    rig.sync.sync(str(FIRST))
-    rig.trainer.tensors = {name: tensor + 1 for name, tensor in TENSORS.items()}
-    report = rig.sync.sync(str(FIRST.next()))
-    assert not report.rebuilt
-    for engine in rig.engines:
-        assert_received(engine, rig.trainer.tensors)
-        assert engine.paths().count("/init_weight_transfer_engine") == 1
+def test_the_next_sync_uses_the_same_groups_and_brings_the_new_values(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            r.ranks.tensors = {name: tensor + 1 for name, tensor in TENSORS.items()}
+            report = await r.sync.sync(version(1))
+            assert report.difference is None, "old connections are not compared again"
+            for engine in two:
+                assert_received(engine, r.ranks.tensors)
+                assert connections(engine) == 1
+            assert (await r.sync.sync(version(2), check_all=True)).difference == 0.0
+
+    asyncio.run(run())
 
 
-def test_disk_brings_the_same(stack, tmp_path):
-    rig = Rig(stack, [stack.enter_context(FakeVllm(key=KEY))], tmp_path, medium="disk")
-    rig.sync.sync(str(FIRST))
-    assert_received(rig.engines[0])
-    assert (tmp_path / "weights" / str(FIRST).replace(":", "-") / "model.safetensors.index.json").exists()
-
-
-@pytest.mark.parametrize("medium", ["gloo", "disk"])
-def test_a_fleet_of_both_dialects_is_synced_from_one_gather(stack, tmp_path, medium):
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_a_fleet_of_both_dialects_is_synced_from_one_gather(stack, tmp_path, transport):
     engines = [stack.enter_context(FakeVllm(key=KEY)), stack.enter_context(FakeSglang())]
-    rig = Rig(stack, engines, tmp_path, medium=medium)
-    rig.sync.sync(str(FIRST))
-    rig.sync.sync(str(FIRST.next()))
-    assert [engines[0].version, engines[1].weight_version] == [str(FIRST.next())] * 2
-    assert rig.states() == [State.READY, State.READY]
+
+    async def run() -> None:
+        async with rig(*engines, directory=tmp_path, transport=transport) as r:
+            await r.sync.sync(version(0))
+            await r.sync.sync(version(1))
+            assert [engines[0].version, engines[1].weight_version] == [str(version(1))] * 2
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+    assert_received(engines[0])
+    assert engines[1].weights.keys() == TENSORS.keys()
 
 
 @pytest.mark.parametrize("route", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
 @pytest.mark.parametrize("status", [404, 500])
-def test_a_failed_step_names_the_engine_resumes_all_and_the_next_sync_repairs(rig, route, status):
-    rig.sync.sync(str(FIRST))
-    sick, healthy = rig.engines
-    sick.fail(route, status, times=1)
-    with pytest.raises(WeightSyncFailed, match=sick.url.replace(".", r"\.")) as error:
-        rig.sync.sync(str(FIRST.next()))
-    assert healthy.url not in str(error.value) and str(status) in str(error.value)
-    assert not sick.paused and not healthy.paused
-    assert sick.version != str(FIRST.next()), "a version is given only to weights that arrived"
-    assert rig.fleet.member(sick.url).state is State.STALE, "it must not serve"
-    assert rig.fleet.serving() == (healthy.url,)
+def test_a_failed_step_is_that_engines_failure_and_the_next_sync_repairs(two, tmp_path, route, status):
+    sick, healthy = two
 
-    report = rig.sync.sync(str(FIRST.next().next()))
-    assert report.rebuilt and rig.states() == [State.READY, State.READY]
-    assert_received(sick)
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            sick.fail(route, status, times=1)
+            report = await r.sync.sync(version(1))
+            assert report.updated == (healthy.url,) and report.failed.keys() == {sick.url}
+            assert str(status) in report.failed[sick.url] and route in report.failed[sick.url]
+            assert sick.url in report.line() and report.metrics()["weights/failed_engines"] == 1
+            assert not sick.paused and not healthy.paused
+            assert sick.version != str(version(1)), "a version is given only to weights that arrived"
+            assert healthy.version == str(version(1))
+            assert r.states() == [State.STALE, State.READY]
 
+            report = await r.sync.sync(version(2))
+            assert report.failed == {} and r.states() == [State.READY] * 2
+            assert_received(sick)
+            assert (connections(sick), connections(healthy)) == (2, 1), "only the engine that failed is connected again"
+            assert r.ranks.log[-3:] == ["host 1", "sent", "compared 1"]
 
-def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(rig):
-    rig.sync.sync(str(FIRST))
-    sick, healthy = rig.engines
-    sick.hang("/update_weights")
-    with pytest.raises(WeightSyncFailed, match="update_weights"):
-        rig.sync.sync(str(FIRST.next()))
-    assert healthy.version == str(FIRST.next()) and not healthy.paused
-    assert rig.fleet.serving() == (healthy.url,)
-    sick.heal()
-    rig.sync.sync(str(FIRST.next().next()))
-    assert rig.states() == [State.READY, State.READY]
+    asyncio.run(run())
 
 
-def test_an_engine_that_only_the_trainer_saw_failing_is_not_given_the_version(rig):
-    rig.sync.sync(str(FIRST))
-    sick, healthy = rig.engines
-    plain = rig.trainer.sender.send
+def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(two, tmp_path):
+    sick, healthy = two
 
-    def send(stream, buckets, skip):
-        report = plain(stream, buckets, skip)
-        return replace(report, failures={sick.url: "sending weights: connection lost at the last byte"})
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            sick.hang("/update_weights")
+            report = await r.sync.sync(version(1))
+            assert "update_weights" in report.failed[sick.url] or "sending weights" in report.failed[sick.url]
+            assert healthy.version == str(version(1)) and not healthy.paused
+            assert r.fleet.serving() == (healthy.url,)
+            sick.heal()
+            await r.sync.sync(version(2))
+            assert r.states() == [State.READY] * 2
 
-    rig.trainer.sender.send = send
-    with pytest.raises(WeightSyncFailed, match="connection lost"):
-        rig.sync.sync(str(FIRST.next()))
-    assert sick.version != str(FIRST.next()) and rig.fleet.member(sick.url).state is State.STALE
-    assert healthy.version == str(FIRST.next()) and rig.fleet.serving() == (healthy.url,)
-
-
-def test_an_engine_that_refuses_the_group_is_named_and_nobody_is_paused(rig):
-    sick = rig.engines[0]
-    sick.fail("/init_weight_transfer_engine", 500)
-    with pytest.raises(WeightSyncFailed, match="init_weight_transfer_engine"):
-        rig.sync.sync(str(FIRST))
-    assert all("/pause" not in engine.paths() for engine in rig.engines)
+    asyncio.run(run())
 
 
-def test_what_a_dead_trainer_left_is_cleared(rig):
-    engine = rig.engines[0]
-    asyncio.run(_pause(engine))
-    assert engine.paused
-    assert rig.control.clear_leftovers().result(10) == {}
-    assert not engine.paused
-    assert "/shutdown_weight_transfer_engine" in engine.paths()
+def test_an_engine_that_dies_in_the_transfer_fails_alone(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            sick.reset("/update_weights")
+            report = await r.sync.sync(version(1))
+            assert report.failed.keys() == {sick.url} and r.fleet.serving() == (healthy.url,)
+
+    asyncio.run(run())
 
 
-async def _pause(engine) -> None:
-    from rltool.engines.types import HttpRequest
+def test_an_engine_that_only_the_trainer_saw_failing_is_not_given_the_version(two, tmp_path):
+    sick, healthy = two
 
-    async with EngineClient() as client:
-        await client.request(engine.url, HttpRequest("POST", "/pause", query={"mode": "keep"}), key=KEY, timeout=5, retry=False)
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            plain = await r.sync.sync(version(1))
+            lost = {sick.url: "sending weights: connection lost at the last byte"}
+            r.ranks.on_send = lambda urls: replace(_report(plain), failures=lost)
+            report = await r.sync.sync(version(2))
+            assert report.failed == lost and r.states() == [State.STALE, State.READY]
+            assert sick.version != str(version(2)) and healthy.version == str(version(2))
+
+    asyncio.run(run())
+
+
+def _report(sync: SyncReport):
+    from rltool.weights.sender import SendReport
+
+    return SendReport(sync.bytes, sync.seconds)
+
+
+def test_an_engine_that_refuses_the_connection_is_not_paused_and_the_others_are_synced(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            sick.fail("/init_weight_transfer_engine", 500, times=1)
+            report = await r.sync.sync(version(0))
+            assert "init_weight_transfer_engine" in report.failed[sick.url]
+            assert report.updated == (healthy.url,) and r.states() == [State.STALE, State.READY]
+            assert "/pause" not in sick.paths()
+
+    asyncio.run(run())
+
+
+def test_a_sync_that_reaches_nobody_raises_names_each_engine_and_resumes_all(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            for engine in two:
+                engine.fail("/update_weights", 500, times=1)
+            with pytest.raises(WeightSyncFailed, match="reached none of 2 engines") as error:
+                await r.sync.sync(version(1))
+            assert all(engine.url in str(error.value) and not engine.paused for engine in two)
+            assert r.states() == [State.STALE] * 2 and r.fleet.version == version(0)
+            await r.sync.sync(version(1))
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_without_an_engine_to_sync_it_says_how_each_is(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            for engine in two:
+                r.fleet.process_exited(engine.url, "killed")
+            with pytest.raises(WeightSyncFailed, match="no engine is there to receive them(.|\n)*dead.*killed"):
+                await r.sync.sync(version(0))
+
+    asyncio.run(run())
+
+
+def test_an_engine_restarted_under_its_old_url_is_connected_anew(two, tmp_path):
+    restarted, other = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            restarted.die()
+            restarted.forget()
+            restarted.start()
+            await r.probe(restarted)
+            assert r.states() == [State.STALE, State.READY]
+            report = await r.sync.sync(version(1))
+            assert report.failed == {} and (connections(restarted), connections(other)) == (2, 1)
+            assert report.difference == 0.0
+            assert_received(restarted)
+
+    asyncio.run(run())
+
+
+def test_an_engine_restarted_unseen_fails_in_one_sync_and_is_connected_in_the_next(two, tmp_path):
+    restarted, other = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            restarted.die()
+            restarted.forget()
+            restarted.start()
+            report = await r.sync.sync(version(1))
+            assert report.failed.keys() == {restarted.url} and report.updated == (other.url,)
+            assert (await r.sync.sync(version(2))).failed == {}
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_joins_later_is_connected_alone(stack, two, tmp_path):
+    late = stack.enter_context(FakeVllm(key=KEY))
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            await r.add(late)
+            report = await r.sync.sync(version(1))
+            assert set(report.updated) == {e.url for e in (*two, late)}
+            assert [connections(e) for e in (*two, late)] == [1, 1, 1]
+            assert r.ranks.log == ["host 2", "sent", "compared 2", "host 1", "sent", "compared 1"]
+
+    asyncio.run(run())
+
+
+# -- the value check
+
+
+def test_a_new_connection_does_not_serve_before_its_values_were_compared(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            seen = []
+            r.ranks.on_logprobs = lambda: seen.append((r.states(), [e.paused for e in two]))
+            await r.sync.sync(version(0))
+            assert seen == [([State.PAUSED] * 2, [False, False])], "resumed at the engine, not in the fleet"
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_values_differ_is_a_failure_and_stale_and_compared_again(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            r.ranks.wrong = {1}
+            report = await r.sync.sync(version(0))
+            assert report.updated == (two[0].url,) and "weights.verify_tolerance" in report.failed[two[1].url]
+            assert r.states() == [State.READY, State.STALE]
+            r.ranks.wrong = set()
+            assert (await r.sync.sync(version(1))).failed == {}
+            assert r.ranks.log[-1] == "compared 1" and r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_a_sync_whose_engines_all_differ_raises(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            r.ranks.wrong = {0, 1}
+            with pytest.raises(WeightSyncFailed, match="acknowledged the weights"):
+                await r.sync.sync(version(0))
+            assert r.states() == [State.STALE] * 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_sample_for_the_check_does_not_serve(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            two[0].fail("/inference/v1/generate", 400)
+            report = await r.sync.sync(version(0))
+            assert "answered 400" in report.failed[two[0].url] and r.states() == [State.STALE, State.READY]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["on_send", "on_logprobs", "before_write"])
+def test_a_rank_that_fails_leaves_no_engine_paused(two, tmp_path, where):
+    def fail(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path, transport="disk" if where == "before_write" else "gloo") as r:
+            setattr(r.ranks, where, fail)
+            with pytest.raises(OSError, match="no space left"):
+                await r.sync.sync(version(0))
+            assert not any(engine.paused for engine in two)
+            assert r.states() == [State.STALE] * 2 and "no space left" in r.fleet.member(two[0].url).reason
+            setattr(r.ranks, where, lambda *_: None)
+            assert (await r.sync.sync(version(0))).failed == {}
+
+    asyncio.run(run())
+
+
+# -- a part of the fleet
+
+
+def test_stale_engines_take_the_present_version_while_the_others_serve(two, tmp_path):
+    missed, serving = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            missed.fail("/start_weight_update", 500, times=1)
+            await r.sync.sync(version(1))
+            pauses = serving.paths().count("/pause")
+            seen = []
+            r.ranks.on_send = lambda urls: seen.append((list(urls), r.fleet.serving()))
+            report = await r.sync.sync(version(1), only={missed.url})
+            assert seen == [([missed.url], (serving.url,))]
+            assert report.updated == (missed.url,) and missed.version == str(version(1))
+            assert serving.paths().count("/pause") == pauses and r.states() == [State.READY] * 2
+
+            r.ranks.tensors = {name: tensor + 1 for name, tensor in TENSORS.items()}
+            report = await r.sync.sync(version(2))
+            assert report.failed == {} and connections(serving) == 1, "its group was left as it was"
+            for engine in two:
+                assert_received(engine, r.ranks.tensors)
+
+    asyncio.run(run())
+
+
+def test_a_failing_part_leaves_those_that_serve_alone(two, tmp_path):
+    missed, serving = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            missed.fail("/start_weight_update", 500)
+            await r.sync.sync(version(1))
+            with pytest.raises(WeightSyncFailed):
+                await r.sync.sync(version(1), only={missed.url})
+            assert r.states() == [State.STALE, State.READY] and not missed.paused
+
+    asyncio.run(run())
+
+
+def test_engines_that_take_no_weights_are_left_alone(stack, two, tmp_path):
+    judge = stack.enter_context(FakeVllm(key=KEY))
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.add(judge, takes_weights=False)
+            before = len(judge.requests)
+            for step in range(2):
+                assert set((await r.sync.sync(version(step))).updated) == {e.url for e in two}
+            await r.sync.leave()
+            assert len(judge.requests) == before and r.fleet.member(judge.url).state is State.READY
+
+    asyncio.run(run())
+
+
+# -- the end
+
+
+def test_a_sync_ends_only_after_send_has_ended(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            for engine in two:
+                engine.fail("/update_weights", 500, times=1)
+            r.ranks.log.clear()
+            with pytest.raises(WeightSyncFailed):
+                await r.sync.sync(version(1))
+            assert r.ranks.log == ["sent"]
+
+    asyncio.run(run())
+
+
+def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(url="http://127.0.0.1:9")
+            r.fleet.add("http://127.0.0.1:9")  # it has never answered
+            await r.sync.sync(version(0))
+            two[0].batch.freeze()
+            assert await r.sync.leave() == {}
+            assert not two[0].paused
+            assert all(engine.paths()[-2:] == ["/shutdown_weight_transfer_engine", "/resume"] for engine in two)
+            two[1].fail("/shutdown_weight_transfer_engine", 500, times=None)
+            await r.sync.sync(version(1))
+            two[1].fail("/shutdown_weight_transfer_engine", 500, times=None)
+            failures = await r.sync.leave()
+            assert failures.keys() == {two[1].url} and "shutdown_weight_transfer_engine" in failures[two[1].url]
+
+    asyncio.run(run())
+
+
+# -- the disk transport
+
+
+def test_disk_keeps_two_versions_of_this_run_and_touches_nothing_else(two, tmp_path):
+    root = tmp_path / "weights"
+    foreign = [root / name for name in ("1" * 32 + "-0-0", "notes", f"{RUN}-backup", f"{RUN}-1-x", f"{RUN}0-1-0")]
+    for directory in foreign:
+        directory.mkdir(parents=True)
+        (directory / "kept").write_text("mine")
+    (root / f"{RUN}-1-7").write_text("a file of that name")
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path, transport="disk") as r:
+            for step in range(4):
+                await r.sync.sync(version(step))
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+    assert_received(two[0])
+    kept = {f"{RUN}-1-2", f"{RUN}-1-3", f"{RUN}-1-7", *(directory.name for directory in foreign)}
+    assert {path.name for path in root.iterdir()} == kept
+    assert all((directory / "kept").read_text() == "mine" for directory in foreign)
+    assert (root / f"{RUN}-1-3" / "model.safetensors.index.json").exists()

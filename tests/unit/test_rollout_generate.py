@@ -1,14 +1,17 @@
-"""Generation against in-memory targets: seeds, balance, continuation of aborted responses, errors."""
+"""Generation of one group against functions in the data plane's place: seeds, continuation of aborted responses, interruption, errors."""
+
+from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from rltool.engines.types import Completion, SamplingParams, VersionSpan
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, RltoolError, UsageError
-from rltool.rollout import generate as module
 from rltool.rollout.data import Prompt
-from rltool.rollout.generate import DataPlane, GenerateContext, generate_groups, make_groups, sample_seed
+from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_aborted, fill_group, generate_group
+from rltool.rollout.groups import new_samples
 from rltool.rollout.sample import SampleStatus
 
 SAMPLING = SamplingParams(max_tokens=6, temperature=0.7, stop_token_ids=(1,))
@@ -19,104 +22,51 @@ def completion(*ids, reason="stop", version="run:0:1"):
     return Completion(ids, tuple(-0.1 * i for i in ids), reason, spans)
 
 
-class FakeTarget:
+class Plane:
     """Answers with `reply(request, number of earlier requests)`; remembers all requests."""
 
-    def __init__(self, name="http://a", reply=None):
-        self.name = name
-        self.requests = []
-        self.running = self.most_running = 0
+    def __init__(self, reply=None):
+        self.requests: list[GenerateRequest] = []
         self.reply = reply or (lambda request, _: [completion(5, 1) for _ in range(request.n)])
 
     async def generate(self, request):
         self.requests.append(request)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0)
-        self.running -= 1
         return self.reply(request, len(self.requests) - 1)
 
 
-def prompts(count, ids=(2, 3)):
-    return [Prompt(index=i, prompt_ids=ids, text=f"p{i}", label="x", metadata={"k": [i]}) for i in range(count)]
+def group_of(samples=2, number=3, ids=(2, 3)):
+    return new_samples(number, Prompt(0, ids, "p0", "x", metadata={"k": [0]}), count=samples, run_seed=0)
 
 
-def run(groups, *targets, max_in_flight=8, require_versions=True, **options):
-    async def main():
-        plane = DataPlane(targets, max_in_flight=max_in_flight)
-        await generate_groups(groups, GenerateContext(plane.generate, SAMPLING, 10, require_versions), **options)
-
-    asyncio.run(main())
-    return [sample for group in groups for sample in group]
+def fill(group, plane, function=None, **options):
+    asyncio.run(fill_group(group, GenerateContext(plane.generate, SAMPLING, 10, **options), function))
+    return group
 
 
-def groups_of(count, samples=2, step=3, ids=(2, 3)):
-    return make_groups(prompts(count, ids), samples_per_prompt=samples, run_seed=0, step=step)
+def test_seeds_follow_from_run_and_group_alone_and_are_consecutive_within_a_group():
+    first = [sample.seed for sample in group_of(3)]
+    assert first == [sample.seed for sample in group_of(3)] == [first[0] + i for i in range(3)]
+    seeds = {new_samples(g, Prompt(0, (1,), "p"), count=1, run_seed=r)[0].seed for g in range(30) for r in range(3)}
+    assert len(seeds) == 90 and all(0 <= seed < 2**31 for seed in seeds)
 
 
-def test_seed_is_stable_over_processes_and_machines():
-    assert sample_seed(7, 12, 345) == 41086077
-    values = {sample_seed(r, s, p, o) for r in range(3) for s in range(3) for p in range(3) for o in range(3)}
-    assert len(values) == 81 and all(0 <= value < 2**31 for value in values)
-
-
-def test_a_prompt_that_occurs_twice_in_a_step_gets_other_seeds():
-    [prompt] = prompts(1)
-    first, second = make_groups([prompt, prompt], samples_per_prompt=2, run_seed=0, step=0)
-    assert first[0].seed != second[0].seed
-    assert first[0].group_id != second[0].group_id
-
-
-def test_samples_of_a_group_have_consecutive_seeds_and_own_metadata():
-    [group] = groups_of(1, samples=3)
-    assert [s.seed - group[0].seed for s in group] == [0, 1, 2]
+def test_samples_of_a_group_have_their_own_metadata():
+    group = group_of(2)
     group[0].metadata["k"].append("changed by a reward")
     assert group[1].metadata == {"k": [0]}
 
 
-def test_group_ids_do_not_repeat_over_steps():
-    ids = [group[0].group_id for step in range(3) for group in groups_of(4, step=step)]
-    assert len(set(ids)) == 12
-
-
 def test_one_request_asks_for_all_samples_of_a_prompt():
-    target = FakeTarget()
-    samples = run(groups_of(3, samples=4), target)
-    assert len(target.requests) == 3
-    request = target.requests[0]
-    assert (request.n, request.prompt_ids, request.sampling, request.seed) == (4, (2, 3), SAMPLING, samples[0].seed)
-    assert {len(r.request_id) for r in target.requests} == {32}
-    assert all(s.status is SampleStatus.COMPLETED and s.response_ids == [5, 1] and s.response_mask == [1, 1] for s in samples)
+    plane = Plane()
+    group = fill(group_of(4), plane)
+    [request] = plane.requests
+    assert (request.n, request.prompt_ids, request.sampling, request.seed) == (4, (2, 3), SAMPLING, group[0].seed)
+    assert len(request.request_id) == 32
+    assert all(s.status is SampleStatus.COMPLETED and s.response_ids == [5, 1] and s.response_mask == [1, 1] for s in group)
 
 
-def test_least_loaded_target_is_taken_and_groups_stay_together():
-    a, b = FakeTarget("http://a"), FakeTarget("http://b")
-    run(groups_of(8), a, b)
-    assert len(a.requests) == len(b.requests) == 4
-
-
-def test_requests_in_flight_are_bounded():
-    target = FakeTarget()
-    run(groups_of(20), target, max_in_flight=3)
-    assert target.most_running == 3
-
-
-def test_new_targets_get_the_next_requests():
-    async def main():
-        old, new = FakeTarget("http://old"), FakeTarget("http://new")
-        plane = DataPlane([old], max_in_flight=4)
-        context = GenerateContext(plane.generate, SAMPLING, 10)
-        await generate_groups(groups_of(2), context)
-        plane.set_targets([new])
-        await generate_groups(groups_of(3), context)
-        return len(old.requests), len(new.requests)
-
-    assert asyncio.run(main()) == (2, 3)
-
-
-def test_no_target_is_an_error():
-    with pytest.raises(EngineError, match="no engine serves"):
-        DataPlane([], max_in_flight=1)
+# -- aborted responses
 
 
 def abort_once(request, number):
@@ -125,86 +75,115 @@ def abort_once(request, number):
     return [completion(7, 1, version="run:0:2")]
 
 
-def test_aborted_response_is_continued_from_its_own_tokens():
-    target = FakeTarget(reply=abort_once)
-    cut, whole = run(groups_of(1), target)
-    again = target.requests[1]
+def test_an_aborted_response_is_continued_from_its_own_tokens():
+    plane = Plane(abort_once)
+    cut, whole = fill(group_of(2), plane)
+    again = plane.requests[1]
     assert again.prompt_ids == (2, 3, 4, 5)
     assert again.sampling.max_tokens == SAMPLING.max_tokens - 2
     assert again.n == 1 and again.seed not in (cut.seed, whole.seed)
     assert cut.response_ids == [4, 5, 7, 1]
     assert cut.response_logprobs == [-0.4, -0.5, -0.1 * 7, -0.1]
     assert cut.versions == [VersionSpan("run:0:1", 0, 2), VersionSpan("run:0:2", 2, 4)]
-    assert cut.status is SampleStatus.COMPLETED
-    assert whole.response_ids == [6, 1]
+    assert cut.status is SampleStatus.COMPLETED and whole.response_ids == [6, 1]
 
 
-def test_response_aborted_at_its_last_token_is_truncated_without_another_request():
-    target = FakeTarget(reply=lambda request, _: [completion(2, 2, 2, 2, 2, 2, reason="abort")])
-    [sample] = run(groups_of(1, samples=1), target)
-    assert sample.status is SampleStatus.TRUNCATED and len(target.requests) == 1
+def test_each_continuation_has_a_seed_of_its_own_even_where_nothing_came():
+    plane = Plane(lambda request, number: [completion(reason="abort")] if number < 4 else [completion(1)])
+    fill(group_of(1), plane)
+    seeds = [request.seed for request in plane.requests]
+    assert len(set(seeds)) == len(seeds) == 5
+
+
+def test_a_response_aborted_at_its_last_token_is_truncated_without_another_request():
+    plane = Plane(lambda request, _: [completion(2, 2, 2, 2, 2, 2, reason="abort")])
+    [sample] = fill(group_of(1), plane)
+    assert sample.status is SampleStatus.TRUNCATED and len(plane.requests) == 1
 
 
 def test_continuation_is_bounded():
-    target = FakeTarget(reply=lambda request, _: [completion(reason="abort")])
-    [sample] = run(groups_of(1, samples=1), target)
+    plane = Plane(lambda request, _: [completion(reason="abort")])
+    [sample] = fill(group_of(1), plane)
     assert sample.status is SampleStatus.ABORTED
-    assert len(target.requests) == 1 + module.MAX_CONTINUATIONS
+    assert len(plane.requests) == 1 + MAX_CONTINUATIONS
 
 
-def refuse(request, _):
-    raise EngineRejected("POST http://a/generate answered 400: prompt too long", 400)
+# -- interruption
 
 
-def test_a_4xx_names_the_prompt_and_quotes_the_engine():
-    with pytest.raises(EngineRejected, match=r"prompt 0 \(2 tokens, 'p0'\) was refused: .*prompt too long") as caught:
-        run(groups_of(1), FakeTarget(reply=refuse))
-    assert caught.value.status == 400
+def test_an_interrupted_group_keeps_what_it_has_and_asks_for_nothing_more():
+    plane = Plane(abort_once)
+    cut, whole = fill(group_of(2), plane, interrupted=lambda: bool(plane.requests))
+    assert len(plane.requests) == 1
+    assert (cut.status, cut.response_ids) == (SampleStatus.ABORTED, [4, 5])
+    assert (whole.status, whole.response_ids) == (SampleStatus.COMPLETED, [6, 1])
 
 
-def unreachable(request, _):
-    raise EngineUnreachable("connection refused")
+def test_a_group_is_taken_up_where_it_stands():
+    group = group_of(3)
+    group[0].append_response_tokens(completion(6, 1))
+    group[1].append_response_tokens(completion(4, reason="abort"))
+    plane = Plane(lambda request, _: [completion(7, 1, version="run:0:2")])
+    fill(group, plane)
+    assert [sample.response_ids for sample in group] == [[6, 1], [4, 7, 1], [7, 1]]
+    assert sorted(request.prompt_ids for request in plane.requests) == [(2, 3), (2, 3, 4)]
+    [fresh] = [request for request in plane.requests if request.prompt_ids == (2, 3)]
+    assert (fresh.n, fresh.seed) == (1, group[2].seed), "as if its group had never been interrupted"
 
 
-def test_other_engine_errors_keep_their_type():
-    with pytest.raises(EngineUnreachable, match="prompt 0 .*connection refused"):
-        run(groups_of(1), FakeTarget(reply=unreachable))
+def test_a_group_that_is_complete_asks_for_nothing():
+    group = group_of(2)
+    for sample in group:
+        sample.append_response_tokens(completion(6, 1))
+    plane = Plane()
+    fill(group, plane)
+    assert plane.requests == []
 
 
-def test_the_first_error_cancels_the_other_groups():
-    async def main():
-        cancelled = asyncio.Event()
+def test_an_interrupted_continuation_stops_after_the_request_that_was_aborted():
+    [sample] = group_of(1)
+    sample.append_response_tokens(completion(4, reason="abort"))
+    plane = Plane(lambda request, _: [completion(7, reason="abort")])
+    context = GenerateContext(plane.generate, SAMPLING, 10, interrupted=lambda: len(plane.requests) >= 2)
+    asyncio.run(continue_aborted(sample, context))
+    assert len(plane.requests) == 2 and sample.response_ids == [4, 7, 7] and sample.status is SampleStatus.ABORTED
 
-        async def fill(group, context):
-            if group[0].prompt_index == 0:
-                raise RltoolError("boom")
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                cancelled.set()
-                raise
 
-        with pytest.raises(RltoolError, match="boom"):
-            await generate_groups(groups_of(2), GenerateContext(None, SAMPLING, 10), function=fill)
-        return cancelled.is_set()
+# -- errors
 
-    assert asyncio.run(main())
+
+def test_a_4xx_keeps_its_status_and_a_note_names_the_prompt():
+    def refuse(request, _):
+        raise EngineRejected("POST http://a/generate answered 422: prompt too long", 422)
+
+    with pytest.raises(EngineRejected, match="^POST http:.*prompt too long") as caught:
+        fill(group_of(), Plane(refuse))
+    assert caught.value.status == 422 and caught.value.__notes__ == ["prompt 0 (2 tokens, 'p0')"]
+
+
+def test_other_engine_errors_keep_their_type_and_name_the_prompt_too():
+    def unreachable(request, _):
+        raise EngineUnreachable("connection refused")
+
+    with pytest.raises(EngineUnreachable, match="connection refused") as caught:
+        fill(group_of(), Plane(unreachable))
+    assert "prompt 0" in caught.value.__notes__[0]
 
 
 def test_a_prompt_id_outside_the_vocabulary_is_not_sent():
-    target = FakeTarget()
+    plane = Plane()
     with pytest.raises(UsageError, match="token id 10 is outside the model's vocabulary of 10"):
-        run(groups_of(1, ids=(2, 10)), target)
-    assert target.requests == []
+        fill(group_of(ids=(2, 10)), plane)
+    assert plane.requests == []
 
 
-def test_completion_without_weight_version_is_an_error_unless_allowed():
+def test_a_completion_without_weight_version_is_an_error_unless_allowed():
     def unversioned(request, _):
         return [Completion((5, 1), (-0.1, -0.2), "stop")]
 
     with pytest.raises(EngineError, match="no weight version at all"):
-        run(groups_of(1, samples=1), FakeTarget(reply=unversioned))
-    [sample] = run(groups_of(1, samples=1), FakeTarget(reply=unversioned), require_versions=False)
+        fill(group_of(1), Plane(unversioned))
+    [sample] = fill(group_of(1), Plane(unversioned), require_versions=False)
     assert sample.response_ids == [5, 1]
 
 
@@ -213,36 +192,48 @@ def test_version_spans_that_leave_tokens_uncovered_are_an_error():
         return [Completion((5, 1), (-0.1, -0.2), "stop", (VersionSpan("v", 0, 1),))]
 
     with pytest.raises(EngineError, match="versions for 1 of 2 tokens"):
-        run(groups_of(1, samples=1), FakeTarget(reply=partly))
+        fill(group_of(1), Plane(partly))
 
 
 def test_too_few_completions_are_an_error():
     with pytest.raises(EngineError, match="asked for 2 samples, the engine returned 1"):
-        run(groups_of(1), FakeTarget(reply=lambda request, _: [completion(1)]))
+        fill(group_of(2), Plane(lambda request, _: [completion(1)]))
 
 
-def test_custom_function_fills_multi_turn_samples():
+# -- own functions
+
+
+def test_an_own_function_fills_multi_turn_samples():
     async def two_turns(group, context):
+        await generate_group(group, context)
         for sample in group:
-            await module.generate_group([sample], context)
             sample.append_environment_tokens([8, 8])
-            await module.generate_group([sample], context)
+            left = replace(context.sampling, max_tokens=context.sampling.max_tokens - len(sample.response_ids))
+            request = GenerateRequest((*sample.prompt_ids, *sample.response_ids), left, "0" * 32, seed=sample.seed)
+            [answer] = await context.generate(request)
+            sample.append_response_tokens(answer)
 
-    [sample] = run(groups_of(1, samples=1), FakeTarget(), function=two_turns)
+    plane = Plane()
+    [sample] = fill(group_of(1), plane, two_turns)
+    assert plane.requests[1].prompt_ids == (2, 3, 5, 1, 8, 8)
     assert sample.response_ids == [5, 1, 8, 8, 5, 1]
     assert sample.response_mask == [1, 1, 0, 0, 1, 1]
     assert sample.versions == [VersionSpan("run:0:1", 0, 2), VersionSpan("run:0:1", 4, 6)]
 
 
-def test_custom_function_that_leaves_a_sample_pending_is_an_error():
+def test_an_own_function_that_leaves_a_sample_pending_is_an_error_unless_it_was_interrupted():
     async def nothing(group, context):
         pass
 
     with pytest.raises(RltoolError, match="without a response"):
-        run(groups_of(1), FakeTarget(), function=nothing)
+        fill(group_of(1), Plane(), nothing)
+    [sample] = fill(group_of(1), Plane(), nothing, interrupted=lambda: True)
+    assert sample.status is SampleStatus.PENDING
 
 
-def test_progress_counts_groups():
-    seen = []
-    run(groups_of(3), FakeTarget(), on_progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+def test_what_an_own_function_raises_is_raised_as_it_is():
+    async def fails(group, context):
+        raise RltoolError("boom")
+
+    with pytest.raises(RltoolError, match="boom"):
+        fill(group_of(1), Plane(), fails)

@@ -1,12 +1,17 @@
 """The value check: an engine that acknowledged a sync is believed only if it computes what the trainer computes."""
 
+from __future__ import annotations
+
+import math
+
 import pytest
 import torch
 
 from rltool.engines.types import Completion
-from rltool.weights.verify import PROMPT_TOKENS, WeightsNotApplied, check_values, probe_batch, probe_request
+from rltool.weights.verify import PROMPT_TOKENS, RESPONSE_TOKENS, ValueCheck, probe_request
 
 URLS = ["http://a:1", "http://b:2"]
+CHECK = ValueCheck(vocab_size=100, temperature=1.0, tolerance=1e-3)
 
 
 def sampled(*logprobs: float) -> Completion:
@@ -14,28 +19,39 @@ def sampled(*logprobs: float) -> Completion:
 
 
 def batch():
-    return probe_batch(probe_request(100, 1.0), [sampled(-1.0, -2.0), sampled(-0.5, -0.25, -3.0)])
+    return CHECK.batch(CHECK.request(), [sampled(-1.0, -2.0), sampled(-0.5, -0.25, -3.0)])
 
 
 def test_engines_that_agree_pass_and_prompts_do_not_count():
     probed = batch()
     ours = probed.rollout_logprobs + 1e-5
     ours[:PROMPT_TOKENS] = -50.0
-    assert check_values(URLS, probed, ours, tolerance=1e-3).abs_mean == pytest.approx(1e-5, rel=1e-2)
+    found = CHECK.compare(URLS, probed, ours)
+    assert found.failed == {} and found.mean == pytest.approx(1e-5, rel=1e-2)
 
 
-@pytest.mark.parametrize("wrong", [-2.0, float("nan")])
-def test_the_engine_that_differs_is_named_and_not_the_other(wrong):
+@pytest.mark.parametrize(("position", "url"), [(-1, URLS[1]), (PROMPT_TOKENS, URLS[0])])
+@pytest.mark.parametrize("wrong", [-2.0, math.nan])
+def test_the_engine_that_differs_is_named_and_not_the_other(wrong, position, url):
     probed = batch()
     ours = probed.rollout_logprobs.clone()
-    ours[-1] = wrong
-    with pytest.raises(WeightsNotApplied, match="http://b:2 acknowledged the weights") as error:
-        check_values(URLS, probed, ours, tolerance=1e-3)
-    assert "http://a:1" not in str(error.value)
+    ours[position] = wrong if position == -1 else wrong - 1.0
+    found = CHECK.compare(URLS, probed, ours)
+    assert found.failed.keys() == {url}
+    assert "acknowledged the weights" in found.failed[url] and "weights.verify_tolerance is 0.001" in found.failed[url]
+
+
+def test_one_engine_that_is_far_off_is_not_averaged_away():
+    check = ValueCheck(vocab_size=100, temperature=1.0, tolerance=0.1)
+    probed = check.batch(check.request(), [sampled(*[-1.0] * RESPONSE_TOKENS)] * 9 + [sampled(*[-1.5] * RESPONSE_TOKENS)])
+    ours = torch.where(probed.loss_mask > 0, -1.0, 0.0)
+    found = check.compare([f"http://e:{i}" for i in range(10)], probed, ours)
+    assert found.failed.keys() == {"http://e:9"} and found.mean == pytest.approx(0.05)
 
 
 def test_the_probe_fits_vocabulary_and_context_and_is_tempered():
     request = probe_request(5, 0.7, max_model_len=12)
     assert len(request.prompt_ids) == PROMPT_TOKENS and max(request.prompt_ids) < 5
     assert request.sampling.max_tokens == 12 - PROMPT_TOKENS and request.sampling.temperature == 0.7
+    assert request.sampling.ignore_eos and (request.sampling.top_p, request.sampling.top_k) == (1.0, -1)
     assert torch.equal(batch().lengths, torch.tensor([PROMPT_TOKENS + 2, PROMPT_TOKENS + 3]))

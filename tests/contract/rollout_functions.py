@@ -1,0 +1,48 @@
+"""Rewards, filters, hooks and generate functions that test_rollout_service.py names by import path."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rltool.rollout.generate import GenerateContext, generate_group
+from rltool.rollout.sample import Sample
+
+
+async def long_is_good(sample: Sample, text: str) -> float:
+    return float(len(sample.response_ids))
+
+
+async def first_is_not_a_number(sample: Sample, text: str) -> float:
+    return float("nan") if sample.index == 0 else 1.0
+
+
+async def three_of_the_first_groups_fail(sample: Sample, text: str) -> float:
+    if sample.index == 0 and sample.group_id < 3:
+        raise KeyError("answer")
+    return 1.0
+
+
+async def always_fails(sample: Sample, text: str) -> float:
+    raise KeyError("answer")
+
+
+def no_odd_groups(group: list[Sample]) -> str | None:
+    return "odd" if group[0].group_id % 2 else None
+
+
+def all_are_bad(group: list[Sample]) -> str | None:
+    return "bad"
+
+
+def remove_the_first(group: list[Sample]) -> None:
+    group[0].remove_sample = True
+
+
+async def two_turns(group: list[Sample], context: GenerateContext) -> None:
+    await generate_group(group, context)
+    for sample in group:
+        sample.append_environment_tokens([7, 7])
+
+
+async def hangs(group: list[Sample], context: GenerateContext) -> None:
+    await asyncio.Event().wait()

@@ -1,0 +1,533 @@
+"""Where generation requests go, against fake engines on real sockets: balance, failures, waiting, limits, versions, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.engines.weight_version import Lineage
+from rltool.errors import EngineRejected, EngineUnreachable
+from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.versions import VersionBook
+from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
+from tests.contract.fakes.vllm import FakeVllm
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+RUN = "a" * 32
+LONG = 60.0
+"""Seconds: far more than anything here takes."""
+
+
+def request(number: int = 0, *, tokens: int = 4, n: int = 1) -> GenerateRequest:
+    return GenerateRequest((2, 3), SamplingParams(max_tokens=tokens), f"{number:032x}", n=n, seed=number)
+
+
+class Rig:
+    """READY engines at step 0 of the run, and a data plane over them."""
+
+    def __init__(self, client: EngineClient, engines: list[FakeVllm], **options: Any) -> None:
+        self.engines, self.fleet = engines, Fleet()
+        self.book = VersionBook(Lineage(RUN, 0))
+        self.endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm") for e in engines}
+        for engine in engines:
+            self.fleet.add(engine.url)
+            self.fleet.probe_succeeded(engine.url, sent_at=self.fleet.member(engine.url).since)
+        settings = {"router": None, "requests_per_engine": 64, "deadline": LONG, "judge": self.book}
+        self.plane = DataPlane(client, self.fleet, self.endpoints, **{**settings, **options})
+        self.sync(0)
+
+    def pause(self, *engines: FakeVllm) -> None:
+        for engine in engines or self.engines:
+            self.fleet.pause(engine.url)
+            self.fleet.update_began(engine.url)
+
+    def finish(self, step: int, *engines: FakeVllm) -> None:
+        version = self.book.begin(step)
+        for engine in engines or self.engines:
+            self.fleet.update_finished(engine.url, version)
+            engine.version = str(version)
+        self.fleet.advance(version)
+        for engine in engines or self.engines:
+            self.fleet.resume(engine.url)
+        self.book.publish(step)
+        self.plane.changed()
+
+    def sync(self, step: int, *engines: FakeVllm) -> None:
+        self.pause(*engines)
+        self.finish(step, *engines)
+
+    def state(self, engine: FakeVllm) -> State:
+        return self.fleet.member(engine.url).state
+
+    def generated(self) -> list[int]:
+        """Generation requests that each engine has got so far."""
+        return [engine.paths().count(GENERATE) for engine in self.engines]
+
+
+@asynccontextmanager
+async def rig(*engines: FakeVllm, **options: Any) -> AsyncIterator[Rig]:
+    async with EngineClient() as client:
+        yield Rig(client, list(engines), **options)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(LONG / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"never happened: {what}")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def router_key(tmp_path):
+    path = tmp_path / "router-key"
+    path.write_text(EXPECTED_KEY)
+    return path
+
+
+@pytest.fixture
+def two(stack):
+    return [stack.enter_context(FakeVllm()) for _ in range(2)]
+
+
+def test_requests_go_to_the_least_loaded_engine(two):
+    slow, quick = two
+    slow.seconds = LONG
+
+    async def run():
+        async with rig(*two) as r:
+            held = asyncio.create_task(r.plane.generate(request(0, tokens=10), group=7))
+            await until(lambda: slow.batch.running == 1, "the first engine generates")
+            for number in range(1, 4):
+                await r.plane.generate(request(number))
+            assert r.generated() == [1, 3], "the engine that is busy gets nothing further"
+            assert r.plane.in_flight == 1
+            await r.plane.abort()
+            [completion] = await held
+            assert completion.finish_reason == "abort" and r.plane.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_requests_are_spread_over_all_engines(two):
+    for engine in two:
+        engine.seconds = 0.2
+
+    async def run():
+        async with rig(*two) as r:
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(16)))
+            assert r.generated() == [8, 8]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["fail", "reset", "die"])
+def test_an_engine_that_fails_is_reported_and_the_request_goes_elsewhere(two, fault):
+    sick, healthy = two
+    sick.die() if fault == "die" else getattr(sick, fault)(GENERATE)
+
+    async def run():
+        async with rig(*two) as r:
+            for number in range(4):
+                [completion] = await r.plane.generate(request(number))
+                assert completion.finish_reason == "length"
+            assert r.state(sick) is State.SUSPECT and "requests in a row failed" in r.fleet.member(sick.url).reason
+            assert r.state(healthy) is State.READY and r.generated()[1] == 4
+            assert r.plane.counts["failed_requests"] == 2 and r.plane.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_the_engine_that_has_just_failed_a_request_is_not_asked_next(two):
+    sick, healthy = two
+    sick.fail(GENERATE)
+
+    async def run():
+        async with rig(*two) as r:
+            await r.plane.generate(request())
+            assert r.generated() == [1, 1]
+
+    asyncio.run(run())
+
+
+def test_a_single_engine_that_recovers_gets_its_request_again(two):
+    engine, _ = two
+    engine.fail(GENERATE, 503, times=1)
+
+    async def run():
+        async with rig(engine) as r:
+            assert await r.plane.generate(request())
+            assert r.generated() == [2] and r.state(engine) is State.READY
+
+    asyncio.run(run())
+
+
+def test_a_refusal_is_raised_at_once_with_its_status_and_is_nobodys_fault(two):
+    for engine in two:
+        engine.fail(GENERATE, 422)
+
+    async def run():
+        async with rig(*two) as r:
+            with pytest.raises(EngineRejected, match="answered 422") as error:
+                await r.plane.generate(request())
+            assert error.value.status == 422
+            assert sum(r.generated()) == 1 and r.fleet.serving() == tuple(e.url for e in two)
+            assert r.plane.counts["failed_requests"] == 0 and r.plane.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_requests_wait_while_nothing_serves_and_go_on_after_the_sync(two):
+    async def run():
+        async with rig(*two) as r:
+            r.pause()
+            waiting = [asyncio.create_task(r.plane.generate(request(number))) for number in range(6)]
+            await asyncio.sleep(0.1)
+            assert r.generated() == [0, 0] and not any(task.done() for task in waiting)
+            r.finish(1)
+            found = [await task for task in waiting]
+            assert {span.version for [c] in found for span in c.versions} == {f"{RUN}:0:1"}
+
+    asyncio.run(run())
+
+
+def test_a_deadline_names_itself_the_last_failure_and_every_engine(two):
+    async def run():
+        async with rig(*two, deadline=2.0) as r:
+            two[0].fail(GENERATE, 500)
+            r.fleet.process_exited(two[1].url, "killed by the kernel")
+            with pytest.raises(EngineUnreachable) as error:
+                await r.plane.generate(request())
+            text = str(error.value)
+            assert "deadlines.generate = 2 s" in text and "answered 500" in text
+            assert f"{two[0].url} is suspect" in text and f"{two[1].url} is dead (killed by the kernel)" in text
+            assert r.plane.in_flight == 0
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_keeps_a_request_to_the_end_is_named_and_reported(two):
+    two[0].hang(GENERATE)
+
+    async def run():
+        async with rig(two[0], deadline=1.0) as r:
+            for _ in range(2):
+                with pytest.raises(EngineUnreachable, match=f"{two[0].url} had the request for .* and did not answer"):
+                    await r.plane.generate(request())
+            assert r.state(two[0]) is State.SUSPECT
+
+    asyncio.run(run())
+
+
+# -- limits
+
+
+class Counting(FakeVllm):
+    """Remembers how many generation requests were with it at most, and in which order they came."""
+
+    def __init__(self, shared: dict[str, int] | None = None) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.shared = shared if shared is not None else {"now": 0, "most": 0}
+        self._mutex = threading.Lock()
+
+    async def _sample(self, body):
+        with self._mutex:
+            self.order.append(body["request_id"])
+            self.shared["now"] += 1
+            self.shared["most"] = max(self.shared["most"], self.shared["now"])
+        try:
+            return await super()._sample(body)
+        finally:
+            with self._mutex:
+                self.shared["now"] -= 1
+
+
+def test_the_limit_of_requests_is_reached_and_never_passed(stack):
+    shared = {"now": 0, "most": 0}
+    engines = [stack.enter_context(Counting(shared)) for _ in range(2)]
+    for engine in engines:
+        engine.seconds = 0.05
+
+    async def run():
+        async with rig(*engines, requests_per_engine=3) as r:
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(60)))
+            assert shared["most"] == 6
+            shared["most"] = 0
+            r.plane.limit = 2
+            r.plane.changed()
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(20)))
+            assert shared["most"] == 2
+            r.plane.limit, shared["most"] = None, 0
+            r.fleet.process_exited(engines[1].url, "gone")
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(20)))
+            assert shared["most"] == 3, "one engine serves"
+
+    asyncio.run(run())
+
+
+def test_requests_are_sent_in_the_order_in_which_they_came(stack):
+    engine = stack.enter_context(Counting())
+
+    async def run():
+        async with rig(engine, requests_per_engine=1) as r:
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(30)))
+            assert engine.order == [request(number).request_id for number in range(30)]
+
+    asyncio.run(run())
+
+
+def test_one_who_asks_again_and_again_does_not_overtake_one_who_waits(stack):
+    engine = stack.enter_context(Counting())
+    engine.seconds = 0.05
+
+    async def run():
+        async with rig(engine, requests_per_engine=1) as r:
+
+            async def again_and_again():
+                for number in range(6):
+                    await r.plane.generate(request(number))
+
+            busy = asyncio.create_task(again_and_again())
+            await until(lambda: engine.shared["now"] == 1, "the first request is there")
+            await r.plane.generate(request(99))
+            await busy
+            assert engine.order.index(request(99).request_id) == 1
+
+    asyncio.run(run())
+
+
+def test_waiters_that_are_cancelled_leave_no_slot_behind(stack):
+    engine = stack.enter_context(Counting())
+    engine.seconds = 0.05
+
+    async def run():
+        async with rig(engine, requests_per_engine=2) as r:
+            tasks = [asyncio.create_task(r.plane.generate(request(number))) for number in range(40)]
+            await until(lambda: engine.shared["now"] == 2, "two are generated")
+            for task in tasks[::2]:  # one of those that are with the engine, and every other of those that wait
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(outcome, asyncio.CancelledError) for outcome in ended] == [True, False] * 20
+            assert r.plane.in_flight == 0
+            engine.shared["most"] = 0
+            await asyncio.gather(*(r.plane.generate(request(number)) for number in range(10)))
+            assert engine.shared["most"] == 2, "both slots are there"
+
+    asyncio.run(run())
+
+
+def test_a_waiter_that_is_cancelled_in_its_turn_passes_it_on(stack):
+    engine = stack.enter_context(Counting())
+
+    async def run():
+        async with rig(engine, requests_per_engine=1) as r:
+            r.pause()
+            first, second = (asyncio.create_task(r.plane.generate(request(number))) for number in range(2))
+            await asyncio.sleep(0.02)
+            r.finish(1)  # the first's turn has come, and before it runs ...
+            first.cancel()
+            assert await asyncio.wait_for(second, LONG)
+            assert engine.order == [request(1).request_id]
+
+    asyncio.run(run())
+
+
+# -- versions
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("default", "foreign"), (f"{'b' * 32}:0:0", "foreign"), (f"{RUN}:1:0", "foreign"), (f"{RUN}:0:9", "unpublished")],
+)
+def test_tokens_of_weights_that_are_not_this_runs_are_never_returned(two, version, reason):
+    wrong, right = two
+
+    async def run():
+        async with rig(*two) as r:
+            wrong.version = version
+            found = [await r.plane.generate(request(number)) for number in range(3)]
+            assert {span.version for [c] in found for span in c.versions} == {f"{RUN}:0:0"}
+            assert r.state(wrong) is State.STALE and version in r.fleet.member(wrong.url).reason
+            assert r.plane.counts == {f"refused_{reason}": 1} and r.generated() == [1, 3]
+            r.sync(1)
+            assert r.state(wrong) is State.READY
+
+    asyncio.run(run())
+
+
+def test_without_another_engine_a_refused_version_is_what_the_deadline_names(two):
+    async def run():
+        async with rig(two[0], deadline=1.0) as r:
+            two[0].version = "default"
+            with pytest.raises(EngineUnreachable, match=r"cannot train on \(foreign\).*is stale"):
+                await r.plane.generate(request())
+            assert r.generated() == [1], "a stale engine is not asked again"
+
+    asyncio.run(run())
+
+
+def test_tokens_of_a_sync_that_is_under_way_are_taken(two):
+    async def run():
+        async with rig(*two) as r:
+            for engine in two:
+                engine.version = str(r.book.begin(1))
+            [completion] = await r.plane.generate(request())
+            assert completion.versions[0].version == f"{RUN}:0:1" and not r.plane.counts
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_missed_a_sync_is_stale_and_its_tokens_are_judged_by_their_age(two):
+    """The fleet thinks that it has the new weights; its answer shows the old ones."""
+    behind, current = two
+
+    async def run():
+        async with rig(*two) as r:
+            r.sync(1)
+            behind.version = f"{RUN}:0:0"
+            [completion] = await r.plane.generate(request())
+            assert completion.versions[0].version == f"{RUN}:0:0"
+            assert r.state(behind) is State.STALE and "after the sync to step 1" in r.fleet.member(behind.url).reason
+            assert r.plane.counts == {"stale_engine": 1} and r.state(current) is State.READY
+
+    asyncio.run(run())
+
+
+def test_a_request_that_a_sync_has_overtaken_is_no_sign_of_a_missed_one(two):
+    engine = two[0]
+    engine.seconds = LONG
+
+    async def run():
+        async with rig(engine) as r:
+            running = asyncio.create_task(r.plane.generate(request(tokens=10)))
+            await until(lambda: engine.batch.running == 1, "tokens of step 0")
+            r.sync(1)
+            await r.plane.abort()
+            [completion] = await running
+            assert completion.versions[0].version == f"{RUN}:0:0"
+            assert r.state(engine) is State.READY and not r.plane.counts
+
+    asyncio.run(run())
+
+
+# -- aborts
+
+
+def aborted_ids(engine: FakeVllm) -> list[str]:
+    return [name for recorded in engine.requests if recorded.path == ABORT for name in recorded.body["request_ids"]]
+
+
+def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two):
+    for engine in two:
+        engine.seconds = LONG
+
+    async def run():
+        async with rig(*two) as r:
+            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(url="http://127.0.0.1:9")  # joined, and has never answered
+            tasks = {n: asyncio.create_task(r.plane.generate(request(n, tokens=10), group=n)) for n in range(4)}
+            await until(lambda: sum(e.batch.running for e in two) == 4, "all four are generated")
+            assert await r.plane.abort((1, 2)) == {}
+            for number in (1, 2):
+                [completion] = await tasks[number]
+                assert completion.finish_reason == "abort" and completion.token_ids
+            wanted = {f"generate-tokens-{request(n).request_id}" for n in (1, 2)}
+            assert all(set(aborted_ids(engine)) == wanted for engine in two)
+            assert not tasks[0].done() and not tasks[3].done()
+            assert await r.plane.abort() == {}
+            for number in (0, 3):
+                [completion] = await tasks[number]
+                assert completion.finish_reason == "abort"
+            assert await r.plane.abort() == {} and all(e.paths().count(ABORT) == 2 for e in two), "nothing is left to abort"
+
+    asyncio.run(run())
+
+
+def test_an_abort_names_the_engine_that_did_not_take_it_and_ends_the_others(two):
+    for engine in two:
+        engine.seconds = LONG
+    two[0].fail(ABORT, 500)
+
+    async def run():
+        async with rig(*two) as r:
+            tasks = [asyncio.create_task(r.plane.generate(request(n, tokens=10), group=n)) for n in range(2)]
+            await until(lambda: all(e.batch.running == 1 for e in two), "one at each")
+            failures = await r.plane.abort()
+            assert failures.keys() == {two[0].url} and "answered 500" in failures[two[0].url]
+            await until(lambda: tasks[1].done(), "the other engine's request ends")
+            assert not tasks[0].done()
+            tasks[0].cancel()
+
+    asyncio.run(run())
+
+
+# -- through a router
+
+
+def test_with_a_router_requests_go_there_and_aborts_to_the_engines(stack, two, router_key):
+    router = stack.enter_context(FakeSglang())
+    router.weight_version = f"{RUN}:0:0"
+    router._changed()
+    router.seconds = LONG
+
+    async def run(key_file):
+        endpoint = EngineEndpoint(url=router.url, dialect="sglang", key_file=key_file)
+        async with rig(*two, router=endpoint) as r:
+            task = asyncio.create_task(r.plane.generate(request(tokens=10), group=1))
+            await until(lambda: router.batch.running == 1, "the router has it")
+            assert r.plane.in_flight == 1 and r.generated() == [0, 0]
+            await r.plane.abort((1,))
+            await until(lambda: all(aborted_ids(engine) for engine in two), "each engine is told")
+            assert router.seen["/abort_request"] == 0
+            router.batch.abort_prefix("")
+            task.cancel()
+            return list(aborted_ids(two[0]))
+
+    found = asyncio.run(run(router_key))
+    assert found == [f"generate-tokens-{name}" for name in dialect("sglang").request_ids(request())]
+
+
+def test_behind_a_router_a_failure_is_nobodys_and_the_request_is_repeated_there(stack, two, router_key):
+    router = stack.enter_context(FakeSglang(weight_version=f"{RUN}:0:0"))
+    router.faults["/generate"] = Fault(times=2, status=503)
+
+    async def run(key_file):
+        endpoint = EngineEndpoint(url=router.url, dialect="sglang", key_file=key_file)
+        async with rig(*two, router=endpoint) as r:
+            completions: list[Completion] = await r.plane.generate(request(n=2))
+            assert len(completions) == 2 and r.fleet.serving() == tuple(e.url for e in two)
+            r.pause()
+            waiting = asyncio.create_task(r.plane.generate(request(5)))
+            await asyncio.sleep(0.05)
+            assert not waiting.done(), "behind a router, too, nothing is sent while nobody serves"
+            waiting.cancel()
+
+    asyncio.run(run(router_key))
+
+
+def test_a_reply_that_cannot_be_used_is_a_failure_like_any_other(two):
+    two[0].missing_logprobs = True
+
+    async def run():
+        async with rig(*two) as r:
+            assert await r.plane.generate(request())
+            assert r.generated() == [1, 1] and r.plane.counts["failed_requests"] == 1
+
+    asyncio.run(run())

@@ -1,0 +1,364 @@
+"""The fleet monitor against fake engines on real sockets: probes, canary requests, and what it does about transitions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+
+from rltool.engines.client import HEALTH_SECONDS, EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, FleetPolicy, State
+from rltool.errors import EngineUnreachable
+from rltool.rollout import loop_lag
+from rltool.rollout.fleet_monitor import FleetMonitor
+from tests.contract.fakes.vllm import FakeVllm
+
+GENERATE = "/inference/v1/generate"
+LONG = 60.0
+"""Seconds: far more than anything here takes."""
+QUICK = FleetPolicy(probe_seconds=0.02, trial_seconds=0.02, probes_to_suspect=2, probes_to_dead=4)
+
+
+class Clock:
+    """Real time, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+class Router:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.broken = False
+
+    async def add(self, endpoint: EngineEndpoint) -> None:
+        self._call("add", endpoint.url)
+
+    async def remove(self, url: str) -> None:
+        self._call("remove", url)
+
+    def _call(self, what: str, url: str) -> None:
+        self.calls.append((what, url))
+        if self.broken:
+            raise EngineUnreachable("the router is gone")
+
+
+class Rig:
+    """Engines with weights of their own (nobody syncs), READY, and a monitor that is not started."""
+
+    def __init__(self, client: EngineClient, engines: list[FakeVllm], policy: FleetPolicy, **options: Any) -> None:
+        self.clock = Clock()
+        self.fleet = Fleet(policy, clock=self.clock)
+        self.endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm") for e in engines}
+        self.infos: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.changes = 0
+        for engine in engines:
+            self.fleet.add(engine.url, takes_weights=False)
+            self.fleet.probe_succeeded(engine.url, sent_at=self.clock())
+        self.fleet.take_transitions()
+        self.monitor = FleetMonitor(
+            client, self.fleet, self.endpoints, self.infos, on_change=self._changed, log=self.lines.append, clock=self.clock, **options
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def state(self, engine: FakeVllm) -> State:
+        return self.fleet.member(engine.url).state
+
+
+@asynccontextmanager
+async def rig(*engines: FakeVllm, policy: FleetPolicy = QUICK, **options: Any) -> AsyncIterator[Rig]:
+    async with EngineClient() as client:
+        made = Rig(client, list(engines), policy, **options)
+        try:
+            yield made
+        finally:
+            await made.monitor.close()
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(LONG / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"never happened: {what}")
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def two(stack):
+    return [stack.enter_context(FakeVllm()) for _ in range(2)]
+
+
+# -- one probe
+
+
+def test_a_probe_brings_what_the_engine_is_and_holds(two):
+    engine = two[0]
+
+    async def run():
+        async with rig(engine) as r:
+            r.endpoints[engine.url] = EngineEndpoint(url=engine.url)  # its kind is not known yet
+            await r.monitor.probe(engine.url)
+            endpoint = r.endpoints[engine.url]
+            assert (endpoint.dialect, endpoint.plugin, endpoint.boot_id, endpoint.weight_backend) == ("vllm", True, engine.boot_id, "rltool")
+            assert r.infos[engine.url].vocab_size == engine.vocab_size
+            assert r.fleet.member(engine.url).boot_id == engine.boot_id and r.state(engine) is State.READY
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["fail", "reset", "die"])
+def test_a_probe_that_fails_is_counted_against_the_engine(two, fault):
+    engine = two[0]
+    engine.die() if fault == "die" else getattr(engine, fault)("/health")
+
+    async def run():
+        async with rig(engine) as r:
+            for expected in (State.READY, State.SUSPECT, State.SUSPECT, State.DEAD):
+                await r.monitor.probe(engine.url)
+                assert r.state(engine) is expected
+            assert "4 probes in a row failed" in r.fleet.member(engine.url).reason
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("late", "counted"), [(HEALTH_SECONDS, 0), (HEALTH_SECONDS / 10, 1)])
+def test_a_probe_that_failed_while_our_own_loop_was_late_says_nothing(two, monkeypatch, late, counted):
+    monkeypatch.setattr(loop_lag, "INTERVAL", 0.01)
+    engine = two[0]
+    engine.faults["/health"] = _slow_failure()
+
+    async def run():
+        async with rig(engine) as r:
+            r.monitor.lag.start()
+            probing = asyncio.create_task(r.monitor.probe(engine.url))
+            await until(lambda: "/health" in engine.paths(), "it is asked")
+            r.clock.ahead += late  # as if the loop had stood still so long
+            await until(lambda: r.monitor.lag.worst_since(0.0) > late / 2, "the lag is seen")
+            await probing
+            assert r.fleet.member(engine.url).probe_failures == counted
+
+    asyncio.run(run())
+
+
+def _slow_failure():
+    from tests.contract.fakes.server import Fault
+
+    return Fault(delay=0.3, status=503)
+
+
+def test_loop_lag_is_measured_and_old_lag_is_not_held_against_anybody():
+    async def run():
+        clock = Clock()
+        lag = loop_lag.LoopLag(clock=clock)
+        lag.start()
+        try:
+            await asyncio.sleep(0)  # it has begun
+            clock.ahead += 7.0
+            await until(lambda: lag.worst_since(0.0) > 6.0, "it is seen")
+            assert lag.worst_since(clock() + 1.0) == 0.0
+        finally:
+            await lag.close()
+
+    asyncio.run(run())
+
+
+# -- the task
+
+
+def test_a_restarted_engine_is_known_by_its_boot_id(two):
+    engine = two[0]
+
+    async def run():
+        async with rig(engine) as r:
+            r.monitor.start()
+            await until(lambda: r.fleet.member(engine.url).boot_id == engine.boot_id, "it is known")
+            engine.die()
+            await until(lambda: r.state(engine) is State.DEAD, "it is given up")
+            engine.forget()
+            engine.start()
+            await until(lambda: r.state(engine) is State.READY, "it is back")
+            assert r.fleet.member(engine.url).boot_id == engine.boot_id == r.endpoints[engine.url].boot_id
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_fails_requests_is_sent_one_token_until_it_works_again(two):
+    wedged, healthy = two
+
+    async def run():
+        async with rig(*two) as r:
+            wedged.fail(GENERATE)
+            for _ in range(QUICK.incidents_to_suspect):
+                r.clock.ahead += 1.0
+                r.fleet.request_failed(wedged.url, "answered 500", sent_at=r.clock())
+            assert r.state(wedged) is State.SUSPECT
+            r.monitor.start()
+            await until(lambda: wedged.paths().count(GENERATE) > 0, "a canary request")
+            assert r.state(wedged) is not State.READY
+            wedged.heal()
+            await until(lambda: r.state(wedged) is State.READY, "it works again")
+            bodies = [recorded.body for recorded in wedged.requests if recorded.path == GENERATE]
+            assert all((b["sampling_params"]["max_tokens"], b["sampling_params"]["n"]) == (1, 1) for b in bodies)
+            assert GENERATE not in healthy.paths(), "who works gets none"
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_canary_requests_keep_failing_is_given_up(two):
+    engine = two[0]
+
+    async def run():
+        async with rig(engine) as r:
+            engine.fail(GENERATE)
+            for _ in range(QUICK.incidents_to_suspect):
+                r.clock.ahead += 1.0
+                r.fleet.request_failed(engine.url, "answered 500", sent_at=r.clock())
+            r.monitor.start()
+            await until(lambda: r.state(engine) is State.DEAD, "it is given up, though it answers probes")
+            assert "canary request" in r.fleet.member(engine.url).reason
+
+    asyncio.run(run())
+
+
+def test_engines_that_leave_are_not_probed(two):
+    async def run():
+        async with rig(*two) as r:
+            r.fleet.drain(two[0].url, "leaves")
+            r.monitor.start()
+            await until(lambda: two[1].paths().count("/health") > 2, "the other one is probed")
+            assert "/health" not in two[0].paths()
+
+    asyncio.run(run())
+
+
+def test_a_reply_that_nobody_expected_does_not_end_the_probing(two):
+    broken, healthy = two
+    broken.fail("/v1/models", 200, body={"nothing": "here"})
+
+    async def run():
+        async with rig(*two) as r:
+            r.monitor.start()
+            await until(lambda: r.monitor.counts["monitor_failures"] > 1, "it goes on after the first")
+            before = healthy.paths().count("/health")
+            await until(lambda: healthy.paths().count("/health") > before + 1, "the other one is probed as ever")
+            assert any(line.startswith("fleet monitor: KeyError") for line in r.lines)
+
+    asyncio.run(run())
+
+
+# -- transitions
+
+
+def test_transitions_are_logged_and_announced_and_reach_the_router(two):
+    sick, healthy = two
+
+    async def run():
+        router = Router()
+        async with rig(*two, router=router) as r:
+            r.fleet.process_exited(sick.url, "killed")
+            await r.monitor.carry_out()
+            assert r.lines == [f"engine {sick.url}: ready -> dead: killed"] and r.changes == 1
+            assert router.calls == [("remove", sick.url)]
+            r.fleet.probe_succeeded(sick.url, sent_at=r.clock())
+            await r.monitor.carry_out()
+            assert router.calls == [("remove", sick.url), ("add", sick.url)]
+            r.fleet.drain(healthy.url, "told to leave")
+            await r.monitor.carry_out()
+            r.fleet.remove(healthy.url, "left")
+            await r.monitor.carry_out()
+            assert router.calls[2:] == [("remove", healthy.url)], "once"
+            assert [t.after for t in r.monitor.recent] == [State.DEAD, State.READY, State.DRAINING, None]
+            assert r.monitor.counts == {"dead": 1, "ready": 1, "draining": 1, "removed": 1} and r.changes == 4
+
+    asyncio.run(run())
+
+
+def test_a_pause_for_a_sync_is_no_news_and_an_engine_that_the_sync_missed_leaves_the_router(two):
+    from rltool.engines.weight_version import WeightVersion
+
+    missed, updated = two
+
+    async def run():
+        router = Router()
+        async with rig(router=router) as r:
+            for engine in two:
+                r.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect="vllm")
+                r.fleet.add(engine.url)
+                r.fleet.probe_succeeded(engine.url, sent_at=r.clock())
+            await r.monitor.carry_out()
+            assert router.calls == [], "who has no weights yet is not in the router"
+            r.lines.clear()
+
+            def sync(step, *engines):
+                version = WeightVersion("a" * 32, 0, step)
+                for engine in two:
+                    r.fleet.pause(engine.url)
+                    r.fleet.update_began(engine.url)
+                for engine in engines:
+                    r.fleet.update_finished(engine.url, version)
+                r.fleet.advance(version)
+                for engine in two:
+                    r.fleet.resume(engine.url)
+
+            sync(0, *two)
+            await r.monitor.carry_out()
+            assert router.calls == [("add", missed.url), ("add", updated.url)] and r.lines == []
+            sync(1, *two)
+            await r.monitor.carry_out()
+            assert len(router.calls) == 2, "a sync moves nobody"
+            sync(2, updated)
+            await r.monitor.carry_out()
+            assert router.calls[2:] == [("remove", missed.url)]
+
+    asyncio.run(run())
+
+
+def test_a_router_that_fails_is_said_and_asked_again_at_the_next_transition(two):
+    async def run():
+        router = Router()
+        async with rig(*two, router=router) as r:
+            router.broken = True
+            r.fleet.process_exited(two[0].url, "killed")
+            await r.monitor.carry_out()
+            assert r.monitor.counts["router_failures"] == 1
+            assert r.lines[-1] == f"router: {two[0].url}: the router is gone" and r.changes == 1
+            router.broken = False
+            r.fleet.probe_succeeded(two[0].url, sent_at=r.clock())
+            r.fleet.process_exited(two[0].url, "killed")
+            await r.monitor.carry_out()
+            assert router.calls[-1] == ("remove", two[0].url)
+
+    asyncio.run(run())
+
+
+def test_an_engine_of_ours_that_died_is_started_again(two):
+    async def run():
+        restarted = []
+
+        async def restart(url: str) -> None:
+            restarted.append(url)
+
+        async with rig(*two, restart=restart) as r:
+            r.fleet.process_exited(two[1].url, "killed")
+            await r.monitor.carry_out()
+            await r.monitor.carry_out()
+            assert restarted == [two[1].url], "once"
+
+    asyncio.run(run())

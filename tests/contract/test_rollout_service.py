@@ -1,0 +1,786 @@
+"""The rollout manager against fake engines on real sockets, with stand-ins for the trainer's ranks; and `debug rollout-only`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.weight_version import Lineage, WeightVersion
+from rltool.engines.wire import meta_of
+from rltool.errors import EngineConflict, EngineRejected, RltoolError, TrainingStopped, UnknownEngine, UsageError
+from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.rollout.collector import CollectionInterrupted
+from rltool.rollout.dump import dumped_steps, read_dump
+from rltool.rollout.groups import GroupState
+from rltool.rollout.sample import SampleStatus
+from rltool.rollout.snapshot import SourceState
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.training import rollout_service
+from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
+from rltool.weights.sender import write_to_disk
+from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
+from tests.contract.fakes.vllm import FakeVllm
+
+EOS = 1
+RUN = "c" * 32
+GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+LONG = 60.0
+"""Seconds: far more than anything here takes."""
+FUNCTIONS = "tests.contract.rollout_functions"
+WORDS = ["sun", "bird", "chess", "neon", "bingo", "bliss", "cat", "dog", "owl"]
+STOPS = tuple(range(2, 12))
+"""With these the fakes' answers end after six tokens on average, some after one, some never."""
+
+
+class Speller(FakeVllm):
+    """Knows the task, and answers rightly or wrongly by the parity of the seed."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.vocab_size = 64
+        self.tokenizer = tokenizer
+
+    def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
+        word, _, begun = self.tokenizer.decode(ids).partition("=")
+        answer = word[::-1] if (sampling["seed"] + index) % 2 else word + "x"
+        return [*self.tokenizer.encode_prompt(answer), EOS][len(begun) :][:limit]
+
+
+class Ranks:
+    """Ranks whose model is a tensor of the step's number, sent by way of the disk, and whose log-probabilities are the engines'."""
+
+    def __init__(self, model_files: Path) -> None:
+        self._model_files = model_files
+
+    async def weight_metadata(self):
+        return [meta_of("a", torch.zeros(4))]
+
+    async def write(self, buckets, directory):
+        tensor = torch.full((4,), float(directory.name.rsplit("-", 1)[1]))
+        stream = [(meta_of("a", tensor), tensor)]
+        return await asyncio.to_thread(write_to_disk, stream, buckets, directory, self._model_files)
+
+    async def leave_transfer(self):
+        pass
+
+    async def logprobs(self, batch):
+        return batch.rollout_logprobs.clone()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return load_tokenizer(model_dir)
+
+
+@pytest.fixture
+def data_file(tmp_path):
+    path = tmp_path / "words.jsonl"
+    rows = [{"prompt": f"{w}=", "label": w[::-1]} for w in [*WORDS, "much too long a prompt"]]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def spellers(stack, tokenizer):
+    return [stack.enter_context(Speller(tokenizer)) for _ in range(2)]
+
+
+@pytest.fixture
+def fakes(stack):
+    """One of each dialect."""
+    vllm = stack.enter_context(FakeVllm())
+    vllm.vocab_size = VOCAB_SIZE  # an answer that one began may be continued by the other
+    return [vllm, stack.enter_context(FakeSglang())]
+
+
+@pytest.fixture
+def settings(model_dir, data_file):
+    """(sections) -> TrainConfig: four groups of four samples a batch."""
+
+    def make(**sections: Any) -> TrainConfig:
+        values: dict[str, Any] = {
+            "model": {"path": model_dir},
+            "seed": 3,
+            "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},
+            "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+            "deadlines": {"generate": LONG, "sync_step": LONG},
+            "data": {"train": [data_file]},
+            "eval": {"sets": {"words": data_file}, "samples_per_prompt": 2},
+            "reward": {"function": f"{FUNCTIONS}:long_is_good"},
+        }
+        for name, changes in sections.items():
+            values[name] = {**values.get(name, {}), **changes} if isinstance(changes, dict) else changes
+        return TrainConfig.model_validate(values)
+
+    return make
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """(config, engines) -> a started RolloutService in an `async with`; lineage None: nobody syncs."""
+    key = tmp_path / "engine-key"
+    key.write_text(EXPECTED_KEY)
+
+    @asynccontextmanager
+    async def open_(config: TrainConfig, engines: list[Any], *, lineage: Lineage | None = Lineage(RUN, 0)) -> AsyncIterator[RolloutService]:
+        endpoints = [endpoint_of(engine, key) for engine in engines]
+        async with EngineClient() as client:
+            infos = {e.url: await client.probe(e) for e in endpoints}
+        syncing = None if lineage is None else Syncing(Ranks(tmp_path / "nothing"), lineage, "disk", tmp_path / "weights")
+        service = RolloutService(config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None)
+        try:
+            await service.start()
+            yield service
+        finally:
+            await service.close()
+
+    open_.key = key
+    return open_
+
+
+def endpoint_of(engine: Any, key: Path | None) -> EngineEndpoint:
+    return EngineEndpoint(url=engine.url, dialect="vllm" if isinstance(engine, FakeVllm) else "sglang", key_file=key)
+
+
+async def train(service: RolloutService, steps: int, *, first: int = 0) -> list[Rollout]:
+    """As the driver does: a sync, a batch, and a step that trains nothing."""
+    found = []
+    for step in range(first, steps):
+        await service.sync_weights(step)
+        found.append(await service.next_batch(step))
+    return found
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(int(LONG / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"never happened: {what}")
+
+
+def there(engine: FakeVllm, act: Callable[[], None]) -> None:
+    """In the engine's own thread."""
+    done = threading.Event()
+    engine._loop.call_soon_threadsafe(lambda: (act(), done.set()))
+    assert done.wait(LONG)
+
+
+def generated(engine: FakeVllm) -> list[Any]:
+    return [recorded.body for recorded in engine.requests if recorded.path == GENERATE]
+
+
+def assert_equal(ours: Rollout, theirs: Rollout) -> None:
+    for name in ("tokens", "lengths", "loss_mask", "rewards", "group_ids", "rollout_logprobs", "token_versions"):
+        assert torch.equal(getattr(ours.batch, name), getattr(theirs.batch, name)), name
+
+
+def save(state: SourceState, directory: Path) -> dict[str, Any]:
+    """As a checkpoint keeps it."""
+    directory.mkdir()
+    for name, content in state.files.items():
+        (directory / name).write_bytes(content)
+    return json.loads(json.dumps(state.state))
+
+
+# -- a batch
+
+
+def test_a_rollout_is_generated_scored_and_measured(serve, settings, spellers, tokenizer):
+    async def run():
+        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards:exact_match"})
+        async with serve(config, spellers) as service:
+            await service.sync_weights(0)
+            for engine in spellers:
+                engine.requests.clear()
+            rollout = await service.next_batch(0)
+            assert len(rollout.samples) == 16 and rollout.batch.num_samples == 16
+            for sample in rollout.samples:
+                text = tokenizer.decode(sample.response_ids)
+                assert sample.reward == float(text == sample.label) == float(sample.seed % 2)
+                assert sample.status is SampleStatus.COMPLETED and sample.response_ids[-1] == EOS
+            assert rollout.versions == (f"{RUN}:0:0",)
+            assert rollout.metrics["rollout/reward_mean"] == 0.5 and rollout.metrics["rollout/tokens_per_second"] > 0
+            assert rollout.metrics["rollout/engines_serving"] == 2
+            assert [len(generated(engine)) for engine in spellers] == [2, 2]
+            assert generated(spellers[0])[0]["sampling_params"]["stop_token_ids"] == [EOS]
+
+    asyncio.run(run())
+
+
+def test_bad_data_fails_at_the_start(serve, settings, spellers, data_file):
+    async def run():
+        data_file.write_text('{"prompt": "a="}\n{broken\n')
+        with pytest.raises(UsageError, match=r"words.jsonl, line 2"):
+            async with serve(settings(), spellers):
+                pass
+
+    asyncio.run(run())
+
+
+def test_a_refusal_quotes_the_engine_names_the_prompt_and_loses_no_group(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            await service.sync_weights(0)
+            for engine in spellers:
+                engine.fail(GENERATE, 400, body={"error": "this model is tired"})
+            with pytest.raises(EngineRejected, match="this model is tired") as error:
+                await service.next_batch(0)
+            assert any(note.startswith("prompt ") and "tokens" in note for note in error.value.__notes__)
+            counts = service.collector.ledger.counts()
+            assert counts["issued"] == counts["partial"] == 4 and counts["dropped"] == 0
+
+    asyncio.run(run())
+
+
+# -- the same again
+
+
+@pytest.mark.parametrize("kind", [FakeVllm, FakeSglang])
+def test_two_runs_and_a_resume_are_bit_equal_when_synchronous(serve, settings, stack, tmp_path, kind):
+    fakes = [stack.enter_context(kind()) for _ in range(2)]
+    config = settings(sampling={"stop_token_ids": STOPS})
+
+    async def whole(steps):
+        async with serve(config, fakes) as service:
+            return await train(service, steps)
+
+    async def resumed(after, steps):
+        async with serve(config, fakes) as service:
+            await train(service, after)
+            state = save(await service.state_dict(after), tmp_path / "checkpoint")
+        async with serve(config, fakes, lineage=Lineage(RUN, 0).resumed(1, after)) as service:
+            await service.load_state_dict(state, tmp_path / "checkpoint")
+            return await train(service, steps, first=after)
+
+    first, second = asyncio.run(whole(6)), asyncio.run(whole(6))
+    assert first[0].batch.tokens.tolist() != first[1].batch.tokens.tolist()
+    for ours, theirs in zip(first, second, strict=True):
+        assert_equal(ours, theirs)
+    for ours, theirs in zip(first[3:], asyncio.run(resumed(3, 6)), strict=True):
+        assert_equal(ours, theirs)
+
+
+def test_evaluation_draws_the_same_samples_before_and_after_and_takes_no_prompt(serve, settings, spellers):
+    async def run():
+        config = settings(reward={"function": "rltool.rollout.rewards:exact_match"})
+        async with serve(config, spellers) as service:
+            await service.sync_weights(0)
+            before = await service.evaluate()
+            await train(service, 1)
+            after = await service.evaluate()
+            assert before["eval/words/accuracy"] == after["eval/words/accuracy"] == 0.5
+            assert before["eval/words/samples"] == 18
+            assert service.collector.ledger.counts()["issued"] == 4
+
+    asyncio.run(run())
+
+
+# -- staleness
+
+
+@pytest.mark.parametrize("pause_mode", ["keep", "abort"])
+@pytest.mark.parametrize("max_staleness", [1, 4])
+def test_no_trained_token_is_older_than_the_bound(serve, settings, fakes, max_staleness, pause_mode):
+    """A hundred steps with updates in flight, on both dialects; the books are checked at each."""
+    for engine in fakes:
+        engine.seconds = 0.05
+
+    async def run():
+        config = settings(
+            rollout={"max_staleness": max_staleness, "prompts_per_step": 4, "samples_per_prompt": 2, "dump": True},
+            sampling={"max_response_tokens": 16, "stop_token_ids": STOPS}, weights={"pause_mode": pause_mode},
+        )  # fmt: skip
+        ages, mixed, groups = set(), 0, []
+        async with serve(config, fakes) as service:
+            for step in range(100):
+                await service.sync_weights(step)
+                rollout = await service.next_batch(step)
+                service.collector.ledger.check()
+                versions = rollout.batch.token_versions[rollout.batch.loss_mask > 0]
+                ages |= set((step - versions).tolist())
+                groups += sorted(set(rollout.batch.group_ids.tolist()))
+                mixed += sum(len({span.version for span in sample.versions}) > 1 for sample in rollout.samples)
+            assert not service._plane.counts, "no engine failed, none was stale"
+        assert min(ages) >= 0 and 0 < max(ages) <= max_staleness
+        assert mixed > 0, "updates were in flight"
+        assert len(set(groups)) == len(groups) == 400, "no group is trained twice"
+
+    asyncio.run(run())
+
+
+def test_over_sampling_keeps_what_was_interrupted_and_finishes_it_under_newer_weights(serve, settings, stack):
+    engine = stack.enter_context(FakeVllm())
+    engine.vocab_size, engine.seconds = 64, 0.3
+
+    async def run():
+        config = settings(
+            rollout={"max_staleness": 3, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2, "dump": True},
+            sampling={"max_response_tokens": 16, "stop_token_ids": STOPS},
+        )  # fmt: skip
+        interrupted, continued = 0.0, []
+        async with serve(config, [engine]) as service:
+            for step in range(25):
+                [rollout] = await train(service, step + 1, first=step)
+                service.collector.ledger.check()
+                interrupted += rollout.metrics["rollout/interrupted_groups"]
+                for sample in rollout.samples:
+                    numbers = [WeightVersion.parse(span.version).number for span in sample.versions]
+                    assert numbers == sorted(numbers) and step - numbers[0] <= 3
+                    assert sample.versions[-1].end == len(sample.response_ids)
+                    continued += [sample] if len(set(numbers)) > 1 else []
+        assert interrupted > 0 and continued
+        assert ABORT in engine.paths()
+
+    asyncio.run(run())
+
+
+# -- stops
+
+
+def test_an_interrupt_ends_the_wait_for_a_batch_and_aborts_at_the_engines(serve, settings, fakes):
+    async def run():
+        async with serve(settings(), fakes) as service:
+            await service.sync_weights(0)
+            for engine in fakes:
+                engine.seconds = 600.0
+            waiting = asyncio.create_task(service.next_batch(0))
+            await until(lambda: all(engine.batch.running for engine in fakes), "both engines generate")
+            started = time.monotonic()
+            await service.interrupt()
+            with pytest.raises(CollectionInterrupted, match="step 0"):
+                await waiting
+            assert time.monotonic() - started < 6.0, "a hundredth of a response"
+            ours = {body["request_id"] for body in generated(fakes[0]) if not body["sampling_params"]["ignore_eos"]}
+            await until(lambda: ABORT in fakes[0].paths(), "the engine saw the abort")
+            [abort] = [recorded.body for recorded in fakes[0].requests if recorded.path == ABORT]
+            assert ours and {f"generate-tokens-{name}" for name in ours} <= set(abort["request_ids"])
+            await until(lambda: not any(engine.batch.running for engine in fakes), "nothing is generated any more")
+            counts = service.collector.ledger.counts()
+            assert counts["partial"] == counts["issued"] == 4
+            with pytest.raises(CollectionInterrupted):
+                await service.next_batch(0)
+
+    asyncio.run(run())
+
+
+def test_an_evaluation_is_interrupted_too(serve, settings, fakes):
+    async def run():
+        async with serve(settings(), fakes) as service:
+            await service.sync_weights(0)
+            for engine in fakes:
+                engine.seconds = 600.0
+            waiting = asyncio.create_task(service.evaluate())
+            await until(lambda: any(engine.batch.running for engine in fakes), "it generates")
+            await service.interrupt()
+            with pytest.raises(CollectionInterrupted, match="the evaluation was interrupted"):
+                await asyncio.wait_for(waiting, LONG)
+            await until(lambda: not any(engine.batch.running for engine in fakes), "nothing is generated any more")
+
+    asyncio.run(run())
+
+
+def test_an_evaluation_has_a_deadline_with_a_name(serve, settings, fakes):
+    async def run():
+        async with serve(settings(deadlines={"evaluate": 0.5}), fakes) as service:
+            await service.sync_weights(0)
+            for engine in fakes:
+                engine.seconds = 600.0
+            with pytest.raises(RltoolError, match=r"deadlines.evaluate = 0.5 s"):
+                await service.evaluate()
+
+    asyncio.run(run())
+
+
+def test_a_generation_deadline_ends_the_batch_with_its_name(serve, settings, stack):
+    engine = stack.enter_context(FakeVllm())
+
+    async def run():
+        async with serve(settings(deadlines={"generate": 1.0}), [engine]) as service:
+            await service.sync_weights(0)
+            engine.fail(GENERATE)
+            with pytest.raises(RltoolError, match=r"deadlines.generate = 1 s.*answered 500"):
+                await service.next_batch(0)
+
+    asyncio.run(run())
+
+
+# -- rewards, filters, hooks
+
+
+def test_samples_whose_reward_fails_are_dropped_and_counted(serve, settings, spellers):
+    async def run():
+        config = settings(reward={"function": f"{FUNCTIONS}:first_is_not_a_number", "max_failure_fraction": 0.25})
+        async with serve(config, spellers) as service:
+            [rollout] = await train(service, 1)
+            assert rollout.batch.num_samples == 12 and rollout.metrics["rollout/dropped_reward_failed"] == 4
+
+    asyncio.run(run())
+
+
+def test_rewards_that_fail_too_often_stop_the_run_and_lose_no_prompt(serve, settings, spellers):
+    async def run():
+        config = settings(reward={"function": f"{FUNCTIONS}:always_fails", "max_failure_fraction": 0.2})
+        async with serve(config, spellers) as service:
+            with pytest.raises(TrainingStopped, match=r"KeyError(.|\n)*max_failure_fraction = 0.2"):
+                await train(service, 1)
+            assert service.collector.ledger.counts()["dropped"] == 0
+
+    asyncio.run(run())
+
+
+def test_a_filter_drops_groups_under_its_reason_and_others_take_their_place(serve, settings, spellers):
+    async def run():
+        async with serve(settings(rollout={"group_filter": f"{FUNCTIONS}:no_odd_groups"}), spellers) as service:
+            [rollout] = await train(service, 1)
+            assert sorted(set(rollout.batch.group_ids.tolist())) == [0, 2, 4, 6]
+            assert rollout.metrics["rollout/dropped_groups_odd"] == rollout.metrics["rollout/dropped_groups"] >= 3
+
+    asyncio.run(run())
+
+
+def test_a_filter_that_takes_everything_stops_the_run(serve, settings, spellers):
+    async def run():
+        config = settings(rollout={"group_filter": f"{FUNCTIONS}:all_are_bad", "max_filtered_batches": 2})
+        async with serve(config, spellers) as service:
+            with pytest.raises(TrainingStopped, match=r"8 groups were dropped.*bad.*rollout.max_filtered_batches"):
+                await train(service, 1)
+
+    asyncio.run(run())
+
+
+def test_a_hook_takes_samples_out_of_the_loss_but_not_out_of_the_batch(serve, settings, spellers):
+    async def run():
+        async with serve(settings(rollout={"group_hook": f"{FUNCTIONS}:remove_the_first"}), spellers) as service:
+            [rollout] = await train(service, 1)
+            batch = rollout.batch
+            assert batch.num_samples == 16 and rollout.metrics["rollout/samples_removed"] == 4
+            with_loss = [bool(part.sum()) for part in batch.loss_mask.split(batch.lengths.tolist())]
+            assert with_loss == [False, True, True, True] * 4
+
+    asyncio.run(run())
+
+
+def test_a_batch_is_trimmed_to_whole_global_batches(serve, settings, spellers):
+    async def run():
+        config = settings(
+            rollout={"batch_size": "trim"}, optimizer_steps_per_rollout=4,
+            reward={"function": f"{FUNCTIONS}:three_of_the_first_groups_fail", "max_failure_fraction": 0.5},
+        )  # fmt: skip
+        async with serve(config, spellers) as service:
+            [rollout] = await train(service, 1)
+            assert rollout.batch.num_samples == 12
+            assert (rollout.metrics["rollout/dropped_reward_failed"], rollout.metrics["rollout/dropped_trimmed"]) == (3, 1)
+
+    asyncio.run(run())
+
+
+def test_truncated_responses_get_no_loss_where_configured(serve, settings, spellers):
+    async def run(**rollout):
+        config = settings(rollout=rollout, sampling={"max_response_tokens": 5})
+        async with serve(config, spellers) as service:
+            [found] = await train(service, 1)
+            return found
+
+    plain, masked = asyncio.run(run()), asyncio.run(run(mask_truncated=True))
+    truncated = plain.metrics["rollout/truncated_fraction"] * 16
+    assert 0 < truncated < 16
+    assert masked.metrics["rollout/samples_masked_truncated"] == truncated
+    assert plain.metrics["rollout/samples_masked_truncated"] == 0
+    assert torch.equal(plain.batch.rewards, masked.batch.rewards)
+    assert masked.batch.num_loss_tokens == plain.batch.num_loss_tokens - 5 * truncated
+
+
+def test_a_generate_function_of_ones_own_fills_the_batch(serve, settings, spellers):
+    async def run():
+        config = settings(rollout={"generate_function": f"{FUNCTIONS}:two_turns", "dump": True})
+        async with serve(config, spellers) as service:
+            [rollout] = await train(service, 1)
+            assert all(sample.response_ids[-2:] == [7, 7] and sample.response_mask[-2:] == [0, 0] for sample in rollout.samples)
+
+    asyncio.run(run())
+
+
+def test_a_generate_function_has_a_deadline(serve, settings, spellers):
+    async def run():
+        config = settings(rollout={"generate_function": f"{FUNCTIONS}:hangs"}, deadlines={"group": 0.3})
+        async with serve(config, spellers) as service:
+            with pytest.raises(RltoolError, match=r"deadlines.group = 0.3 s"):
+                await train(service, 1)
+
+    asyncio.run(run())
+
+
+# -- engines
+
+
+def test_an_engine_that_a_sync_missed_is_synced_while_the_trainer_waits(serve, settings, spellers, monkeypatch):
+    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    missed, serving = spellers
+
+    async def run():
+        async with serve(settings(), spellers) as service:
+            missed.fail("/start_weight_update", 500, times=1)
+            report = await service.sync_weights(0)
+            assert report.failed.keys() == {missed.url}
+            assert any("did not reach" in line for line in service.take_events())
+            there(serving, serving.batch.freeze)
+            waiting = asyncio.create_task(service.next_batch(0))
+            await until(lambda: missed.url in service.fleet.serving(), "it has been synced")
+            assert missed.version == f"{RUN}:0:0" and not waiting.done()
+            there(serving, serving.batch.resume)
+            assert (await waiting).versions == (f"{RUN}:0:0",)
+            assert serving.paths().count("/pause") == 1, "the other one was left alone"
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_stays_bad_does_not_hold_a_batch_up(serve, settings, spellers, monkeypatch):
+    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    missed, serving = spellers
+
+    async def run():
+        async with serve(settings(), spellers) as service:
+            service.fleet.policy = type(service.fleet.policy)(probe_seconds=600.0)
+            missed.fail("/start_weight_update", 500)
+            await service.sync_weights(0)
+            there(serving, serving.batch.freeze)
+            waiting = asyncio.create_task(service.next_batch(0))
+            await until(lambda: missed.paths().count("/start_weight_update") == 2, "it was tried again")
+            there(serving, serving.batch.resume)
+            assert await asyncio.wait_for(waiting, LONG)
+
+    asyncio.run(run())
+
+
+def test_engines_join_and_leave_a_run(serve, settings, stack, tokenizer, monkeypatch):
+    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    first, late = (stack.enter_context(Speller(tokenizer)) for _ in range(2))
+
+    async def run():
+        async with serve(settings(), [first]) as service:
+            await train(service, 1)
+            added = await service.add_engine(endpoint_of(late, None).model_copy(update={"dialect": None}))
+            assert added["state"] == "stale"
+            with pytest.raises(EngineConflict, match="is an engine of this run already"):
+                await service.add_engine(endpoint_of(late, None))
+            await service.sync_weights(1)
+            assert set(service.fleet.serving()) == {first.url, late.url} and late.version == f"{RUN}:0:1"
+            await service.next_batch(1)
+            assert len(generated(late)) > 1
+
+            assert (await service.remove_engine(first.url))["state"] == "draining"
+            before = len(generated(first))
+            await train(service, 3, first=2)
+            assert len(generated(first)) == before and first.version == f"{RUN}:0:1"
+            with pytest.raises(UnknownEngine, match="is no engine of this run"):
+                await service.remove_engine("http://127.0.0.1:9")
+
+            assert (await service.add_engine(endpoint_of(first, None)))["state"] == "stale", "taken back, and synced as any other"
+            await service.sync_weights(3)
+            assert set(service.fleet.serving()) == {first.url, late.url}
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_does_not_answer_yet_is_in_nobodys_way(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            added = await service.add_engine(EngineEndpoint(url="http://127.0.0.1:9"))
+            assert added["state"] == "starting"
+            await train(service, 2)
+            await service.interrupt()
+
+    asyncio.run(run())
+
+
+def test_status_says_what_there_is(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            assert (await service.status())["weight_version"] is None
+            await train(service, 2)
+            status = await service.status()
+            json.dumps(status)
+            assert (status["step"], status["weight_version"], status["requests_in_flight"]) == (1, f"{RUN}:0:1", 0)
+            assert [(e["url"], e["state"], e["weight_version"]) for e in status["engines"]] == [
+                (engine.url, "ready", f"{RUN}:0:1") for engine in spellers
+            ]
+            assert status["groups"] == {"issued": 8, "running": 0, "partial": 0, "ready": 0, "in_hand": 4, "trained": 4, "dropped": 0}
+
+    asyncio.run(run())
+
+
+def test_closing_twice_is_fine_and_leaves_engines_serving(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            await train(service, 1)
+            there(spellers[0], spellers[0].batch.freeze)
+            assert await service.close() == []
+            assert not any(engine.paused for engine in spellers) and all(engine.medium is None for engine in spellers)
+
+    asyncio.run(run())
+
+
+# -- checkpoints
+
+
+def test_a_checkpoint_in_the_middle_of_everything_loses_and_repeats_no_group(serve, settings, stack, tmp_path):
+    """Groups that run, that are partial with tokens, and that are ready: written to files, and taken up by another process."""
+    engine = stack.enter_context(FakeVllm())
+    engine.vocab_size, engine.seconds = 64, 1.0
+    config = settings(
+        rollout={"max_staleness": 2, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2, "dump": True},
+        sampling={"max_response_tokens": 32, "stop_token_ids": STOPS[:4]},
+    )  # fmt: skip
+
+    async def run():
+        trained: list[int] = []
+        async with serve(config, [engine]) as service:
+            ledger = service.collector.ledger
+
+            def holds() -> bool:
+                partial = [g for g in ledger.groups(GroupState.PARTIAL) if any(s.response_ids for s in g.samples)]
+                return bool(partial and ledger.groups(GroupState.RUNNING) and ledger.groups(GroupState.READY))
+
+            step = 0
+            while True:
+                [rollout] = await train(service, step + 1, first=step)
+                trained += set(rollout.batch.group_ids.tolist())
+                step += 1
+                for _ in range(100):
+                    if holds():
+                        break
+                    await asyncio.sleep(0.005)
+                if holds():
+                    break
+                assert step < 30, "never are there groups of every kind"
+            partial = [g for g in ledger.groups(GroupState.PARTIAL) if any(s.response_ids for s in g.samples)]
+            begun = {(s.group_id, s.index): list(s.response_ids) for g in partial for s in g.samples}
+            state = save(await service.state_dict(step), tmp_path / "checkpoint")
+        states = {entry["state"] for entry in state["groups"]}
+        assert states == {"ready", "partial"}
+        assert any(entry["state"] == "partial" and entry["samples"] is None for entry in state["groups"]), "those that ran start over"
+        assert len(state["groups"]) + len(trained) + sum(state["dropped"].values()) == state["issued"]
+
+        engine.seconds = 0.05
+        async with serve(config, [engine], lineage=Lineage(RUN, 0).resumed(1, step)) as service:
+            await service.load_state_dict(state, tmp_path / "checkpoint")
+            service.collector.ledger.check()
+            finished = {}
+            for later in range(step, step + 8):
+                [rollout] = await train(service, later + 1, first=later)
+                trained += set(rollout.batch.group_ids.tolist())
+                finished |= {(s.group_id, s.index): s.response_ids for s in rollout.samples}
+            service.collector.ledger.check()
+            ended = service.collector.ledger
+        assert len(trained) == len(set(trained)), "no group is trained twice"
+        open_ = {group.id for group in ended.groups()}
+        lost = set(range(ended.issued)) - set(trained) - open_
+        assert len(lost) == ended.dropped.total(), "what is neither trained nor open was dropped, and counted"
+        kept = [key for key in begun if key in finished]
+        assert kept and all(finished[key][: len(begun[key])] == begun[key] for key in kept), "they went on where they stood"
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_is_taken_while_tokens_come(serve, settings, fakes):
+    """Whatever the groups do meanwhile, a snapshot is of one moment."""
+    for engine in fakes:
+        engine.seconds = 0.02
+
+    async def run():
+        config = settings(rollout={"max_staleness": 4}, sampling={"stop_token_ids": STOPS})
+        async with serve(config, fakes) as service:
+            for step in range(10):
+                rolling = asyncio.create_task(train(service, step + 1, first=step))
+                done = service.collector.delivered
+                state = await service.state_dict(done)
+                entries = state.state["groups"]
+                issued = service.collector.ledger.issued
+                assert state.state["issued"] <= issued and len({entry["id"] for entry in entries}) == len(entries)
+                await rolling
+
+    asyncio.run(run())
+
+
+# -- debug rollout-only
+
+
+NO_RAY = "import sys; sys.modules['ray'] = None; sys.modules['megatron'] = None; from rltool.cli import main; main()"
+"""With these two not importable, whatever would start a trainer fails."""
+
+
+def rollout_only(config_file, *arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", NO_RAY, "debug", "rollout-only", "--config", str(config_file), *arguments],
+        capture_output=True, text=True, timeout=300, cwd=cwd, env={**os.environ, "RLTOOL_RUNS": str(cwd / "runs")},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def config_file(tmp_path, model_dir, data_file):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        f'seed = 3\nsteps = 5\n[model]\npath = "{model_dir}"\n[optimizer]\nlr = 1e-3\n[data]\ntrain = ["{data_file}"]\n'
+        "[rollout]\nprompts_per_step = 4\nsamples_per_prompt = 4\n[sampling]\nmax_prompt_tokens = 8\nmax_response_tokens = 8\n"
+    )
+    return path
+
+
+def test_rollout_only_records_what_the_manager_generates(config_file, tmp_path, spellers, serve, settings):
+    addresses = ",".join(engine.url for engine in spellers)
+    done = rollout_only(config_file, "--rollout-external", addresses, "--steps", "2", "--out", "dumps", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "not used without a trainer: [optimizer]" in done.stdout and "reward 0.500" in done.stdout
+    assert dumped_steps(tmp_path / "dumps") == [0, 1]
+
+    async def again():
+        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards:exact_match"})
+        async with serve(config, spellers, lineage=None) as service:
+            return [(await service.next_batch(step)).samples for step in range(2)]
+
+    assert [read_dump(tmp_path / "dumps", step).samples for step in range(2)] == asyncio.run(again())
+    assert read_dump(tmp_path / "dumps", 0).weight_versions == ["default"]
+
+    refused = rollout_only(config_file, "--rollout-external", addresses, "--out", "dumps", cwd=tmp_path)
+    assert refused.returncode == 2 and "already holds rollouts" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "without an address"),
+        (("--rollout-external", "127.0.0.1:9", "--set", "trainer.world_size=2"), "trainer.world_size (--set)"),
+        (("--rollout-external", "127.0.0.1:9", "--set", "deadlines.preflight=2"), "http://127.0.0.1:9"),
+    ],
+)
+def test_rollout_only_refuses_what_cannot_work_and_starts_nothing(config_file, tmp_path, arguments, message):
+    done = rollout_only(config_file, *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "runs").exists()
