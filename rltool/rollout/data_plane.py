@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import Completion, GenerateRequest
@@ -131,7 +130,7 @@ class DataPlane:
 
         async def abort(url: str, endpoint: EngineEndpoint) -> None:
             try:
-                await self._client.run(endpoint, dialect(endpoint.dialect or "").abort(ids), timeout=ABORT_SECONDS)
+                await self._client.abort(endpoint, ids, timeout=ABORT_SECONDS)
             except EngineError as error:
                 failures[url] = str(error)
 
@@ -230,8 +229,7 @@ class DataPlane:
     @contextmanager
     def _named(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> Iterator[None]:
         endpoint = attempt.endpoint
-        names = dialect(endpoint.dialect or "", plugin=endpoint.plugin).request_ids(request)
-        self._ids[request.request_id] = (group, names)
+        self._ids[request.request_id] = (group, self._client.request_ids(endpoint, request))
         try:
             yield
         finally:

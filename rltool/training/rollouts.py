@@ -95,7 +95,7 @@ class Rollouts:
         return self.status()["engines"]
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file)
+        endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
         return self._call(self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight")
 
     def remove_engine(self, url: str) -> EngineStatus:
