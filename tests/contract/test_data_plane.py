@@ -108,7 +108,7 @@ def two(stack):
 
 
 def test_requests_go_to_the_least_loaded_engine(two):
-    slow, quick = two
+    slow, _quick = two
     slow.seconds = LONG
 
     async def run():
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_is_reported_and_the_request_goes_elsewhere(two, fa
 
 
 def test_the_engine_that_has_just_failed_a_request_is_not_asked_next(two):
-    sick, healthy = two
+    sick, _healthy = two
     sick.fail(GENERATE)
 
     async def run():
@@ -358,7 +358,7 @@ def test_a_waiter_that_is_cancelled_in_its_turn_passes_it_on(stack):
     [("default", "foreign"), (f"{'b' * 32}:0:0", "foreign"), (f"{RUN}:1:0", "foreign"), (f"{RUN}:0:9", "unpublished")],
 )
 def test_tokens_of_weights_that_are_not_this_runs_are_never_returned(two, version, reason):
-    wrong, right = two
+    wrong, _right = two
 
     async def run():
         async with rig(*two) as r:

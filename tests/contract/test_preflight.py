@@ -11,7 +11,7 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
-from rltool.training.preflight import check_fleet, choose_medium, describe_fleet, probe_fleet, resolve_endpoints
+from rltool.training.preflight import check_fleet, choose_transport, describe_fleet, probe_fleet, resolve_endpoints
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -37,7 +37,7 @@ def configure(tmp_path, key_file):
 
 def preflight(config: TrainConfig):
     fleet = probe_fleet(resolve_endpoints(config), timeout=5)
-    check_fleet(fleet, config, choose_medium(config, fleet))
+    check_fleet(fleet, config, choose_transport(config, fleet))
     return fleet
 
 
