@@ -469,7 +469,7 @@ def test_a_filter_that_takes_everything_stops_the_run(serve, settings, spellers)
     async def run():
         config = settings(rollout={"group_filter": f"{FUNCTIONS}:all_are_bad", "max_filtered_batches": 2})
         async with serve(config, spellers) as service:
-            with pytest.raises(TrainingStopped, match=r"8 groups were dropped.*bad.*rollout.max_filtered_batches"):
+            with pytest.raises(TrainingStopped, match=r"\d+ groups were dropped.*bad.*rollout.max_filtered_batches"):
                 await train(service, 1)
 
     asyncio.run(run())
