@@ -1,4 +1,4 @@
-"""Where generation requests go, against fake engines on real sockets: balance, failures, waiting, limits, versions, aborts."""
+"""Where generation requests go, against fake engines on real sockets: balance, failures, limits, versions, aborts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def two(stack):
 
 
 def test_requests_go_to_the_least_loaded_engine(two):
-    slow, _quick = two
+    slow = two[0]
     slow.seconds = LONG
 
     async def run():
@@ -156,8 +156,7 @@ def test_an_engine_that_fails_is_reported_and_the_request_goes_elsewhere(two, fa
 
 
 def test_the_engine_that_has_just_failed_a_request_is_not_asked_next(two):
-    sick, _healthy = two
-    sick.fail(GENERATE)
+    two[0].fail(GENERATE)
 
     async def run():
         async with rig(*two) as r:
@@ -358,7 +357,7 @@ def test_a_waiter_that_is_cancelled_in_its_turn_passes_it_on(stack):
     [("default", "foreign"), (f"{'b' * 32}:0:0", "foreign"), (f"{RUN}:1:0", "foreign"), (f"{RUN}:0:9", "unpublished")],
 )
 def test_tokens_of_weights_that_are_not_this_runs_are_never_returned(two, version, reason):
-    wrong, _right = two
+    wrong = two[0]
 
     async def run():
         async with rig(*two) as r:
@@ -441,7 +440,9 @@ def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two
 
     async def run():
         async with rig(*two) as r:
-            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(url="http://127.0.0.1:9")  # joined, and has never answered
+            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(
+                url="http://127.0.0.1:9"
+            )  # joined, and has never answered
             tasks = {n: asyncio.create_task(r.plane.generate(request(n, tokens=10), group=n)) for n in range(4)}
             await until(lambda: sum(e.batch.running for e in two) == 4, "all four are generated")
             assert await r.plane.abort((1, 2)) == {}
@@ -455,7 +456,9 @@ def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two
             for number in (0, 3):
                 [completion] = await tasks[number]
                 assert completion.finish_reason == "abort"
-            assert await r.plane.abort() == {} and all(e.paths().count(ABORT) == 2 for e in two), "nothing is left to abort"
+            assert await r.plane.abort() == {} and all(e.paths().count(ABORT) == 2 for e in two), (
+                "nothing is left to abort"
+            )
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The fleet monitor against fake engines on real sockets: probes, canary requests, and what it does about transitions."""
+"""The fleet monitor against fake engines on real sockets: probes, canary requests, what follows from transitions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,14 @@ class Rig:
             self.fleet.probe_succeeded(engine.url, sent_at=self.clock())
         self.fleet.take_transitions()
         self.monitor = FleetMonitor(
-            client, self.fleet, self.endpoints, self.infos, on_change=self._changed, log=self.lines.append, clock=self.clock, **options
+            client,
+            self.fleet,
+            self.endpoints,
+            self.infos,
+            on_change=self._changed,
+            log=self.lines.append,
+            clock=self.clock,
+            **options,
         )
 
     def _changed(self) -> None:
@@ -116,7 +123,12 @@ def test_a_probe_brings_what_the_engine_is_and_holds(two):
             r.endpoints[engine.url] = EngineEndpoint(url=engine.url)  # its kind is not known yet
             await r.monitor.probe(engine.url)
             endpoint = r.endpoints[engine.url]
-            assert (endpoint.dialect, endpoint.plugin, endpoint.boot_id, endpoint.weight_backend) == ("vllm", True, engine.boot_id, "rltool")
+            assert (endpoint.dialect, endpoint.plugin, endpoint.boot_id, endpoint.weight_backend) == (
+                "vllm",
+                True,
+                engine.boot_id,
+                "rltool",
+            )
             assert r.infos[engine.url].vocab_size == engine.vocab_size
             assert r.fleet.member(engine.url).boot_id == engine.boot_id and r.state(engine) is State.READY
 

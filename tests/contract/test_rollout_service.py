@@ -1,4 +1,4 @@
-"""The rollout manager against fake engines on real sockets, with stand-ins for the trainer's ranks; and `debug rollout-only`."""
+"""The rollout manager against fake engines on real sockets, with stand-ins for the ranks; and `debug rollout-only`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Speller(FakeVllm):
 
 
 class Ranks:
-    """Ranks whose model is a tensor of the step's number, sent by way of the disk, and whose log-probabilities are the engines'."""
+    """Ranks whose model is the step's number, sent by way of the disk, and whose log-probabilities are the engines'."""
 
     def __init__(self, model_files: Path) -> None:
         self._model_files = model_files
@@ -148,12 +148,18 @@ def serve(tmp_path):
     key.write_text(EXPECTED_KEY)
 
     @asynccontextmanager
-    async def open_(config: TrainConfig, engines: list[Any], *, lineage: Lineage | None = Lineage(RUN, 0)) -> AsyncIterator[RolloutService]:
+    async def open_(
+        config: TrainConfig, engines: list[Any], *, lineage: Lineage | None = Lineage(RUN, 0)
+    ) -> AsyncIterator[RolloutService]:
         endpoints = [endpoint_of(engine, key) for engine in engines]
         async with EngineClient() as client:
             infos = {e.url: await client.probe(e) for e in endpoints}
-        syncing = None if lineage is None else Syncing(Ranks(tmp_path / "nothing"), lineage, "disk", tmp_path / "weights")
-        service = RolloutService(config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None)
+        syncing = (
+            None if lineage is None else Syncing(Ranks(tmp_path / "nothing"), lineage, "disk", tmp_path / "weights")
+        )
+        service = RolloutService(
+            config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None
+        )
         try:
             await service.start()
             yield service
@@ -341,7 +347,8 @@ def test_over_sampling_keeps_what_was_interrupted_and_finishes_it_under_newer_we
 
     async def run():
         config = settings(
-            rollout={"max_staleness": 3, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2, "dump": True},
+            rollout={"max_staleness": 3, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2,
+                     "dump": True},
             sampling={"max_response_tokens": 16, "stop_token_ids": STOPS},
         )  # fmt: skip
         interrupted, continued = 0.0, []
@@ -469,7 +476,7 @@ def test_a_filter_that_takes_everything_stops_the_run(serve, settings, spellers)
     async def run():
         config = settings(rollout={"group_filter": f"{FUNCTIONS}:all_are_bad", "max_filtered_batches": 2})
         async with serve(config, spellers) as service:
-            with pytest.raises(TrainingStopped, match=r"8 groups were dropped.*bad.*rollout.max_filtered_batches"):
+            with pytest.raises(TrainingStopped, match=r"\d+ groups were dropped.*bad.*rollout.max_filtered_batches"):
                 await train(service, 1)
 
     asyncio.run(run())
@@ -496,7 +503,10 @@ def test_a_batch_is_trimmed_to_whole_global_batches(serve, settings, spellers):
         async with serve(config, spellers) as service:
             [rollout] = await train(service, 1)
             assert rollout.batch.num_samples == 12
-            assert (rollout.metrics["rollout/dropped_reward_failed"], rollout.metrics["rollout/dropped_trimmed"]) == (3, 1)
+            assert (rollout.metrics["rollout/dropped_reward_failed"], rollout.metrics["rollout/dropped_trimmed"]) == (
+                3,
+                1,
+            )
 
     asyncio.run(run())
 
@@ -522,7 +532,9 @@ def test_a_generate_function_of_ones_own_fills_the_batch(serve, settings, spelle
         config = settings(rollout={"generate_function": f"{FUNCTIONS}:two_turns", "dump": True})
         async with serve(config, spellers) as service:
             [rollout] = await train(service, 1)
-            assert all(sample.response_ids[-2:] == [7, 7] and sample.response_mask[-2:] == [0, 0] for sample in rollout.samples)
+            assert all(
+                sample.response_ids[-2:] == [7, 7] and sample.response_mask[-2:] == [0, 0] for sample in rollout.samples
+            )
 
     asyncio.run(run())
 
@@ -602,7 +614,9 @@ def test_engines_join_and_leave_a_run(serve, settings, stack, tokenizer, monkeyp
             with pytest.raises(UnknownEngine, match="is no engine of this run"):
                 await service.remove_engine("http://127.0.0.1:9")
 
-            assert (await service.add_engine(endpoint_of(first, None)))["state"] == "stale", "taken back, and synced as any other"
+            assert (await service.add_engine(endpoint_of(first, None)))["state"] == "stale", (
+                "taken back, and synced as any other"
+            )
             await service.sync_weights(3)
             assert set(service.fleet.serving()) == {first.url, late.url}
 
@@ -631,7 +645,15 @@ def test_status_says_what_there_is(serve, settings, spellers):
             assert [(e["url"], e["state"], e["weight_version"]) for e in status["engines"]] == [
                 (engine.url, "ready", f"{RUN}:0:1") for engine in spellers
             ]
-            assert status["groups"] == {"issued": 8, "running": 0, "partial": 0, "ready": 0, "in_hand": 4, "trained": 4, "dropped": 0}
+            assert status["groups"] == {
+                "issued": 8,
+                "running": 0,
+                "partial": 0,
+                "ready": 0,
+                "in_hand": 4,
+                "trained": 4,
+                "dropped": 0,
+            }
 
     asyncio.run(run())
 
@@ -651,11 +673,12 @@ def test_closing_twice_is_fine_and_leaves_engines_serving(serve, settings, spell
 
 
 def test_a_checkpoint_in_the_middle_of_everything_loses_and_repeats_no_group(serve, settings, stack, tmp_path):
-    """Groups that run, that are partial with tokens, and that are ready: written to files, and taken up by another process."""
+    """Groups that run, that are partial with tokens, that are ready: written to files, taken up by another process."""
     engine = stack.enter_context(FakeVllm())
     engine.vocab_size, engine.seconds = 64, 1.0
     config = settings(
-        rollout={"max_staleness": 2, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2, "dump": True},
+        rollout={"max_staleness": 2, "oversampling_factor": 2.0, "partial_rollout": True, "samples_per_prompt": 2,
+                 "dump": True},
         sampling={"max_response_tokens": 32, "stop_token_ids": STOPS[:4]},
     )  # fmt: skip
 
@@ -685,7 +708,9 @@ def test_a_checkpoint_in_the_middle_of_everything_loses_and_repeats_no_group(ser
             state = save(await service.state_dict(step), tmp_path / "checkpoint")
         states = {entry["state"] for entry in state["groups"]}
         assert states == {"ready", "partial"}
-        assert any(entry["state"] == "partial" and entry["samples"] is None for entry in state["groups"]), "those that ran start over"
+        assert any(entry["state"] == "partial" and entry["samples"] is None for entry in state["groups"]), (
+            "those that ran start over"
+        )
         assert len(state["groups"]) + len(trained) + sum(state["dropped"].values()) == state["issued"]
 
         engine.seconds = 0.05
@@ -704,7 +729,9 @@ def test_a_checkpoint_in_the_middle_of_everything_loses_and_repeats_no_group(ser
         lost = set(range(ended.issued)) - set(trained) - open_
         assert len(lost) == ended.dropped.total(), "what is neither trained nor open was dropped, and counted"
         kept = [key for key in begun if key in finished]
-        assert kept and all(finished[key][: len(begun[key])] == begun[key] for key in kept), "they went on where they stood"
+        assert kept and all(finished[key][: len(begun[key])] == begun[key] for key in kept), (
+            "they went on where they stood"
+        )
 
     asyncio.run(run())
 
@@ -748,7 +775,8 @@ def config_file(tmp_path, model_dir, data_file):
     path = tmp_path / "run.toml"
     path.write_text(
         f'seed = 3\nsteps = 5\n[model]\npath = "{model_dir}"\n[optimizer]\nlr = 1e-3\n[data]\ntrain = ["{data_file}"]\n'
-        "[rollout]\nprompts_per_step = 4\nsamples_per_prompt = 4\n[sampling]\nmax_prompt_tokens = 8\nmax_response_tokens = 8\n"
+        "[rollout]\nprompts_per_step = 4\nsamples_per_prompt = 4\n"
+        "[sampling]\nmax_prompt_tokens = 8\nmax_response_tokens = 8\n"
     )
     return path
 

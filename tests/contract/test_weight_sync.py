@@ -468,7 +468,7 @@ def test_stale_engines_take_the_present_version_while_the_others_serve(two, tmp_
 
 
 def test_a_failing_part_leaves_those_that_serve_alone(two, tmp_path):
-    missed, _serving = two
+    missed = two[0]
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:

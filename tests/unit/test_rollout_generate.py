@@ -1,4 +1,4 @@
-"""Generation of one group against functions in the data plane's place: seeds, continuation of aborted responses, interruption, errors."""
+"""Generation of one group without a data plane: seeds, continuation of aborted responses, interruption, errors."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_one_request_asks_for_all_samples_of_a_prompt():
     [request] = plane.requests
     assert (request.n, request.prompt_ids, request.sampling, request.seed) == (4, (2, 3), SAMPLING, group[0].seed)
     assert len(request.request_id) == 32
-    assert all(s.status is SampleStatus.COMPLETED and s.response_ids == [5, 1] and s.response_mask == [1, 1] for s in group)
+    assert all(
+        s.status is SampleStatus.COMPLETED and s.response_ids == [5, 1] and s.response_mask == [1, 1] for s in group
+    )
 
 
 # -- aborted responses

@@ -43,7 +43,9 @@ def test_the_engine_that_differs_is_named_and_not_the_other(wrong, position, url
 
 def test_one_engine_that_is_far_off_is_not_averaged_away():
     check = ValueCheck(vocab_size=100, temperature=1.0, tolerance=0.1)
-    probed = check.batch(check.request(), [sampled(*[-1.0] * RESPONSE_TOKENS)] * 9 + [sampled(*[-1.5] * RESPONSE_TOKENS)])
+    probed = check.batch(
+        check.request(), [sampled(*[-1.0] * RESPONSE_TOKENS)] * 9 + [sampled(*[-1.5] * RESPONSE_TOKENS)]
+    )
     ours = torch.where(probed.loss_mask > 0, -1.0, 0.0)
     found = check.compare([f"http://e:{i}" for i in range(10)], probed, ours)
     assert found.failed.keys() == {"http://e:9"} and found.mean == pytest.approx(0.05)

@@ -17,7 +17,9 @@ def test_a_version_is_its_text_and_back():
     assert str(version) == f"{RUN}:2:17" and WeightVersion.parse(str(version)) == version
 
 
-@pytest.mark.parametrize("text", ["default", "", f"{RUN}:0", f"{RUN}:0:-1", f"{RUN}:00:1", f"{RUN[:-1]}:0:1", f"{RUN}:0:1 "])
+@pytest.mark.parametrize(
+    "text", ["default", "", f"{RUN}:0", f"{RUN}:0:-1", f"{RUN}:00:1", f"{RUN[:-1]}:0:1", f"{RUN}:0:1 "]
+)
 def test_what_no_trainer_of_ours_wrote_is_no_version(text):
     with pytest.raises(BadWeightVersion, match="RUN:ATTEMPT:N"):
         WeightVersion.parse(text)
@@ -89,5 +91,7 @@ def test_a_sync_of_an_earlier_step_hides_no_later_one():
 def test_who_answers_with_older_weights_than_were_out_has_missed_a_sync():
     book = VersionBook(Lineage(RUN, 0).resumed(1, 3), published=4)
     assert [book.is_behind(f"{RUN}:1:{n}", 4) for n in (3, 4, 5)] == [True, False, False]
-    assert book.is_behind(f"{RUN}:0:3", 3), "an earlier attempt's weights of the same step: this attempt has synced since"
+    assert book.is_behind(f"{RUN}:0:3", 3), (
+        "an earlier attempt's weights of the same step: this attempt has synced since"
+    )
     assert not book.is_behind("default", 4), "that is foreign, and judged as such"
