@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-megatron-019 unit lint constraints venv venv-sglang clean
+.PHONY: quickstart test test-long test-megatron-019 unit lint constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -31,8 +31,14 @@ test-megatron-019:
 unit: venv
 	.venv/bin/python -m pytest tests/unit tests/contract $(ARGS)
 
+# Style and types, as continuous integration checks them before the tests.
 lint: venv
-	.venv/bin/ruff check rltool tests benchmarks
+	.venv/bin/ruff check rltool tests benchmarks docs
+	.venv/bin/basedpyright --level error
+
+# What takes too long for every change: each mode killed and resumed, and both signals.
+test-long: venv
+	.venv/bin/python -m pytest -m long $(ARGS)
 
 venv:
 	requirements/setup.sh .venv

@@ -58,7 +58,7 @@ def test_no_trained_token_is_older_than_the_bound_and_current_ones_agree_with_th
     assert set(trained_groups(job, run).values()) == {1}
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode != "asynchronous")) for mode in MODES])
 def test_a_run_that_is_killed_and_resumed_loses_no_prompt_and_repeats_none(job, mode):
     run = f"killed-{mode.replace(' ', '-')}"
     sets = [*MODES[mode], "eval.sets={}", "checkpoint.every_steps=2"]
@@ -78,7 +78,7 @@ def test_a_run_that_is_killed_and_resumed_loses_no_prompt_and_repeats_none(job, 
     assert sorted(groups) == list(range(9 * 8))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)])
 def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine_and_saves(job, vllm_engine_untied, number, code):
     """Responses that would take minutes on this machine: the stop does not wait for them."""
     run = f"stopped-{int(number)}"
