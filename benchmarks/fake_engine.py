@@ -1,0 +1,92 @@
+"""An engine that answers by the clock: vLLM's token-in token-out route and probes, with canned tokens.
+
+    python -m benchmarks.fake_engine --port 0 --seconds 0.2        prints "serving URL"
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from aiohttp import web
+
+VOCABULARY = 64
+PROBES: dict[str, Any] = {
+    "/version": {"version": "0.32.0"},
+    "/v1/models": {"data": [{"id": "policy", "max_model_len": 4096}]},
+    "/get_world_size": {"world_size": 1},
+    "/is_paused": {"is_paused": False},
+    "/server_info": {"vllm_config": {"model_config": {"hf_text_config": f'C {{"vocab_size": {VOCABULARY}}}'}}},
+}
+
+
+class FakeEngine:
+    """seconds: how long a request takes, whatever it asks for; tokens: of each sample."""
+
+    def __init__(self, *, seconds: float, tokens: int) -> None:
+        self.seconds, self.tokens, self.version = seconds, tokens, "default"
+        self.running = asyncio.Event()
+        self.running.set()
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        await asyncio.sleep(self.seconds)
+        await self.running.wait()
+        ids = list(range(2, 2 + self.tokens))
+        choice = {
+            "token_ids": ids,
+            "finish_reason": "length",
+            "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "rank": 1} for token in ids]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+        }
+        return web.json_response({"choices": [{"index": i, **choice} for i in range(body["sampling_params"]["n"])]})
+
+    async def control(self, request: web.Request) -> web.Response:
+        if request.path == "/pause":
+            self.running.clear()
+        elif request.path == "/resume":
+            self.running.set()
+        elif request.path == "/finish_weight_update":
+            self.version = (await request.json())["weight_version"]
+        return web.json_response({})
+
+    async def probe(self, request: web.Request) -> web.Response:
+        if request.path == "/weight_info":
+            return web.json_response({"weight_version": self.version})
+        if request.path == "/health":
+            return web.Response()
+        if request.path not in PROBES:
+            return web.json_response({}, status=404)
+        return web.json_response(PROBES[request.path])
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_post("/{tail:.*}", self.control)
+        app.router.add_get("/{tail:.*}", self.probe)
+        return app
+
+
+async def serve(engine: FakeEngine, port: int) -> None:
+    runner = web.AppRunner(engine.app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started it lets go of it
+    await runner.cleanup()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0.2)
+    parser.add_argument("--tokens", type=int, default=16)
+    arguments = parser.parse_args()
+    asyncio.run(serve(FakeEngine(seconds=arguments.seconds, tokens=arguments.tokens), arguments.port))
+
+
+if __name__ == "__main__":
+    main()
