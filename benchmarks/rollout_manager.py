@@ -5,7 +5,8 @@
 
 `load`: each of four fake engines is a process of its own and takes `--seconds` for a request of eight samples.
 `overlap`: generation takes about `--seconds`, training `--train-seconds`; the step is compared with the longer of the
-two, for max_staleness 0 and 1. Weight syncs are left out of it: what takes part is admission, collection, rewards and the batch.
+two, for max_staleness 0 and 1. Weight syncs are left out of it: what takes part is admission, collection, rewards and
+the batch.
 """
 
 from __future__ import annotations
@@ -144,8 +145,8 @@ def main() -> None:
                 found[staleness] = asyncio.run(overlap(config, engines_of(endpoints), arguments.train_seconds))
         longer = max(arguments.seconds, arguments.train_seconds)
         for staleness, seconds in found.items():
-            ratio = seconds / longer
-            print(f"max_staleness {staleness}: {seconds:.3f} s a step, {ratio:.2f} x the longer of generation and training")
+            ratio = f"{seconds / longer:.2f} x the longer of generation and training"
+            print(f"max_staleness {staleness}: {seconds:.3f} s a step, {ratio}")
 
 
 if __name__ == "__main__":
