@@ -4,8 +4,8 @@
     python -m benchmarks.rollout_modes --quickstart runs/base --work runs/modes --steps 60
 
 Takes the warm-started model, task and configuration of a finished quickstart, starts two vLLM engines once, and trains
-with max_staleness 0, 1 and 4. Steps per minute leave the first five steps out. Then a run is interrupted in the middle of
-a rollout: seconds from the signal to the end of the process, checkpoint included.
+with max_staleness 0, 1 and 4. Steps per minute leave the first five steps out. Then a run is interrupted in the middle
+of a rollout: seconds from the signal to the end of the process, checkpoint included.
 """
 
 from __future__ import annotations
