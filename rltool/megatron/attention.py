@@ -1,14 +1,16 @@
 """Kernels for causal attention over packed sequences on a GPU, and which of them to trust.
 
-Torch's own is always there. Transformer Engine's, where it is installed, brings cuDNN's and FlashAttention 3's, which are faster on
-long sequences. Much can go wrong between two packages and a driver without an error, so another kernel than torch's is used only
-after it gave torch's results, gradients included, on a small batch of the shape at hand. Transformer Engine chooses among its own
-again when lengths change, so this finds what is wrong in general, not what is wrong at one length.
+Torch's own, FlashAttention 2, is always there. FlashAttention 4 (package flash-attn-4, compiled at its first use) and, through
+Transformer Engine, cuDNN's and FlashAttention 3's use Hopper's own instructions and are faster on long sequences. Much can go
+wrong between two packages and a driver without an error, so another kernel than torch's is used only after it gave torch's results,
+gradients included, on a small batch of the shape at hand. Transformer Engine chooses among its own again when lengths change, so
+this finds what is wrong in general, not what is wrong at one length.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -25,7 +27,7 @@ from rltool.errors import RltoolError, UsageError
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "torch", "transformer_engine"]
+Backend = Literal["auto", "torch", "flash_attention_4", "transformer_engine"]
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedSeqParams, float | None, int | None], Tensor]
 """f(query [T, heads, d], key and value [K, groups, d], packed, scale, window) -> [T, heads, d].
@@ -58,17 +60,17 @@ class Shape(NamedTuple):
 
 
 def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
-    """UsageError when Transformer Engine is demanded where it cannot serve or be imported."""
-    if backend != "transformer_engine":
+    """UsageError when another package's kernel is demanded where it cannot serve or be imported."""
+    if backend in ("auto", "torch"):
         return
     if device.type != "cuda" or dtype is torch.float32:
         name = str(dtype).removeprefix("torch.")
-        raise UsageError(f'trainer.attention = "transformer_engine" needs a GPU and model.dtype = "bfloat16"; this is {name} on {device.type}')
+        raise UsageError(f'trainer.attention = "{backend}" needs a GPU and model.dtype = "bfloat16"; this is {name} on {device.type}')
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        importlib.import_module(OTHERS[backend].module)
     except Exception as error:  # an installation that does not fit this torch or driver fails with anything
         raise UsageError(
-            f'trainer.attention = "transformer_engine", but that package cannot be imported here ({type(error).__name__}: {error}); '
+            f'trainer.attention = "{backend}", but that package cannot be imported here ({type(error).__name__}: {error}); '
             'install one that fits this torch, or leave trainer.attention at "auto"'
         ) from error
 
@@ -76,7 +78,7 @@ def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) ->
 def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend) -> Kernel | None:
     """The kernel for tensors like these; None where no GPU kernel serves (CPU, fp32).
 
-    backend "auto": Transformer Engine's where it can be imported and agrees with torch's. RltoolError when it is demanded and
+    backend "auto": the first of `OTHERS` that can be imported and agrees with torch's. RltoolError when one is demanded and
     disagrees.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
@@ -84,29 +86,36 @@ def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: fl
     if backend == "torch":
         return torch_attention
     blocks = packed.cu_seqlens_kv is not packed.cu_seqlens_q
-    shape = Shape(query.device, query.dtype, query.size(1), key.size(1), query.size(2), scale, window, blocks)
-    return judged(shape, demanded=backend == "transformer_engine")
+    return judged(Shape(query.device, query.dtype, query.size(1), key.size(1), query.size(2), scale, window, blocks), backend)
 
 
 @functools.cache
-def judged(shape: Shape, *, demanded: bool) -> Kernel:
-    """Transformer Engine's kernel if it agrees with torch's, else torch's; RltoolError if the former is demanded."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception:
-        return torch_attention
-    try:
-        error = disagreement(transformer_engine_attention, torch_attention, shape)
-        problem = None if error <= TOLERANCE else f"differs from torch's by a relative {error:.2g} (allowed: {TOLERANCE:g})"
-    except Exception as failure:
-        problem = f"fails: {type(failure).__name__}: {failure}"
-    if problem is None:
-        return transformer_engine_attention
-    message = f"Transformer Engine's attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
-    if demanded:
-        raise RltoolError(f'{message}; set trainer.attention = "torch"')
-    logger.warning("%s; torch's is used", message)
+def judged(shape: Shape, backend: Backend = "auto") -> Kernel:
+    """The first of `OTHERS` (or of them the demanded one) that agrees with torch's kernel, else torch's; RltoolError if one is demanded
+    and does not."""
+    for name, other in OTHERS.items():
+        if backend not in ("auto", name):
+            continue
+        try:
+            importlib.import_module(other.module)
+        except Exception:
+            continue
+        problem = _problem(other.kernel, shape)
+        if problem is None:
+            return other.kernel
+        message = f"{other.label}'s attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
+        if backend == name:
+            raise RltoolError(f'{message}; set trainer.attention = "torch"')
+        logger.warning("%s; it is not used", message)
     return torch_attention
+
+
+def _problem(kernel: Kernel, shape: Shape) -> str | None:
+    try:
+        error = disagreement(kernel, torch_attention, shape)
+    except Exception as failure:
+        return f"fails: {type(failure).__name__}: {failure}"
+    return None if error <= TOLERANCE else f"differs from torch's by a relative {error:.2g} (allowed: {TOLERANCE:g})"
 
 
 def disagreement(kernel: Kernel, reference: Kernel, shape: Shape) -> float:
@@ -202,6 +211,25 @@ def _takes_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
         return False
 
 
+def flash_attention_4(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None) -> Tensor:
+    """By FlashAttention 4's kernels in the CuTe language (flash_attn.cute.flash_attn_varlen_func). A `Kernel`."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    output, _ = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_k=packed.cu_seqlens_kv,
+        max_seqlen_q=packed.max_seqlen_q,
+        max_seqlen_k=packed.max_seqlen_kv,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(None, None) if window is None else (window - 1, 0),
+    )
+    return output
+
+
 def transformer_engine_attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
 ) -> Tensor:
@@ -258,3 +286,18 @@ def _dot_product_attention(heads: int, groups: int, dim: int, scale: float | Non
         window_size=None if window is None else (window - 1, 0),
         softmax_scale=scale,
     )
+
+
+class Other(NamedTuple):
+    """A kernel of another package than torch."""
+
+    label: str
+    module: str
+    kernel: Kernel
+
+
+OTHERS: dict[str, Other] = {
+    "flash_attention_4": Other("FlashAttention 4", "flash_attn.cute", flash_attention_4),
+    "transformer_engine": Other("Transformer Engine", "transformer_engine.pytorch", transformer_engine_attention),
+}
+"""In the order in which they are tried."""

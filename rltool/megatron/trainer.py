@@ -31,6 +31,7 @@ from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Coordinates, Runtime
+from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.trained import TrainedModel, in_row
 from rltool.models.registry import family_for, read_hf_config
 
@@ -71,8 +72,9 @@ class MegatronTrainer:
         temperature: that of the rollouts; logits are divided by it everywhere (1.0 for supervised training).
         Raises UsageError (model or layout that cannot be built) and RendezvousFailed.
         """
-        if trainer.torch_threads is not None:
-            torch.set_num_threads(trainer.torch_threads)
+        on_gpu = trainer.device != "cpu" and torch.cuda.is_available()
+        ranks_here = min(world_size, torch.cuda.device_count()) if on_gpu else world_size
+        limit_threads(wanted_threads(trainer.torch_threads, on_gpu=on_gpu, ranks_on_host=ranks_here))
         self.model_path = model.path
         self.hf_config = read_hf_config(model.path)
         self.family = family_for(self.hf_config)
