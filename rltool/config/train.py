@@ -62,6 +62,9 @@ class TrainerConfig(Config):
     full: whole layers, only their inputs are kept, and the gated activation of the others."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
+    recompute_head: bool = True
+    """Compute the logits again in the backward pass. False: keep the probabilities of the loss tokens in the model's dtype (2 bytes x
+    vocabulary a token in bf16, 5 GB for 16,384 tokens and 152,000 words) and save that product."""
     attention: Literal["auto", "torch", "flash_attention_4", "transformer_engine"] = "auto"
     """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed and gives torch's
     results on a small batch at the start; else torch's."""

@@ -113,6 +113,19 @@ def vocabulary_statistics(logits: Tensor, local: Tensor, scale: float) -> tuple[
 
 
 @on_cuda_compiled
+def vocabulary_statistics_and_kept(
+    logits: Tensor, local: Tensor, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """As `vocabulary_statistics`, and exp(z - largest) [R, V] in `dtype` for `vocabulary_gradient_of_kept`."""
+    z = logits.float() * scale
+    largest = z.amax(-1)
+    shifted = z - largest[:, None]
+    weights = shifted.exp()
+    chosen = z.gather(-1, local.clamp(0, z.size(-1) - 1)[:, None]).squeeze(-1)
+    return largest, weights.sum(-1), (weights * shifted).sum(-1), chosen, weights.to(dtype)
+
+
+@on_cuda_compiled
 def vocabulary_gradient(
     logits: Tensor, log_total: Tensor, entropy: Tensor, local: Tensor, by_logprob: Tensor, by_entropy: Tensor, scale: float, dtype: torch.dtype
 ) -> Tensor:
@@ -126,3 +139,18 @@ def vocabulary_gradient(
     # A probability that underflows to 0 has a finite logarithm here, so that 0 * log 0 is 0 and not NaN.
     out = by_logprob[:, None] * (target.float() - p) - by_entropy[:, None] * p * (logp + entropy[:, None])
     return (out * scale).to(dtype)
+
+
+@on_cuda_compiled
+def vocabulary_gradient_of_kept(
+    kept: Tensor, factor: Tensor, chosen: Tensor, entropy: Tensor, local: Tensor, by_logprob: Tensor, by_entropy: Tensor, scale: float
+) -> Tensor:
+    """As `vocabulary_gradient`, from probabilities divided by `factor` [R] that were kept in the result's dtype.
+
+    chosen: [R] the target's own probability in fp32: of one near 1 the kept one would leave nothing of 1 - p.
+    """
+    target = torch.arange(kept.size(-1), device=kept.device)[None] == local[:, None]
+    p = torch.where(target, chosen[:, None], kept.float() * factor[:, None])
+    logp = p.clamp_min(torch.finfo(torch.float32).tiny).log()
+    out = by_logprob[:, None] * (target.float() - p) - by_entropy[:, None] * p * (logp + entropy[:, None])
+    return (out * scale).to(kept.dtype)

@@ -223,6 +223,7 @@ class MegatronTrainer:
             vocab_size=self.family.vocab_size,
             group=self.runtime.tp_group,
             chunk=self.config.head_chunk_tokens,
+            keep=not self.config.recompute_head,
         )
         if self.coordinates.cp_size == 1:
             return both
