@@ -69,7 +69,7 @@ class TrainerConfig(Config):
     """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed and gives torch's
     results on a small batch at the start; else torch's."""
     compile: bool = True
-    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one compiled kernel each (needs Triton and a C compiler)."""
+    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C compiler)."""
     head_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

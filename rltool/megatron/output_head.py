@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rltool.megatron.kernels import (
-    vocabulary_gradient,
-    vocabulary_gradient_of_kept,
-    vocabulary_statistics,
-    vocabulary_statistics_and_kept,
-)
+from rltool.megatron.kernels import vocabulary_gradient, vocabulary_statistics
 from rltool.megatron.products import add_product, product
 
 CHUNK = 2048
@@ -70,17 +65,13 @@ class _HeadLogprobs(torch.autograd.Function):
         # [largest, total, weighted, chosen] per token.
         stats = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        kept: list[Tensor] = []
+        kept: list[tuple[Tensor, Tensor]] = []
         for rows in _chunks(len(targets), chunk) if real else ():
             logits = product(hidden[rows], weight[:real].t())
+            stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, hidden.dtype if keep else None)
             if keep:
-                *parts, probabilities = vocabulary_statistics_and_kept(logits, local[rows], 1 / temperature, hidden.dtype)
-                kept.append(probabilities)
-            else:
-                parts = vocabulary_statistics(logits, local[rows], 1 / temperature)
-            stats[:, rows] = torch.stack(list(parts))
+                kept.append((held[0], held[1]))
             del logits
-        own_largest = stats[0]
         largest, total, weighted, chosen = stats
         chosen = chosen.masked_fill((local < 0) | (local >= real), 0.0)
         if size > 1:
@@ -94,7 +85,7 @@ class _HeadLogprobs(torch.autograd.Function):
             largest, (total, weighted, chosen) = everyone, sums
         log_total = largest + total.log()
         entropy = total.log() - weighted / total
-        ctx.save_for_backward(hidden, local, log_total, entropy, chosen, own_largest)
+        ctx.save_for_backward(hidden, local, log_total, entropy, chosen)
         ctx.kept = kept if keep else None
         # Not among the saved tensors: those would come back without the attributes that Megatron put on the parameter.
         ctx.weight, ctx.real, ctx.scale, ctx.chunk = weight, real, 1 / temperature, chunk
@@ -103,10 +94,11 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, local, log_total, entropy, chosen, own_largest = ctx.saved_tensors
+        hidden, local, log_total, entropy, chosen = ctx.saved_tensors
         weight, real = ctx.weight, ctx.real
-        zero = torch.zeros_like(entropy)
-        by_logprob, by_entropy = (zero if grad is None else grad.float() for grad in (by_logprob, by_entropy))
+        by_logprob = torch.zeros_like(entropy) if by_logprob is None else by_logprob.float().contiguous()
+        by_entropy = None if by_entropy is None else by_entropy.float().contiguous()
+        probability = (chosen - log_total).exp()
         # Frozen inputs (a value head on a frozen body, a probe) cost no product.
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if for_hidden else None
@@ -114,16 +106,14 @@ class _HeadLogprobs(torch.autograd.Function):
         for number, rows in enumerate(_chunks(len(local), ctx.chunk) if real else ()):
             states = hidden[rows]
             if ctx.kept is None:
-                grad = vocabulary_gradient(
-                    product(states, weight[:real].t()),
-                    log_total[rows], entropy[rows], local[rows], by_logprob[rows], by_entropy[rows], ctx.scale, hidden.dtype,
-                )  # fmt: skip
+                source, tops = product(states, weight[:real].t()), None
             else:
-                kept, ctx.kept[number] = ctx.kept[number], None
-                grad = vocabulary_gradient_of_kept(
-                    kept, (own_largest[rows] - log_total[rows]).exp(), (chosen[rows] - log_total[rows]).exp(),
-                    entropy[rows], local[rows], by_logprob[rows], by_entropy[rows], ctx.scale,
-                )  # fmt: skip
+                (source, tops), ctx.kept[number] = ctx.kept[number], None
+            grad = vocabulary_gradient(
+                source, tops, log_total[rows], probability[rows], entropy[rows], local[rows],
+                by_logprob[rows], None if by_entropy is None else by_entropy[rows], ctx.scale, hidden.dtype,
+            )  # fmt: skip
+            del source, tops
             if hidden_grad is not None:
                 torch.mm(grad, weight[:real], out=hidden_grad[rows])
             if total is not None:
