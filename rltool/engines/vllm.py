@@ -12,6 +12,7 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
+from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.types import Bucket, Completion, EngineInfo, GenerateRequest, HttpRequest, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -36,11 +37,15 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BUSY_LOOP_SECONDS = "0.002"
 """A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they sleep."""
 
+GPU_OUTPUT_TOKENS = "16"
+"""Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
+
 
 class VllmDialect:
     """See rltool.engines.dialect.Dialect."""
 
     name = "vllm"
+    generate_path = GENERATE_PATH
 
     # -- generation
 
@@ -64,7 +69,7 @@ class VllmDialect:
             # vLLM seeds sample i of a request with seed + i (v1/engine/parallel_sampling.py).
             parameters["seed"] = (request.seed + start) % SEED_MODULUS
         body = {"request_id": _request_id(request, start), "token_ids": list(request.prompt_ids), "sampling_params": parameters}
-        return HttpRequest("POST", GENERATE_PATH, body)
+        return HttpRequest("POST", self.generate_path, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
         return [_request_id(request, start) for start, _ in sample_chunks(request)]
@@ -75,9 +80,12 @@ class VllmDialect:
             choices = reply.get("choices") if isinstance(reply, dict) else None
             if not isinstance(choices, list) or len(choices) != count:
                 found = len(choices) if isinstance(choices, list) else "no"
-                raise EngineError(f"{GENERATE_PATH} returned {found} choices where {count} samples were asked for")
-            completions.extend(parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
+                raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
+            completions.extend(self.parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
         return completions
+
+    def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
+        return parse_choice(choice)
 
     # -- probing
 
@@ -229,6 +237,8 @@ class VllmDialect:
         if launch.device == "cpu":
             environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
+        else:
+            environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment
 
 
