@@ -2,9 +2,10 @@
 
     python -m benchmarks.rollout_speed --url http://127.0.0.1:8000 --key-file key --samples 512 --tokens 512
 
-The engine must run already; a model of random weights will do. Every sample is a request of its own (--n 1) or one of n of a prompt, all
-are sent at once, and each has exactly --tokens tokens with their log-probabilities. Routes: bare (vLLM's own, JSON decoded and thrown
-away), own (the same, made into samples), arrays (the plugin's). Prints one line of JSON for each.
+The engine must run already; a model of random weights will do. Every sample is a request of its own (--n 1) or one of
+n of a prompt, all are sent at once, and each has exactly --tokens tokens with their log-probabilities. Routes: bare
+(vLLM's own, JSON decoded and thrown away), own (the same, made into samples), arrays (the plugin's). Prints one line
+of JSON for each.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ def requests_of(args: argparse.Namespace) -> list[GenerateRequest]:
     sampling = SamplingParams(max_tokens=args.tokens, ignore_eos=True)
     return [
         GenerateRequest(
-            tuple(draw.randrange(100, 1000) for _ in range(args.prompt)), sampling, uuid.uuid4().hex, n=args.n, seed=number * args.n
+            tuple(draw.randrange(100, 1000) for _ in range(args.prompt)),
+            sampling,
+            uuid.uuid4().hex,
+            n=args.n,
+            seed=number * args.n,
         )
         for number in range(args.samples // args.n)
     ]
@@ -42,7 +47,9 @@ def requests_of(args: argparse.Namespace) -> list[GenerateRequest]:
 async def bare(args: argparse.Namespace, requests: list[GenerateRequest]) -> int:
     headers = {"Authorization": f"Bearer {args.key_file.read_text().strip()}"}
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(TIMEOUT)) as session:
+    async with aiohttp.ClientSession(
+        connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(TIMEOUT)
+    ) as session:
 
         async def one(request: GenerateRequest) -> int:
             (sent,) = dialect("vllm").generate(request)
@@ -66,7 +73,9 @@ async def through_client(args: argparse.Namespace, requests: list[GenerateReques
 async def measure(args: argparse.Namespace, route: str) -> dict[str, Any]:
     requests = requests_of(args)
     started, worked = time.perf_counter(), time.process_time()
-    tokens = await (bare(args, requests) if route == "bare" else through_client(args, requests, plugin=route == "arrays"))
+    tokens = await (
+        bare(args, requests) if route == "bare" else through_client(args, requests, plugin=route == "arrays")
+    )
     seconds = time.perf_counter() - started
     return {
         "route": route,

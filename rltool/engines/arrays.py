@@ -1,4 +1,5 @@
-"""Token ids and log-probabilities of a sample as arrays in JSON: base64 of little-endian int32 and float32, exactly what the engine has.
+"""Token ids and log-probabilities of a sample as arrays in JSON: base64 of little-endian int32 and float32, exactly
+what the engine has.
 
 vLLM's own reply spends 70 bytes and several Python objects on every token, on both sides; this one 11 bytes and none.
 """

@@ -1,6 +1,7 @@
 """vLLM with rltool's plugin: as `vllm`, but samples come as arrays, from the plugin's own route.
 
-The request is that of vLLM's token route, to which the plugin hands it on; see rltool.engines.plugin.arrays for the reply.
+The request is that of vLLM's token route, to which the plugin hands it on; see rltool.engines.plugin.arrays for the
+reply.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ class ArrayVllmDialect(VllmDialect):
         if choice.get("logprobs") is None:
             raise MissingLogprobs(f"{ARRAYS_PATH} returned a sample without log-probabilities")
         try:
-            tokens, logprobs = arrays.decode(arrays.TOKEN, choice["token_ids"]), arrays.decode(arrays.LOGPROB, choice["logprobs"])
+            tokens, logprobs = (
+                arrays.decode(arrays.TOKEN, choice["token_ids"]),
+                arrays.decode(arrays.LOGPROB, choice["logprobs"]),
+            )
         except ValueError as error:
             raise EngineError(f"{ARRAYS_PATH} returned arrays that cannot be read: {error}") from error
         spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())

@@ -1,8 +1,9 @@
-"""The functions of `kernels` for a GPU, written in Triton: one launch each, forward and backward, and each number is read once.
+"""The functions of `kernels` for a GPU, written in Triton: one launch each, forward and backward, and each number is
+read once.
 
-Not left to torch.compile: its call costs the host 100 to 200 microseconds before a kernel is launched (guards, wrappers of autograd),
-five times a layer, and small models then wait for the host. Its code also read every input of SwiGLU's backward twice, and the logits
-twice. The arithmetic is that of `kernels`, in fp32.
+Not left to torch.compile: its call costs the host 100 to 200 microseconds before a kernel is launched (guards,
+wrappers of autograd), five times a layer, and small models then wait for the host. Its code also read every input of
+SwiGLU's backward twice, and the logits twice. The arithmetic is that of `kernels`, in fp32.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from torch import Tensor
 TILE = 4096
 """Numbers that one program of the row-wise kernels holds."""
 PROGRAMS = 528
-"""Of the norm's backward kernel, each with a sum of its own for the weight: four for every multiprocessor of an H200."""
+"""Of the norm's backward kernel, each with its own sum for the weight: four a multiprocessor of an H200."""
 VOCABULARY_BLOCK = 4096
 """Columns of the vocabulary that one program takes."""
 
 
 @triton.jit
-def _norm_forward(x, weight, out, scale, rows, eps, H: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _norm_forward(
+    x, weight, out, scale, rows, eps, H: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, WIDTH)
     inside = (row[:, None] < rows) & (column[None, :] < H)
@@ -42,7 +45,17 @@ def _norm_forward(x, weight, out, scale, rows, eps, H: tl.constexpr, CENTERED: t
 
 @triton.jit
 def _norm_backward(
-    grad, x, weight, scale, grad_x, grad_weight, rows, H: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+    grad,
+    x,
+    weight,
+    scale,
+    grad_x,
+    grad_weight,
+    rows,
+    H: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     column = tl.arange(0, WIDTH)
     factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
@@ -65,7 +78,16 @@ def _norm_backward(
 
 @triton.jit
 def _rotate(
-    x, turn, out, by_token, by_head, heads, HALF: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
+    x,
+    turn,
+    out,
+    by_token,
+    by_head,
+    heads,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column, head = tl.arange(0, WIDTH), tl.arange(0, HEADS)
@@ -188,7 +210,17 @@ class _Norm(torch.autograd.Function):
         programs = min(PROGRAMS, triton.cdiv(rows, together))
         grad_x, parts = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
         _norm_backward[(programs,)](
-            grad.contiguous(), x, weight, scale, grad_x, parts, rows, H=width, CENTERED=ctx.centered, ROWS=together, WIDTH=padded
+            grad.contiguous(),
+            x,
+            weight,
+            scale,
+            grad_x,
+            parts,
+            rows,
+            H=width,
+            CENTERED=ctx.centered,
+            ROWS=together,
+            WIDTH=padded,
         )
         return grad_x, parts.sum(0).to(weight.dtype), None, None
 
@@ -249,7 +281,9 @@ def swiglu(x: Tensor) -> Tensor:
     return _SwiGLU.apply(x)
 
 
-def vocabulary_statistics(logits: Tensor, local: Tensor, scale: float, keep: torch.dtype | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def vocabulary_statistics(
+    logits: Tensor, local: Tensor, scale: float, keep: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     logits = logits.contiguous()
     rows, width = logits.shape
     blocks = triton.cdiv(width, VOCABULARY_BLOCK)
@@ -257,10 +291,12 @@ def vocabulary_statistics(logits: Tensor, local: Tensor, scale: float, keep: tor
     stats = torch.zeros(4, rows, dtype=torch.float32, device=logits.device)
     kept = torch.empty(rows, width, dtype=keep, device=logits.device) if keep is not None else None
     _vocabulary_blocks[(rows, blocks)](
-        logits, local, parts[0], parts[1], parts[2], stats[3], kept if kept is not None else logits, width, blocks, scale,
+        logits, local, parts[0], parts[1], parts[2], stats[3], logits if kept is None else kept, width, blocks, scale,
         KEEP=keep is not None, WIDTH=VOCABULARY_BLOCK, num_warps=8,
     )  # fmt: skip
-    _join_blocks[(rows,)](parts[0], parts[1], parts[2], stats[0], stats[1], stats[2], blocks, WIDTH=triton.next_power_of_2(blocks))
+    _join_blocks[(rows,)](
+        parts[0], parts[1], parts[2], stats[0], stats[1], stats[2], blocks, WIDTH=triton.next_power_of_2(blocks)
+    )
     return stats, kept, parts[0] if keep is not None else None
 
 

@@ -1,4 +1,5 @@
-"""The small functions of the model that are limited by memory bandwidth: here in plain torch, on a GPU as one kernel each (`fused`).
+"""The small functions of the model that are limited by memory bandwidth: here in plain torch, on a GPU as one kernel
+each (`fused`).
 
 Written once, in fp32 inside. Nothing here communicates.
 """
@@ -23,7 +24,8 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32, rounded to x's dtype before the weight."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32, rounded to x's dtype before the
+    weight."""
     if _on_gpu(x):
         from rltool.megatron import fused
 
@@ -43,8 +45,8 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021), halves paired as Hugging Face has them.
 
-    x: [T, 1, heads, d]; turn: fp32 [T, 1, 1, d]: cosines of the d / 2 angles, then their sines. Without a GPU any turn that is
-    broadcast to x will do.
+    x: [T, 1, heads, d]; turn: fp32 [T, 1, 1, d]: cosines of the d / 2 angles, then their sines. Without a GPU any
+    turn that is broadcast to x will do.
     """
     if _on_gpu(x):
         from rltool.megatron import fused
@@ -68,11 +70,13 @@ def swiglu(x: Tensor) -> Tensor:
 def vocabulary_statistics(
     logits: Tensor, local: Tensor, scale: float, keep: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Of one slice of the vocabulary, for z = scale * logits [R, V] (fp32): what log-probability and entropy are made of.
+    """Of one slice of the vocabulary, for z = scale * logits [R, V] (fp32): what log-probability and entropy are made
+    of.
 
-    local: [R] int64, column of the target, any value where the slice does not hold it.
-    Returns [4, R]: the largest z; sum exp(z - largest); sum exp(z - largest) (z - largest); z of the target. With `keep` also, for
-    `vocabulary_gradient`: exp(z - top) [R, V] in that dtype, and top [R, blocks], the largest z of each block of columns.
+    local: [R] int64, column of the target, any value where the slice does not hold it. Returns [4, R]: the largest z;
+    sum exp(z - largest); sum exp(z - largest) (z - largest); z of the target. With `keep` also, for
+    `vocabulary_gradient`: exp(z - top) [R, V] in that dtype, and top [R, blocks], the largest z of each block of
+    columns.
     """
     if _on_gpu(logits):
         from rltool.megatron import fused
@@ -99,11 +103,12 @@ def vocabulary_gradient(
     scale: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """d / d logits of sum(by_logprob * logprob + by_entropy * entropy) for one slice of the vocabulary: [R, V] in `dtype`.
+    """d / d logits of sum(by_logprob * logprob + by_entropy * entropy) for one slice of the vocabulary: [R, V] in
+    `dtype`.
 
-    With p = exp(scale * logits - log_total): d logprob = scale (1[target] - p), d entropy = -scale p (log p + entropy).
-    source: the logits, with tops None; or what `vocabulary_statistics` kept, with its tops; it may be overwritten.
-    chosen: [R] the target's probability in fp32: of one near 1 a kept one would leave nothing of 1 - p.
+    With p = exp(scale * logits - log_total): d logprob = scale (1[target] - p), d entropy = -scale p (log p +
+    entropy). source: the logits, with tops None; or what `vocabulary_statistics` kept, with its tops; it may be
+    overwritten. chosen: [R] the target's probability in fp32: of one near 1 a kept one would leave nothing of 1 - p.
     """
     if _on_gpu(source):
         from rltool.megatron import fused

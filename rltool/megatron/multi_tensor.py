@@ -1,8 +1,8 @@
 """The gradient norm and clipping over many tensors without waiting for the device once for each of them.
 
-Without Transformer Engine and Apex Megatron-core falls back to loops (megatron/core/utils.py, local_multi_tensor_l2_norm and
-local_multi_tensor_scale): the norm of each gradient is read back by itself, and each is multiplied into a new tensor. On a GPU that
-was 10 ms of an idle device for 170 parameters, twice a step.
+Without Transformer Engine and Apex Megatron-core falls back to loops (megatron/core/utils.py,
+local_multi_tensor_l2_norm and local_multi_tensor_scale): the norm of each gradient is read back by itself, and each
+is multiplied into a new tensor. On a GPU that was 10 ms of an idle device for 170 parameters, twice a step.
 """
 
 from __future__ import annotations

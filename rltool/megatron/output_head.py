@@ -1,9 +1,10 @@
-"""Log-probabilities straight from hidden states: the output layer and the softmax in one function, a chunk of tokens at a time.
+"""Log-probabilities straight from hidden states: the output layer and the softmax in one function, a chunk of tokens
+at a time.
 
-The logits of a micro-batch (16,384 tokens times 152,000 words are 10 GB in fp32) never exist whole: each chunk's are computed,
-reduced to a few numbers per token and dropped; the backward pass computes them again, or takes the probabilities that were kept in
-the inputs' precision. With tensor parallelism every rank does this for its slice of the vocabulary, and one reduction over the
-ranks serves all chunks.
+The logits of a micro-batch (16,384 tokens times 152,000 words are 10 GB in fp32) never exist whole: each chunk's are
+computed, reduced to a few numbers per token and dropped; the backward pass computes them again, or takes the
+probabilities that were kept in the inputs' precision. With tensor parallelism every rank does this for its slice of
+the vocabulary, and one reduction over the ranks serves all chunks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rltool.megatron.kernels import vocabulary_gradient, vocabulary_statistics
 from rltool.megatron.products import add_product, product
 
 CHUNK = 2048
-"""Tokens per chunk: large enough for full-speed matrix products, and 1.2 GB of fp32 logits at a vocabulary of 152,000."""
+"""Tokens per chunk: large enough for full-speed matrix products, and 1.2 GB of fp32 logits at a vocabulary of
+152,000."""
 
 
 def head_logprobs(
@@ -32,14 +34,15 @@ def head_logprobs(
     chunk: int = CHUNK,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(targets[i]) under softmax(hidden[i] @ weight.T / temperature) and that distribution's entropy, each [R] float32.
+    """log p(targets[i]) under softmax(hidden[i] @ weight.T / temperature) and that distribution's entropy, each [R]
+    float32.
 
-    hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary rows
-    last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same rows.
-    Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's: sum it over the
-    group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in fp32, in place in
-    `weight.main_grad` where Megatron's data-parallel wrapper has put one.
-    keep: hold [R, V / tp] probabilities in hidden's dtype until the backward pass, which then needs no second product for them.
+    hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary
+    rows last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same
+    rows. Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's:
+    sum it over the group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in
+    fp32, in place in `weight.main_grad` where Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp]
+    probabilities in hidden's dtype until the backward pass, which then needs no second product for them.
     """
     keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, chunk, keep)
@@ -68,7 +71,8 @@ class _HeadLogprobs(torch.autograd.Function):
         kept: list[tuple[Tensor, Tensor]] = []
         for rows in _chunks(len(targets), chunk) if real else ():
             logits = product(hidden[rows], weight[:real].t())
-            stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, hidden.dtype if keep else None)
+            wanted = hidden.dtype if keep else None
+            stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, wanted)
             if keep:
                 kept.append((held[0], held[1]))
             del logits
@@ -133,10 +137,11 @@ def _weight_buffer(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 def _weight_result(weight: Tensor, total: Tensor | None, in_place: bool) -> Tensor | None:
-    """What autograd gets: the gradient, or, where it is in main_grad already, something for Megatron's hook to fire on.
+    """What autograd gets: the gradient, or, where it is in main_grad already, something for Megatron's hook to fire
+    on.
 
-    The hook skips what is marked `grad_added_to_main_grad`, unless the weight is also the embedding: then it adds the sum of
-    both uses' gradients, of which ours must be zero.
+    The hook skips what is marked `grad_added_to_main_grad`, unless the weight is also the embedding: then it adds the
+    sum of both uses' gradients, of which ours must be zero.
     """
     if total is None:
         return None

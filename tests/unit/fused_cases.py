@@ -1,4 +1,5 @@
-"""Each function of rltool.megatron.fused against the same one in plain torch: relative differences of values and gradients, as JSON.
+"""Each function of rltool.megatron.fused against the same one in plain torch: relative differences of values and
+gradients, as JSON.
 
     python -m tests.unit.fused_cases cpu      # by Triton's interpreter (TRITON_INTERPRET=1)
     python -m tests.unit.fused_cases cuda
@@ -30,15 +31,26 @@ def values_and_gradients(function, *arguments):
 def difference(found, expected):
     assert len(found) == len(expected), (len(found), len(expected))
     for mine, theirs in zip(found, expected, strict=True):
-        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), (mine.shape, mine.dtype, theirs.shape, theirs.dtype)
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), (
+            mine.shape,
+            mine.dtype,
+            theirs.shape,
+            theirs.dtype,
+        )
         assert torch.isfinite(mine).all()
-    return max(float((mine.float() - theirs.float()).norm() / theirs.float().norm()) for mine, theirs in zip(found, expected, strict=True))
+    return max(
+        float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        for mine, theirs in zip(found, expected, strict=True)
+    )
 
 
 def norm(dtype, shape, centered):
     arguments = randn(*shape, dtype=dtype), 1 + 0.2 * randn(shape[-1], dtype=dtype), 1e-6
     plain = kernels.rms_norm_zero_centered if centered else kernels.rms_norm
-    return difference(values_and_gradients(lambda *a: fused.rms_norm(*a, centered=centered), *arguments), values_and_gradients(plain, *arguments))
+    return difference(
+        values_and_gradients(lambda *a: fused.rms_norm(*a, centered=centered), *arguments),
+        values_and_gradients(plain, *arguments),
+    )
 
 
 def rotation(dtype, tokens, heads, dim):
@@ -58,20 +70,33 @@ def gated(dtype, shape):
 def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
     logits = 3 * randn(rows, width)
     # Targets of other ranks' slices lie outside.
-    local = torch.randint(-width // 4, width + width // 4, (rows,), generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+    local = torch.randint(-width // 4, width + width // 4, (rows,), generator=torch.Generator().manual_seed(rows)).to(
+        DEVICE
+    )
     mine, theirs = (f.vocabulary_statistics(logits, local, scale, dtype if keep else None) for f in (fused, kernels))
     held = (local >= 0) & (local < width)
     errors = [difference([mine[0][:3], mine[0][3][held]], [theirs[0][:3], theirs[0][3][held]])]
     largest, total, weighted, chosen = theirs[0]
     log_total = largest + total.log()
     by = randn(rows, seed=1), randn(rows, seed=2) if entropy else None
-    rest = log_total, torch.where(held, chosen - log_total, 0.0).exp(), total.log() - weighted / total, local, *by, scale, dtype
+    rest = (
+        log_total,
+        torch.where(held, chosen - log_total, 0.0).exp(),
+        total.log() - weighted / total,
+        local,
+        *by,
+        scale,
+        dtype,
+    )
     sources = [(parts[1], parts[2]) if keep else (logits, None) for parts in (mine, theirs)]
     gradients = [f.vocabulary_gradient(*source, *rest) for f, source in zip((fused, kernels), sources, strict=True)]
     # The definition, by autograd and in fp64.
     exact = logits.double().requires_grad_()
     logp = torch.log_softmax(exact * scale, -1)
-    value = (logp.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1) * held - torch.logsumexp(exact * scale, -1) * ~held) @ by[0].double()
+    value = (
+        logp.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1) * held
+        - torch.logsumexp(exact * scale, -1) * ~held
+    ) @ by[0].double()
     if entropy:
         value = value - (logp.exp() * logp).sum(-1) @ by[1].double()
     (expected,) = torch.autograd.grad(value, exact)

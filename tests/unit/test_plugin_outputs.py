@@ -16,9 +16,22 @@ class Logprobs(tuple):
 
 
 def output(request, *tokens, finish=None, **fields):
-    logprobs = Logprobs(np.array([[t] for t in tokens]), np.array([[-t / 10] for t in tokens]), np.array([1] * len(tokens)), None)
-    rest = {name: None for name in (*WHOLE_OR_ALONE, "kv_transfer_params", "ec_transfer_params", "spec_decode_metrics", "stop_reason", "events")}
-    return SimpleNamespace(**rest | {"request_id": request, "new_token_ids": list(tokens), "new_logprobs": logprobs if tokens else None,
+    logprobs = Logprobs(
+        np.array([[t] for t in tokens]), np.array([[-t / 10] for t in tokens]), np.array([1] * len(tokens)), None
+    )
+    rest = {
+        name: None
+        for name in (
+            *WHOLE_OR_ALONE,
+            "kv_transfer_params",
+            "ec_transfer_params",
+            "spec_decode_metrics",
+            "stop_reason",
+            "events",
+        )
+    }
+    return SimpleNamespace(**rest | {"request_id": request, "new_token_ids": list(tokens),
+        "new_logprobs": logprobs if tokens else None,
                                      "finish_reason": finish, "num_nans_in_logits": 0} | fields)  # fmt: skip
 
 
@@ -33,10 +46,16 @@ def tokens_of(outputs):
 def test_tokens_wait_until_there_are_enough_or_the_sample_ends():
     holder = OutputHolder(3)
     assert tokens_of(holder.sift([output("a", 1), output("b", 5)], 0, always)) == []
-    assert tokens_of(holder.sift([output("a", 2), output("b", 6, finish="stop", stop_reason=6)], 0, always)) == [("b", [5, 6], "stop")]
+    assert tokens_of(holder.sift([output("a", 2), output("b", 6, finish="stop", stop_reason=6)], 0, always)) == [
+        ("b", [5, 6], "stop")
+    ]
     (sent,) = holder.sift([output("a", 3)], 0, always)
     assert tokens_of([sent]) == [("a", [1, 2, 3], None)]
-    assert [column.tolist() for column in sent.new_logprobs[:3]] == [[[1], [2], [3]], [[-0.1], [-0.2], [-0.3]], [1, 1, 1]]
+    assert [column.tolist() for column in sent.new_logprobs[:3]] == [
+        [[1], [2], [3]],
+        [[-0.1], [-0.2], [-0.3]],
+        [1, 1, 1],
+    ]
     assert tokens_of(holder.sift([output("a", 4, finish="length")], 0, always)) == [("a", [4], "length")]
     assert holder.release_all() == {}
 
@@ -44,8 +63,15 @@ def test_tokens_wait_until_there_are_enough_or_the_sample_ends():
 def test_of_joined_outputs_the_last_one_says_how_the_sample_ended():
     holder = OutputHolder(9)
     holder.sift([output("a", 1, events=["queued"], prefill_stats="p")], 0, always)
-    (sent,) = holder.sift([output("a", 2, finish="stop", stop_reason=2, num_nans_in_logits=4, events=["done"])], 0, always)
-    assert (sent.stop_reason, sent.num_nans_in_logits, sent.events, sent.prefill_stats) == (2, 4, ["queued", "done"], "p")
+    (sent,) = holder.sift(
+        [output("a", 2, finish="stop", stop_reason=2, num_nans_in_logits=4, events=["done"])], 0, always
+    )
+    assert (sent.stop_reason, sent.num_nans_in_logits, sent.events, sent.prefill_stats) == (
+        2,
+        4,
+        ["queued", "done"],
+        "p",
+    )
 
 
 def test_the_schedulers_own_list_is_left_alone():
@@ -60,7 +86,10 @@ def test_requests_that_are_streamed_and_outputs_with_more_than_tokens_go_at_once
     holder = OutputHolder(9)
     assert tokens_of(holder.sift([output("a", 1)], 0, lambda request: request != "a")) == [("a", [1], None)]
     holder.sift([output("b", 1)], 0, always)
-    assert tokens_of(holder.sift([output("b", 2, pooling_output="x")], 0, always)) == [("b", [1], None), ("b", [2], None)]
+    assert tokens_of(holder.sift([output("b", 2, pooling_output="x")], 0, always)) == [
+        ("b", [1], None),
+        ("b", [2], None),
+    ]
 
 
 def test_what_is_held_can_be_released_by_request_by_client_or_dropped():
@@ -69,7 +98,10 @@ def test_what_is_held_can_be_released_by_request_by_client_or_dropped():
     holder.sift([output("c", 3), output("d", 4)], 1, always)
     assert tokens_of(holder.release(["b", "unknown"])) == [("b", [2], None)]
     holder.drop(["d", "unknown"])
-    assert {client: tokens_of(outputs) for client, outputs in holder.release_all().items()} == {0: [("a", [1], None)], 1: [("c", [3], None)]}
+    assert {client: tokens_of(outputs) for client, outputs in holder.release_all().items()} == {
+        0: [("a", [1], None)],
+        1: [("c", [3], None)],
+    }
 
 
 def test_holding_no_tokens_is_refused():

@@ -16,7 +16,14 @@ def test_ranks_on_gpus_share_the_hosts_cpus_and_take_no_more_than_four(ranks, cp
 
 @pytest.mark.parametrize(
     ("configured", "on_gpu", "environment", "expected"),
-    [(None, True, {}, 3), (None, False, {}, None), (7, True, {}, 7), (7, False, {}, 7), (None, True, {"OMP_NUM_THREADS": "9"}, None), (7, True, {"OMP_NUM_THREADS": "9"}, 7)],
+    [
+        (None, True, {}, 3),
+        (None, False, {}, None),
+        (7, True, {}, 7),
+        (7, False, {}, 7),
+        (None, True, {"OMP_NUM_THREADS": "9"}, None),
+        (7, True, {"OMP_NUM_THREADS": "9"}, 7),
+    ],
 )
 def test_what_the_user_set_comes_first(monkeypatch, configured, on_gpu, environment, expected):
     monkeypatch.setattr(threads, "usable_cpus", lambda: 6)
@@ -31,5 +38,12 @@ def test_the_limit_holds_in_torch_and_for_children():
         "limit_threads(3); print(before, torch.get_num_threads(), os.environ['OMP_NUM_THREADS'])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environment | {"OMP_NUM_THREADS": "2"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=environment | {"OMP_NUM_THREADS": "2"},
+    )
     assert done.stdout.split() == ["2", "3", "3"]

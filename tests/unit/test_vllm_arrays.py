@@ -71,4 +71,7 @@ def test_sglangs_reply_from_arrays_is_that_from_vllms_own():
     made = [sglang_api.from_vllm(request, {"choices": [reply], "usage": {}}) for reply in (own, packed)]
     assert made[0] == made[1]
     assert made[0]["meta_info"]["output_token_logprobs"] == [[-0.5, 5, None], [None, 151935, None]]
-    assert "output_token_logprobs" not in sglang_api.from_vllm(request, {"choices": [choice(logprobs=None)], "usage": {}})["meta_info"]
+    assert (
+        "output_token_logprobs"
+        not in sglang_api.from_vllm(request, {"choices": [choice(logprobs=None)], "usage": {}})["meta_info"]
+    )

@@ -1,11 +1,12 @@
 """Lets vLLM's engine core hand over tokens in larger pieces.
 
-After every step the core sends each running request's one token to the front end, with three small arrays for its log-probability:
-packed, unpacked and looked at in Python, in two processes that both wait for the interpreter. A request that is answered whole
-needs none of that before it ends. So tokens of such requests are held in the core until there are LIMIT of them.
+After every step the core sends each running request's one token to the front end, with three small arrays for its
+log-probability: packed, unpacked and looked at in Python, in two processes that both wait for the interpreter. A
+request that is answered whole needs none of that before it ends. So tokens of such requests are held in the core
+until there are LIMIT of them.
 
-Nobody sees the difference but for one: of a request that is aborted up to LIMIT - 1 last tokens are lost. What changes a version ends
-the pieces, so spans of weight versions stay exact.
+Nobody sees the difference but for one: of a request that is aborted up to LIMIT - 1 last tokens are lost. What
+changes a version ends the pieces, so spans of weight versions stay exact.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ WHOLE_OR_ALONE = (
     "prompt_token_id_logprobs",
 )
 """Fields of an EngineCoreOutput that are not joined: one that has any of them goes as it is."""
-LAST_COUNTS = ("finish_reason", "stop_reason", "kv_transfer_params", "ec_transfer_params", "num_nans_in_logits", "spec_decode_metrics")
+LAST_COUNTS = (
+    "finish_reason",
+    "stop_reason",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "num_nans_in_logits",
+    "spec_decode_metrics",
+)
 
 
 @dataclass
@@ -131,7 +139,9 @@ def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
 
     def send(core: Any, client: int, outputs: list[Any]) -> None:
         if outputs:
-            message = EngineCoreOutputs(engine_index=core.engine_index, outputs=outputs, weight_version=core._weight_version)
+            message = EngineCoreOutputs(
+                engine_index=core.engine_index, outputs=outputs, weight_version=core._weight_version
+            )
             core.output_queue.put_nowait((client, message))
 
     def attach_weight_version(core: Any, outputs: dict[int, Any]) -> None:
@@ -140,7 +150,11 @@ def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
 
         def may_wait(request: str) -> bool:
             parameters = getattr(requests.get(request), "sampling_params", None)
-            return parameters is not None and parameters.output_kind is RequestOutputKind.FINAL_ONLY and not parameters.stop
+            return (
+                parameters is not None
+                and parameters.output_kind is RequestOutputKind.FINAL_ONLY
+                and not parameters.stop
+            )
 
         for client, message in outputs.items():
             message.outputs = holder(core).sift(message.outputs, client, may_wait)
