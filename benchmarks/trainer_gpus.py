@@ -38,18 +38,18 @@ RUNS = (
     Run("1.5B", ONE_CONFIGURATION, goal="MFU >= 0.30, peak <= 48 GiB"),
     Run("1.5B-padded", (*ONE_CONFIGURATION, "--layout", "padded", "--steps", "1"), goal="packed is >= 1.8 x this"),
     Run("7B", ("--shape", "7B", "--recompute", "full", "--tokens", "8192", "--samples", "48"), goal="MFU >= 0.45"),
-    Run("7B-22", ("--shape", "7B", "--recompute", "full", "--recompute-layers", "22", "--tokens", "8192", "--samples", "48"), goal="MFU >= 0.45"),
-    Run("0.5B", ("--shape", "0.5B")),
+    Run("0.5B", ("--shape", "0.5B", "--keep-head", "--head-chunk", "4096"), goal="MFU >= 0.45, log-probabilities >= 0.60"),
+    Run("1.5B-fast", ("--shape", "1.5B", "--keep-head"), goal="MFU >= 0.50, log-probabilities >= 0.60"),
     Run("1.5B-selective", ("--shape", "1.5B", "--recompute", "selective")),
     Run("1.5B-eager", (*ONE_CONFIGURATION, "--eager", "--steps", "1")),
     Run("1.5B-4", (*ONE_CONFIGURATION, "--distributed-optimizer"), gpus=4, goal="tokens/s >= 3.6 x one GPU's"),
     Run("1.5B-2", (*ONE_CONFIGURATION, "--distributed-optimizer"), gpus=2),
     Run("7B-2", ("--shape", "7B", "--recompute", "full", "--distributed-optimizer"), gpus=2, goal="MFU >= 0.45"),
-    Run("7B-4", ("--shape", "7B", "--recompute", "selective", "--distributed-optimizer"), gpus=4, goal="MFU >= 0.45"),
+    Run("7B-4", ("--shape", "7B", "--recompute", "selective", "--distributed-optimizer"), gpus=4, goal="MFU >= 0.55, log-probabilities >= 0.60"),
     Run("1.5B-tp2", (*ONE_CONFIGURATION, "--tensor-parallel", "2", "--sequence-parallel"), gpus=2),
     Run("1.5B-cp2", (*ONE_CONFIGURATION, "--context-parallel", "2"), gpus=2),
 )
-COLUMNS = ("tokens_per_second_per_device", "mfu", "peak_allocated_gib", "micro_batches", "warmup_seconds")
+COLUMNS = ("tokens_per_second_per_device", "mfu", "logprob_mfu", "attention", "peak_allocated_gib", "micro_batches", "warmup_seconds")
 
 
 def measure(run: Run, extra: list[str], profiles: Path | None, timeout: float) -> dict[str, Any]:

@@ -4,8 +4,9 @@
 
 Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded gives the
 same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every sample of a micro-batch
-padded to its longest, and as many of them as then fit. MFU counts 6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
---peak-tflops. Every token but the first of a sample has a loss, so no shortcut over prompts helps.
+padded to its longest, and as many of them as then fit. MFU counts 6 x parameters x tokens and causal attention, of real tokens only
+and without what is computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. Every token but
+the first of a sample has a loss, so no shortcut over prompts helps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.megatron import attention
 from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
@@ -55,6 +58,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--recompute-layers", type=int)
     parser.add_argument("--eager", action="store_true", help="compile no kernels")
     parser.add_argument("--head-chunk", type=int, default=2048)
+    parser.add_argument("--keep-head", action="store_true", help="keep the head's probabilities for the backward pass")
+    parser.add_argument("--attention", default="auto", choices=("auto", "torch", "flash_attention_4", "transformer_engine"))
+    parser.add_argument("--threads", type=int, help="CPU threads of each rank; default: the trainer's own choice")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--context-parallel", type=int, default=1)
@@ -62,6 +68,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--peak-tflops", type=float, default=990.0, help="dense, in --dtype, of one device")
     parser.add_argument("--profile", type=Path, help="write a table of the slowest kernels of one more step here")
+    parser.add_argument("--trace", type=Path, help="write that step's timeline here, for a trace viewer (.json.gz)")
     return parser.parse_args()
 
 
@@ -137,6 +144,9 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             recompute=args.recompute,
             recompute_layers=args.recompute_layers,
             head_chunk_tokens=args.head_chunk,
+            recompute_head=not args.keep_head,
+            attention=args.attention,
+            torch_threads=args.threads,
             compile=not args.eager,
         ),
         OptimizerConfig(lr=1e-6),
@@ -154,25 +164,31 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         samples = sum(int(micro.loss_weights.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
         real_tokens = loss_tokens + samples
 
-        def step(batches: list[TrainBatch]) -> tuple[float, float]:
+        def timed(action: Callable[[], Any]) -> tuple[float, float]:
             """Wall-clock and processor seconds."""
             if cuda:
                 torch.cuda.synchronize()
             started, worked = time.perf_counter(), time.process_time()
-            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, on_policy=True)
-            trainer.optimizer_step()
+            action()
             if cuda:
                 torch.cuda.synchronize()
             return time.perf_counter() - started, time.process_time() - worked
 
+        def train(batches: list[TrainBatch]) -> None:
+            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
+            trainer.optimizer_step()
+
         first = time.perf_counter()
         for _ in range(args.warmup):
             # Three micro-batches of different lengths compile and allocate all that the rest uses.
-            step(mine[:2] + mine[-1:])
+            train(mine[:2] + mine[-1:])
+        trainer.compute_logprobs(mine[:1])
         warm = time.perf_counter() - first
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds, processor = zip(*[step(mine) for _ in range(args.steps)], strict=True)
+        seconds, processor = zip(*[timed(lambda: train(mine)) for _ in range(args.steps)], strict=True)
+        peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else None
+        scoring = min(timed(lambda: trainer.compute_logprobs(mine))[0] for _ in range(args.steps))
         took = statistics.median(seconds)
         flops = trainer.family.cost().batch_flops(lengths[:samples])
         result = {
@@ -186,6 +202,9 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "recompute": args.recompute,
             "recompute_layers": args.recompute_layers,
             "compiled": not args.eager,
+            "head_kept": args.keep_head,
+            "attention": kernel_name(trainer) if cuda else "padded",
+            "threads": torch.get_num_threads(),
             "parameters": trainer.family.cost().parameters,
             "samples": samples,
             "real_tokens": real_tokens,
@@ -199,27 +218,51 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "warmup_seconds": round(warm, 1),
             "tokens_per_second_per_device": round(real_tokens / took / args.ranks),
             "mfu": round(flops / took / args.ranks / args.peak_tflops / 1e12, 4),
+            "logprob_seconds": round(scoring, 4),
+            "logprob_tokens_per_second_per_device": round(real_tokens / scoring / args.ranks),
+            "logprob_mfu": round(flops / 3 / scoring / args.ranks / args.peak_tflops / 1e12, 4),
             "torch": torch.__version__,
         }
-        if cuda:
+        if peak is not None:
             result["device"] = torch.cuda.get_device_name()
-            result["peak_allocated_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 2)
-        if args.profile is not None and rank == 0:
-            write_profile(args.profile, lambda: step(mine[:2]), cuda)
-        elif args.profile is not None:
-            step(mine[:2])  # the profiled step needs all ranks
+            result["peak_allocated_gib"], result["peak_reserved_gib"] = (round(value / 2**30, 2) for value in peak)
+        if (args.profile or args.trace) and rank == 0:
+            write_profile(args.profile, args.trace, lambda: timed(lambda: train(mine[:2])), cuda)
+        elif args.profile or args.trace:
+            train(mine[:2])  # the profiled step needs all ranks
         return result if rank == 0 else None
 
 
-def write_profile(path: Path, action: Any, cuda: bool) -> None:
+def kernel_name(trainer: MegatronTrainer) -> str:
+    """Of the attention kernel that was chosen for this model."""
+    config = trainer.gpt.config
+    heads, groups = (count // config.tensor_model_parallel_size for count in (config.num_attention_heads, config.num_query_groups))
+    blocks = trainer.coordinates.cp_size > 1
+    shape = attention.Shape(trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks)
+    return "padded" if trainer.dtype is torch.float32 else attention.judged(shape, trainer.config.attention).__name__
+
+
+def write_profile(path: Path | None, trace: Path | None, action: Callable[[], tuple[float, float]], cuda: bool) -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
-        action()
-    averages = recorded.key_averages()
-    order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
-    path.write_text(averages.table(sort_by=order, row_limit=45, max_name_column_width=90), encoding="utf-8")
+        seconds, _ = action()
+    if trace is not None:
+        recorded.export_chrome_trace(str(trace))
+    if path is not None:
+        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        table = recorded.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110)
+        path.write_text(f"{busy_seconds(recorded):.4f} s of kernels in {seconds:.4f} s\n{table}", encoding="utf-8")
+
+
+def busy_seconds(recorded: Any) -> float:
+    """How long the GPU had at least one kernel or copy to run."""
+    spans = sorted((event.time_range.start, event.time_range.end) for event in recorded.events() if str(event.device_type).endswith("CUDA"))
+    total, reached = 0.0, -math.inf
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total / 1e6
 
 
 def run_rank(rank: int, args: argparse.Namespace, directory: Path, port: int) -> None:

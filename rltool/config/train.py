@@ -65,10 +65,14 @@ class TrainerConfig(Config):
     full: whole layers, only their inputs are kept, and the gated activation of the others."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
-    attention: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """The kernel on CUDA in bf16. auto: Transformer Engine's where it is installed and gives torch's results on a trial at the start, else torch's."""
+    recompute_head: bool = True
+    """Compute the logits again in the backward pass. False: keep the probabilities of the loss tokens in the model's dtype (2 bytes x
+    vocabulary a token in bf16, 5 GB for 16,384 tokens and 152,000 words) and save that product."""
+    attention: Literal["auto", "torch", "flash_attention_4", "transformer_engine"] = "auto"
+    """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed and gives torch's
+    results on a small batch at the start; else torch's."""
     compile: bool = True
-    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one compiled kernel each (needs Triton and a C compiler)."""
+    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C compiler)."""
     head_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"
@@ -79,7 +83,7 @@ class TrainerConfig(Config):
     cpus_per_rank: float = Field(1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(None, ge=1)
-    """Threads of torch in each rank on the CPU; None leaves torch's own choice."""
+    """CPU threads of torch in each rank. None: OMP_NUM_THREADS where it is set; else at most 4 on a GPU, and torch's own choice without one."""
     rendezvous_timeout: float = Field(300.0, gt=0)
     """Seconds for the ranks to find each other, and for any one collective."""
 

@@ -20,6 +20,10 @@ def dialect(name: str, *, plugin: bool = False) -> Dialect:
 
     plugin: whether rltool's plugin runs in the server. With "sglang" that is a router to vLLM servers only.
     """
+    if name == "vllm" and plugin:
+        from rltool.engines.vllm_arrays import ArrayVllmDialect
+
+        return ArrayVllmDialect()
     if name == "vllm":
         from rltool.engines.vllm import VllmDialect
 

@@ -15,6 +15,7 @@ from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
+from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.types import (
     SEED_MODULUS,
     Bucket,
@@ -53,11 +54,15 @@ CPU_BUSY_LOOP_SECONDS = "0.002"
 """A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they
 sleep."""
 
+GPU_OUTPUT_TOKENS = "16"
+"""Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
+
 
 class VllmDialect:
     """See rltool.engines.dialect.Dialect."""
 
     name = "vllm"
+    generate_path = GENERATE_PATH
 
     # -- generation
 
@@ -85,7 +90,7 @@ class VllmDialect:
             "token_ids": list(request.prompt_ids),
             "sampling_params": parameters,
         }
-        return HttpRequest("POST", GENERATE_PATH, body)
+        return HttpRequest("POST", self.generate_path, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
         return [_request_id(request, start) for start, _ in sample_chunks(request)]
@@ -96,9 +101,12 @@ class VllmDialect:
             choices = reply.get("choices") if isinstance(reply, dict) else None
             if not isinstance(choices, list) or len(choices) != count:
                 found = len(choices) if isinstance(choices, list) else "no"
-                raise EngineError(f"{GENERATE_PATH} returned {found} choices where {count} samples were asked for")
-            completions.extend(parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
+                raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
+            completions.extend(self.parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
         return completions
+
+    def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
+        return parse_choice(choice)
 
     # -- probing
 
@@ -282,6 +290,8 @@ class VllmDialect:
                 "OMP_NUM_THREADS": "1",
             }
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
+        else:
+            environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment
 
 

@@ -1,14 +1,17 @@
 """Kernels for causal attention over packed sequences on a GPU, and which of them to trust.
 
-Torch's own is always there. Transformer Engine's, where it is installed, brings cuDNN's and FlashAttention 3's, which are faster on
-long sequences. Much can go wrong between two packages and a driver without an error, so another kernel than torch's is used only
-after it gave torch's results, gradients included, on a small batch of the shape at hand. Transformer Engine chooses among its own
-again when lengths change, so this finds what is wrong in general, not what is wrong at one length.
+Torch's own, FlashAttention 2, is always there. FlashAttention 4 (package flash-attn-4, compiled at its first use)
+and, through Transformer Engine, cuDNN's and FlashAttention 3's use Hopper's own instructions and are faster on long
+sequences. Much can go wrong between two packages and a driver without an error, so another kernel than torch's is
+used only after it gave torch's results, gradients included, on a small batch of the shape at hand. Transformer Engine
+chooses among its own again when lengths change, so this finds what is wrong in general, not what is wrong at one
+length.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import math
@@ -25,23 +28,25 @@ from rltool.errors import RltoolError, UsageError
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "torch", "transformer_engine"]
+Backend = Literal["auto", "torch", "flash_attention_4", "transformer_engine"]
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedSeqParams, float | None, int | None], Tensor]
 """f(query [T, heads, d], key and value [K, groups, d], packed, scale, window) -> [T, heads, d].
 
-`packed` has the boundaries of the blocks of queries and of the keys that each block sees; the last query of a block belongs to its
-last key. window: how many keys a query sees, its own included; None: all before it.
+`packed` has the boundaries of the blocks of queries and of the keys that each block sees; the last query of a block
+belongs to its last key. window: how many keys a query sees, its own included; None: all before it.
 """
 
 TOLERANCE = 0.02
-"""Largest relative difference (2-norm) of results and gradients in 16 bit: two right kernels differ by a few thousandths."""
+"""Largest relative difference (2-norm) of results and gradients in 16 bit: two right kernels differ by a few
+thousandths."""
 
 UNFUSED_VARIABLE = "NVTE_UNFUSED_ATTN"
 
 PROBE_LENGTHS = ((33, 33), (1, 1), (300, 300))
 PROBE_BLOCKS = ((16, 48), (5, 5), (120, 360))
-"""(queries, keys) of each block of the batch that kernels are compared on; blocks see more keys under context parallelism."""
+"""(queries, keys) of each block of the batch that kernels are compared on; blocks see more keys under context
+parallelism."""
 
 
 class Shape(NamedTuple):
@@ -58,55 +63,65 @@ class Shape(NamedTuple):
 
 
 def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) -> None:
-    """UsageError when Transformer Engine is demanded where it cannot serve or be imported."""
-    if backend != "transformer_engine":
+    """UsageError when another package's kernel is demanded where it cannot serve or be imported."""
+    if backend in ("auto", "torch"):
         return
     if device.type != "cuda" or dtype is torch.float32:
         name = str(dtype).removeprefix("torch.")
-        raise UsageError(f'trainer.attention = "transformer_engine" needs a GPU and model.dtype = "bfloat16"; this is {name} on {device.type}')
+        raise UsageError(
+            f'trainer.attention = "{backend}" needs a GPU and model.dtype = "bfloat16"; this is {name} on {device.type}'
+        )
     try:
-        import transformer_engine.pytorch  # noqa: F401
+        importlib.import_module(OTHERS[backend].module)
     except Exception as error:  # an installation that does not fit this torch or driver fails with anything
         raise UsageError(
-            f'trainer.attention = "transformer_engine", but that package cannot be imported here ({type(error).__name__}: {error}); '
-            'install one that fits this torch, or leave trainer.attention at "auto"'
+            f'trainer.attention = "{backend}", but that package cannot be imported here '
+            f'({type(error).__name__}: {error}); install one that fits this torch, or leave trainer.attention at "auto"'
         ) from error
 
 
 def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend) -> Kernel | None:
     """The kernel for tensors like these; None where no GPU kernel serves (CPU, fp32).
 
-    backend "auto": Transformer Engine's where it can be imported and agrees with torch's. RltoolError when it is demanded and
-    disagrees.
+    backend "auto": the first of `OTHERS` that can be imported and agrees with torch's. RltoolError when one is
+    demanded and disagrees.
     """
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None
     if backend == "torch":
         return torch_attention
     blocks = packed.cu_seqlens_kv is not packed.cu_seqlens_q
-    shape = Shape(query.device, query.dtype, query.size(1), key.size(1), query.size(2), scale, window, blocks)
-    return judged(shape, demanded=backend == "transformer_engine")
+    heads, groups, dim = query.size(1), key.size(1), query.size(2)
+    return judged(Shape(query.device, query.dtype, heads, groups, dim, scale, window, blocks), backend)
 
 
 @functools.cache
-def judged(shape: Shape, *, demanded: bool) -> Kernel:
-    """Transformer Engine's kernel if it agrees with torch's, else torch's; RltoolError if the former is demanded."""
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception:
-        return torch_attention
-    try:
-        error = disagreement(transformer_engine_attention, torch_attention, shape)
-        problem = None if error <= TOLERANCE else f"differs from torch's by a relative {error:.2g} (allowed: {TOLERANCE:g})"
-    except Exception as failure:
-        problem = f"fails: {type(failure).__name__}: {failure}"
-    if problem is None:
-        return transformer_engine_attention
-    message = f"Transformer Engine's attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
-    if demanded:
-        raise RltoolError(f'{message}; set trainer.attention = "torch"')
-    logger.warning("%s; torch's is used", message)
+def judged(shape: Shape, backend: Backend = "auto") -> Kernel:
+    """The first of `OTHERS` (or of them the demanded one) that agrees with torch's kernel, else torch's; RltoolError
+    if one is demanded and does not."""
+    for name, other in OTHERS.items():
+        if backend not in ("auto", name):
+            continue
+        try:
+            importlib.import_module(other.module)
+        except Exception:
+            continue
+        problem = _problem(other.kernel, shape)
+        if problem is None:
+            return other.kernel
+        message = f"{other.label}'s attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
+        if backend == name:
+            raise RltoolError(f'{message}; set trainer.attention = "torch"')
+        logger.warning("%s; it is not used", message)
     return torch_attention
+
+
+def _problem(kernel: Kernel, shape: Shape) -> str | None:
+    try:
+        error = disagreement(kernel, torch_attention, shape)
+    except Exception as failure:
+        return f"fails: {type(failure).__name__}: {failure}"
+    return None if error <= TOLERANCE else f"differs from torch's by a relative {error:.2g} (allowed: {TOLERANCE:g})"
 
 
 def disagreement(kernel: Kernel, reference: Kernel, shape: Shape) -> float:
@@ -155,7 +170,8 @@ def _causal() -> dict[str, Any]:
 def torch_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None) -> Tensor:
     """By torch's variable-length kernel. A `Kernel`.
 
-    Torch spells "causal" `is_causal` or `window_size=(-1, 0)`, by version; NotImplementedError where it lacks what is asked for.
+    Torch spells "causal" `is_causal` or `window_size=(-1, 0)`, by version; NotImplementedError where it lacks what is
+    asked for.
     """
     known = _varlen_parameters()
     options = _causal()
@@ -187,8 +203,8 @@ def _repeated(grouped: Tensor, query: Tensor) -> Tensor:
 
 @functools.cache
 def _takes_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a varlen_attn without `enable_gqa` takes grouped queries all the same: torch 2.11 checks nothing, and the kernel
-    below may. Repeating the keys instead costs memory for each layer."""
+    """Whether a varlen_attn without `enable_gqa` takes grouped queries all the same: torch 2.11 checks nothing, and
+    the kernel below may. Repeating the keys instead costs memory for each layer."""
 
     def repeating(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, *_: Any) -> Tensor:
         return _varlen(query, _repeated(key, query), _repeated(value, query), packed, **_causal())
@@ -200,6 +216,27 @@ def _takes_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
         return disagreement(grouped, repeating, Shape(device, dtype, 4, 2, 64, None, None, False)) <= TOLERANCE
     except RuntimeError:
         return False
+
+
+def flash_attention_4(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
+) -> Tensor:
+    """By FlashAttention 4's kernels in the CuTe language (flash_attn.cute.flash_attn_varlen_func). A `Kernel`."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    output, _ = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q=packed.cu_seqlens_q,
+        cu_seqlens_k=packed.cu_seqlens_kv,
+        max_seqlen_q=packed.max_seqlen_q,
+        max_seqlen_k=packed.max_seqlen_kv,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(None, None) if window is None else (window - 1, 0),
+    )
+    return output
 
 
 def transformer_engine_attention(
@@ -226,8 +263,8 @@ def transformer_engine_attention(
 def _without_score_matrices() -> Iterator[None]:
     """Transformer Engine's last resort, plain products, would be right and take memory by the square of the length.
 
-    It asks the environment whenever it chooses. Megatron sets this variable to 1 when it builds a model, and refuses to build
-    one where it is 0: so only for the time of a call.
+    It asks the environment whenever it chooses. Megatron sets this variable to 1 when it builds a model, and refuses
+    to build one where it is 0: so only for the time of a call.
     """
     before = os.environ.get(UNFUSED_VARIABLE)
     os.environ[UNFUSED_VARIABLE] = "0"
@@ -258,3 +295,18 @@ def _dot_product_attention(heads: int, groups: int, dim: int, scale: float | Non
         window_size=None if window is None else (window - 1, 0),
         softmax_scale=scale,
     )
+
+
+class Other(NamedTuple):
+    """A kernel of another package than torch."""
+
+    label: str
+    module: str
+    kernel: Kernel
+
+
+OTHERS: dict[str, Other] = {
+    "flash_attention_4": Other("FlashAttention 4", "flash_attn.cute", flash_attention_4),
+    "transformer_engine": Other("Transformer Engine", "transformer_engine.pytorch", transformer_engine_attention),
+}
+"""In the order in which they are tried."""

@@ -11,7 +11,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from rltool.config.train import OptimizerConfig
 from rltool.errors import UsageError
-from rltool.megatron.patches import use_group_step_adamw
+from rltool.megatron.patches import use_group_step_adamw, use_multi_tensor_kernels
 
 # What a resumed run takes from its own configuration rather than from the checkpoint's parameter groups.
 CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")
@@ -25,6 +25,7 @@ def build_optimizer(
     distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say the same.
     """
     use_group_step_adamw()
+    use_multi_tensor_kernels()
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",

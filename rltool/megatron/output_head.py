@@ -1,8 +1,10 @@
-"""Log-probabilities straight from hidden states: the output layer and the softmax in one function, a chunk of tokens at a time.
+"""Log-probabilities straight from hidden states: the output layer and the softmax in one function, a chunk of tokens
+at a time.
 
-The logits of a micro-batch (16,384 tokens times 152,000 words are 10 GB in fp32) never exist whole: each chunk's are computed,
-reduced to a few numbers per token and dropped; the backward pass computes them again. With tensor parallelism every rank does
-this for its slice of the vocabulary, and one reduction over the ranks serves all chunks.
+The logits of a micro-batch (16,384 tokens times 152,000 words are 10 GB in fp32) never exist whole: each chunk's are
+computed, reduced to a few numbers per token and dropped; the backward pass computes them again, or takes the
+probabilities that were kept in the inputs' precision. With tensor parallelism every rank does this for its slice of
+the vocabulary, and one reduction over the ranks serves all chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from rltool.megatron.kernels import vocabulary_gradient, vocabulary_statistics
 from rltool.megatron.products import add_product, product
 
 CHUNK = 2048
-"""Tokens per chunk: large enough for full-speed matrix products, and 1.2 GB of fp32 logits at a vocabulary of 152,000."""
+"""Tokens per chunk: large enough for full-speed matrix products, and 1.2 GB of fp32 logits at a vocabulary of
+152,000."""
 
 
 def head_logprobs(
@@ -29,22 +32,34 @@ def head_logprobs(
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
     chunk: int = CHUNK,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log p(targets[i]) under softmax(hidden[i] @ weight.T / temperature) and that distribution's entropy, each [R] float32.
+    """log p(targets[i]) under softmax(hidden[i] @ weight.T / temperature) and that distribution's entropy, each [R]
+    float32.
 
-    hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary rows
-    last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same rows.
-    Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's: sum it over the
-    group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in fp32, in place in
-    `weight.main_grad` where Megatron's data-parallel wrapper has put one.
+    hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary
+    rows last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same
+    rows. Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's:
+    sum it over the group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in
+    fp32, in place in `weight.main_grad` where Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp]
+    probabilities in hidden's dtype until the backward pass, which then needs no second product for them.
     """
-    return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, chunk)
+    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, chunk, keep)
 
 
 class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_size: int, group: dist.ProcessGroup | None, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        vocab_size: int,
+        group: dist.ProcessGroup | None,
+        chunk: int,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         rank, size = (group.rank(), group.size()) if group is not None else (0, 1)
         local = targets - rank * len(weight)
@@ -53,11 +68,14 @@ class _HeadLogprobs(torch.autograd.Function):
         # [largest, total, weighted, chosen] per token.
         stats = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        if real:
-            for rows in _chunks(len(targets), chunk):
-                logits = product(hidden[rows], weight[:real].t())
-                parts = vocabulary_statistics(logits, local[rows], 1 / temperature)
-                stats[:, rows] = torch.stack(parts)
+        kept: list[tuple[Tensor, Tensor]] = []
+        for rows in _chunks(len(targets), chunk) if real else ():
+            logits = product(hidden[rows], weight[:real].t())
+            wanted = hidden.dtype if keep else None
+            stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, wanted)
+            if keep:
+                kept.append((held[0], held[1]))
+            del logits
         largest, total, weighted, chosen = stats
         chosen = chosen.masked_fill((local < 0) | (local >= real), 0.0)
         if size > 1:
@@ -71,7 +89,8 @@ class _HeadLogprobs(torch.autograd.Function):
             largest, (total, weighted, chosen) = everyone, sums
         log_total = largest + total.log()
         entropy = total.log() - weighted / total
-        ctx.save_for_backward(hidden, local, log_total, entropy)
+        ctx.save_for_backward(hidden, local, log_total, entropy, chosen)
+        ctx.kept = kept if keep else None
         # Not among the saved tensors: those would come back without the attributes that Megatron put on the parameter.
         ctx.weight, ctx.real, ctx.scale, ctx.chunk = weight, real, 1 / temperature, chunk
         ctx.set_materialize_grads(False)
@@ -79,26 +98,31 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, local, log_total, entropy = ctx.saved_tensors
+        hidden, local, log_total, entropy, chosen = ctx.saved_tensors
         weight, real = ctx.weight, ctx.real
-        zero = torch.zeros_like(entropy)
-        by_logprob, by_entropy = (zero if grad is None else grad.float() for grad in (by_logprob, by_entropy))
+        by_logprob = torch.zeros_like(entropy) if by_logprob is None else by_logprob.float().contiguous()
+        by_entropy = None if by_entropy is None else by_entropy.float().contiguous()
+        probability = (chosen - log_total).exp()
         # Frozen inputs (a value head on a frozen body, a probe) cost no product.
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if for_hidden else None
         total, in_place = _weight_buffer(weight) if for_weight else (None, False)
-        for rows in _chunks(len(local), ctx.chunk) if real else ():
+        for number, rows in enumerate(_chunks(len(local), ctx.chunk) if real else ()):
             states = hidden[rows]
-            logits = product(states, weight[:real].t())
+            if ctx.kept is None:
+                source, tops = product(states, weight[:real].t()), None
+            else:
+                (source, tops), ctx.kept[number] = ctx.kept[number], None
             grad = vocabulary_gradient(
-                logits, log_total[rows], entropy[rows], local[rows], by_logprob[rows], by_entropy[rows], ctx.scale, hidden.dtype
-            )
-            del logits
+                source, tops, log_total[rows], probability[rows], entropy[rows], local[rows],
+                by_logprob[rows], None if by_entropy is None else by_entropy[rows], ctx.scale, hidden.dtype,
+            )  # fmt: skip
+            del source, tops
             if hidden_grad is not None:
                 torch.mm(grad, weight[:real], out=hidden_grad[rows])
             if total is not None:
                 add_product(total[:real], grad.t(), states)
-        return hidden_grad, _weight_result(weight, total, in_place), None, None, None, None, None
+        return hidden_grad, _weight_result(weight, total, in_place), *[None] * 6
 
 
 def _chunks(length: int, chunk: int) -> list[slice]:
@@ -113,10 +137,11 @@ def _weight_buffer(weight: Tensor) -> tuple[Tensor, bool]:
 
 
 def _weight_result(weight: Tensor, total: Tensor | None, in_place: bool) -> Tensor | None:
-    """What autograd gets: the gradient, or, where it is in main_grad already, something for Megatron's hook to fire on.
+    """What autograd gets: the gradient, or, where it is in main_grad already, something for Megatron's hook to fire
+    on.
 
-    The hook skips what is marked `grad_added_to_main_grad`, unless the weight is also the embedding: then it adds the sum of
-    both uses' gradients, of which ours must be zero.
+    The hook skips what is marked `grad_added_to_main_grad`, unless the weight is also the embedding: then it adds the
+    sum of both uses' gradients, of which ours must be zero.
     """
     if total is None:
         return None

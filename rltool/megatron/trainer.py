@@ -26,6 +26,7 @@ from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
+from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.trained import Setup, TrainedModel
 from rltool.models.registry import family_for, read_hf_config
 
@@ -64,8 +65,10 @@ class MegatronTrainer(TrainedModel):
         Logits are divided by `algorithm.logits_temperature` everywhere.
         Raises UsageError (model or layout that cannot be built) and RendezvousFailed.
         """
-        if trainer.torch_threads is not None:
-            torch.set_num_threads(trainer.torch_threads)
+        on_gpu = trainer.device != "cpu" and torch.cuda.is_available()
+        world_size = trainer.world_size
+        ranks_here = min(world_size, torch.cuda.device_count()) if on_gpu else world_size
+        limit_threads(wanted_threads(trainer.torch_threads, on_gpu=on_gpu, ranks_on_host=ranks_here))
         self.model_path = model.path
         self.hf_config = read_hf_config(model.path)
         self.temperature = algorithm.logits_temperature(run.temperature)
@@ -167,6 +170,7 @@ class MegatronTrainer(TrainedModel):
             vocab_size=self.family.vocab_size,
             group=self.runtime.tp_group,
             chunk=self.config.head_chunk_tokens,
+            keep=not self.config.recompute_head,
         )
         return self._on_all_context_ranks(micro, logprobs, entropy)
 

@@ -62,6 +62,17 @@ async def a_stop_token_ends_a_sample_and_is_part_of_it(client: EngineClient, eng
     assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
+async def arrays_say_what_vllms_own_route_says(client: EngineClient, engine: EngineEndpoint) -> None:
+    own, arrays = (engine.model_copy(update={"plugin": plugin}) for plugin in (False, True))
+    (free,) = await client.generate(own, request(), timeout=SECONDS)
+    for asked in (request(n=3), request(sampling={"stop_token_ids": (free.token_ids[4],)})):
+        expected = await client.generate(own, asked, timeout=SECONDS)
+        found = await client.generate(arrays, replace(asked, request_id=uuid.uuid4().hex), timeout=SECONDS)
+        assert [(s.token_ids, s.finish_reason, s.versions) for s in found] == [(s.token_ids, s.finish_reason, s.versions) for s in expected]
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
 async def generate_of_sglang_gives_the_same_sample(client: EngineClient, engine: EngineEndpoint) -> None:
     """Through the SGLang dialect, as through sglang-router."""
     as_sglang = engine.model_copy(update={"dialect": "sglang"})
@@ -237,6 +248,7 @@ CONTRACT = [
     samples_of_a_prompt_are_distinct_and_repeatable,
     a_completion_has_one_logprob_per_token_and_spans_over_all,
     a_stop_token_ends_a_sample_and_is_part_of_it,
+    arrays_say_what_vllms_own_route_says,
     generate_of_sglang_gives_the_same_sample,
     generate_of_sglang_returns_a_list_for_several_samples,
     a_parameter_that_is_not_known_is_refused_by_name,

@@ -79,7 +79,7 @@ def installed(monkeypatch):
 
 @pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
 def test_transformer_engine_is_used_where_it_agrees(installed, case):
-    assert judged(shape(**case), demanded=False) is attention.transformer_engine_attention
+    assert judged(shape(**case), backend="auto") is attention.transformer_engine_attention
 
 
 @pytest.mark.parametrize(
@@ -88,18 +88,52 @@ def test_transformer_engine_is_used_where_it_agrees(installed, case):
 )
 def test_it_is_not_used_where_it_is_wrong_and_the_log_says_so(installed, caplog, wrong, case):
     installed.wrong = wrong
-    assert judged(shape(**case), demanded=False) is reference
-    assert "4 heads in 2 groups of 8" in caplog.text and "torch's is used" in caplog.text
+    assert judged(shape(**case), backend="auto") is reference
+    assert "4 heads in 2 groups of 8" in caplog.text and "it is not used" in caplog.text
     with pytest.raises(RltoolError, match='set trainer.attention = "torch"'):
-        judged(shape(**case), demanded=True)
+        judged(shape(**case), backend="transformer_engine")
 
 
 def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
-    assert judged(shape(), demanded=False) is reference and not caplog.text
+    assert judged(shape(), backend="auto") is reference and not caplog.text
     with pytest.raises(UsageError, match="cannot be imported here"):
         check_backend("transformer_engine", torch.device("cuda"), torch.bfloat16)
     check_backend("auto", torch.device("cuda"), torch.bfloat16)
+
+
+def flash_attn_varlen_func(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False, window_size=(None, None)
+):
+    """FlashAttention 4's, with the arguments that count. Its windows count the keys before a query."""
+    assert causal and window_size[1] in (None, 0)
+    packed = types.SimpleNamespace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k)
+    return reference(q, k, v, packed, softmax_scale, None if window_size[0] is None else window_size[0] + 1), None
+
+
+@pytest.fixture
+def flash_attn(installed, monkeypatch):
+    """FlashAttention 4 beside Transformer Engine; `use` puts another function in its place."""
+    package, module = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.cute")
+    package.cute, module.flash_attn_varlen_func = module, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    return module
+
+
+@pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
+    assert judged(shape(**case), backend="auto") is attention.flash_attention_4
+    assert judged(shape(**case), backend="flash_attention_4") is attention.flash_attention_4
+    assert judged(shape(**case), backend="transformer_engine") is attention.transformer_engine_attention
+
+
+def test_the_next_kernel_serves_where_flash_attention_4_is_wrong(flash_attn, caplog):
+    flash_attn.flash_attn_varlen_func = lambda *args, **options: flash_attn_varlen_func(*args, **{**options, "softmax_scale": 0.5})
+    assert judged(shape(), backend="auto") is attention.transformer_engine_attention
+    assert "FlashAttention 4's attention" in caplog.text and "it is not used" in caplog.text
+    with pytest.raises(RltoolError, match='set trainer.attention = "torch"'):
+        judged(shape(), backend="flash_attention_4")
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.bfloat16), ("cuda", torch.float32)])
@@ -114,10 +148,10 @@ def test_its_kernel_with_whole_score_matrices_is_ruled_out_in_its_calls_alone(in
     monkeypatch.delenv("NVTE_UNFUSED_ATTN", raising=False)
     if before is not None:
         monkeypatch.setenv("NVTE_UNFUSED_ATTN", before)
-    assert judged(shape(), demanded=True) is attention.transformer_engine_attention
+    assert judged(shape(), backend="transformer_engine") is attention.transformer_engine_attention
     assert os.environ.get("NVTE_UNFUSED_ATTN") == before
     installed.wrong = "unsupported"
-    judged(shape(groups=4), demanded=False)
+    judged(shape(groups=4), backend="auto")
     assert os.environ.get("NVTE_UNFUSED_ATTN") == before
 
 

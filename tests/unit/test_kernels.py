@@ -1,67 +1,50 @@
-"""The small functions of the model against their definitions, and that each compiles as one graph for any length.
+"""The small functions of the model against their definitions, and those for a GPU, written in Triton, against them."""
 
-On CUDA they run compiled. Here the tracing is tested with the compiler that needs no C++; the arithmetic, eager.
-"""
-
-import inspect
+import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rltool.megatron import kernels
-
-BF16 = torch.bfloat16
+from tests.e2e.megatron_models import DEVICE
 
 
 def randn(*shape, dtype=torch.float32, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
 
 
-def ids(count):
-    return torch.randint(-5, 35, (count,), generator=torch.Generator().manual_seed(count))
+@pytest.fixture(scope="module")
+def differences():
+    """Of every function and its fused form, on a GPU where these tests run on one, else by Triton's interpreter."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"} if DEVICE == "cpu" else dict(os.environ)
+    command = [sys.executable, "-m", "tests.unit.fused_cases", DEVICE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-CASES = {
-    "rms_norm": lambda n: (randn(n, 1, 16, dtype=BF16), randn(16, dtype=BF16), 1e-6),
-    "rms_norm_zero_centered": lambda n: (randn(n, 1, 16, dtype=BF16), randn(16, dtype=BF16), 1e-6),
-    "rotate": lambda n: (randn(n, 1, 4, 16, dtype=BF16), randn(n, 1, 1, 16).sin()),
-    "swiglu": lambda n: (randn(n, 1, 32, dtype=BF16),),
-    "vocabulary_statistics": lambda n: (randn(n, 30), ids(n), 0.7),
-    "vocabulary_gradient": lambda n: (randn(n, 30), randn(n) + 5, randn(n), ids(n), randn(n), randn(n), 0.7, BF16),
-}
+@pytest.mark.parametrize("function", ["norm", "norm of heads", "rotation", "gated", "vocabulary"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
+def test_fused_functions_are_those_in_plain_torch(differences, function, dtype, tolerance):
+    found = {name: error for name, error in differences.items() if name.startswith(f"{function} {dtype}")}
+    assert found and max(found.values()) < tolerance, found
 
 
-def values_and_gradients(function, arguments):
-    given = [x.clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
-    results = function(*given)
-    results = results if isinstance(results, tuple) else (results,)
-    sum((result.float() * torch.arange(result.numel()).view(result.shape).cos()).sum() for result in results).backward()
-    return [*results, *[x.grad for x in given if torch.is_tensor(x) and x.grad is not None]]
+def test_without_fusion_a_gpu_takes_plain_torch(monkeypatch):
+    class OnGpu:
+        is_cuda = True
 
+        def numel(self):
+            return 1
 
-@pytest.mark.parametrize("name", CASES)
-def test_one_graph_serves_every_length(name):
-    plain = getattr(kernels, name).__wrapped__
-    counted = []
-
-    def backend(graph, inputs):
-        counted.append(graph)
-        return graph.forward
-
-    fast = torch.compile(plain, dynamic=False, fullgraph=True, backend=backend)
-    by_token = [parameter != "weight" for parameter in inspect.signature(plain).parameters]
-
-    def compiled(*arguments):
-        return fast(*kernels.rows_vary(arguments, by_token))
-
-    for length in (5, 9, 23):
-        for found, expected in zip(values_and_gradients(compiled, CASES[name](length)), values_and_gradients(plain, CASES[name](length)), strict=True):
-            assert torch.equal(found, expected)
-    assert len(counted) == 1
-    traced = [node.meta["example_value"] for node in counted[0].graph.nodes if torch.is_tensor(node.meta.get("example_value"))]
-    assert any(not isinstance(value.shape[0], int) for value in traced), "the number of tokens is a constant of the kernel"
-    assert all(isinstance(size, int) for value in traced for size in value.shape[1:]), "a width is a variable of the kernel"
+    monkeypatch.setattr(kernels, "_eager", False)
+    assert kernels._on_gpu(OnGpu())
+    kernels.compile_on_cuda(False)
+    assert not kernels._on_gpu(OnGpu())
 
 
 def test_rms_norm_is_that_of_torch():

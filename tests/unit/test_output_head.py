@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from rltool.megatron import output_head
 from rltool.megatron.output_head import head_logprobs
 
 VOCAB, PADDED, HIDDEN, ROWS = 37, 40, 16, 23
@@ -42,24 +43,26 @@ def run(function, dtype, temperature, coefficients=(1.0, 1.0)):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def fused(chunk):
+def fused(chunk, keep=False):
     return lambda hidden, weight, targets, temperature: head_logprobs(
-        hidden, weight, targets, temperature=temperature, vocab_size=VOCAB, chunk=chunk
+        hidden, weight, targets, temperature=temperature, vocab_size=VOCAB, chunk=chunk, keep=keep
     )
 
 
+@pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("chunk", [1, 5, ROWS, 1000])
 @pytest.mark.parametrize("coefficients", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.4)])
-def test_values_and_gradients_in_fp32_equal_the_unfused_path_and_the_definition(chunk, coefficients):
+def test_values_and_gradients_in_fp32_equal_the_unfused_path_and_the_definition(chunk, coefficients, keep):
     for reference in (plain, unfused):
-        for found, expected in zip(run(fused(chunk), torch.float32, 0.7, coefficients), run(reference, torch.float32, 0.7, coefficients), strict=True):
+        for found, expected in zip(run(fused(chunk, keep), torch.float32, 0.7, coefficients), run(reference, torch.float32, 0.7, coefficients), strict=True):
             torch.testing.assert_close(found, expected.float(), rtol=2e-5, atol=2e-5)
 
 
-def test_in_bf16_it_is_at_least_as_close_to_the_definition_as_the_unfused_path():
+@pytest.mark.parametrize("keep", [False, True])
+def test_in_bf16_it_is_at_least_as_close_to_the_definition_as_the_unfused_path(keep):
     exact = run(plain, torch.bfloat16, 1.0)
     errors = {}
-    for name, function in (("fused", fused(7)), ("unfused", unfused)):
+    for name, function in (("fused", fused(7, keep)), ("unfused", unfused)):
         errors[name] = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(run(function, torch.bfloat16, 1.0), exact, strict=True)]
     # Values never pass through bf16 logits; gradients do, rounded once.
     assert errors["fused"][0] < 1e-6 < errors["unfused"][0]
@@ -98,6 +101,38 @@ def test_entropy_gradient_is_finite_where_a_probability_underflows():
     _, entropy = head_logprobs(hidden, weight, torch.tensor([0]), temperature=1.0, vocab_size=3)
     entropy.sum().backward()
     assert torch.isfinite(hidden.grad).all()
+
+
+def test_kept_probabilities_leave_the_gradient_of_a_nearly_certain_token_exact():
+    """1 - p of p = 0.9995 is below what bf16 resolves near 1."""
+    hidden = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[7.625, 0.0], [0.0, 1.0]], dtype=torch.bfloat16)
+    grads = []
+    for keep in (False, True):
+        hidden.grad = None
+        logprobs, _ = head_logprobs(hidden, weight, torch.tensor([0]), temperature=1.0, vocab_size=2, keep=keep)
+        logprobs.sum().backward()
+        grads.append(hidden.grad.clone())
+    assert 0 < grads[0][0, 0] < 0.005
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.01, atol=0)
+
+
+def test_probabilities_are_kept_only_where_a_gradient_will_be_asked_for(monkeypatch):
+    kept = []
+    statistics = output_head.vocabulary_statistics
+    monkeypatch.setattr(output_head, "vocabulary_statistics", lambda *given: (kept.append(given[3] is not None), statistics(*given))[1])
+    hidden, weight, targets, _ = inputs(torch.float32)
+
+    def run_once():
+        kept.clear()
+        head_logprobs(hidden, weight, targets, temperature=1.0, vocab_size=VOCAB, keep=True)
+        return kept == [True]
+
+    assert not run_once()
+    hidden.requires_grad_()
+    with torch.no_grad():
+        assert not run_once()
+    assert run_once()
 
 
 PEAK = """

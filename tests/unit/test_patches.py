@@ -25,6 +25,7 @@ def test_every_patch_names_its_versions_reason_and_targets():
     assert {patch.name for patch in patches.PATCHES} == {
         "cpu_mode",
         "use_group_step_adamw",
+        "use_multi_tensor_kernels",
         "save_without_manager_process",
         "unsharded_state_kept",
         "route_without_transformer_engine",

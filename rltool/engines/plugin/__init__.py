@@ -6,15 +6,18 @@ environment says so.
 """
 
 from rltool.engines.plugin.idle import limit_busy_loop
+from rltool.engines.plugin.outputs import hold_outputs
 
 BACKEND = "rltool"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, and limit_busy_loop. Idempotent; imports
-    no receiver yet."""
+    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop and hold_outputs.
+
+    Idempotent; imports no receiver yet."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rltool.engines.plugin.receiver", "WeightReceiver")
     limit_busy_loop()
+    hold_outputs()

@@ -34,6 +34,7 @@ ALLOWED_ROUTES = OPEN_ROUTES | frozenset(
         # generation
         ("POST", "/inference/v1/generate"),
         ("POST", "/generate"),
+        ("POST", "/rltool/generate"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         # control

@@ -67,6 +67,8 @@ class ServerMiddleware:
             await send_json(send, 404, {"error": f"{method} {path} is not available on engines started by rltool"})
         elif path == "/generate":
             await self._generate(scope, receive, send)
+        elif path == "/rltool/generate":
+            await self._app(_wanting_arrays(scope) | _path(sglang_api.VLLM_PATH), receive, send)
         elif path in ("/rltool/info", "/server_info", "/model_info"):
             await self._describe(scope, path, send)
         else:
@@ -82,7 +84,7 @@ class ServerMiddleware:
         except ValueError as error:  # BadRequest, or no JSON at all
             await send_json(send, 400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
             return
-        status, reply = await call_app(self._app, scope, receive, sglang_api.VLLM_PATH, request)
+        status, reply = await call_app(self._app, _wanting_arrays(scope), receive, sglang_api.VLLM_PATH, request)
         if status != 200:
             await send_bytes(send, status, reply)
             return
@@ -125,3 +127,15 @@ class ServerMiddleware:
         if any(mixed):
             logger.warning("a weight update was not finished: the weights are a mixture until the next full one")
             await client.update_weight_version(INCOMPLETE_VERSION)
+
+
+def _wanting_arrays(scope: Scope) -> dict[str, Any]:
+    """The request, with the mark that makes vLLM's token route answer with arrays."""
+    from rltool.engines.plugin.arrays import MARK, serve_arrays
+
+    serve_arrays(scope["app"].state)
+    return {**scope, MARK: True}
+
+
+def _path(path: str) -> dict[str, Any]:
+    return {"path": path, "raw_path": path.encode()}

@@ -7,8 +7,11 @@ would sample otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
+
+from rltool.engines import arrays
 
 VLLM_PATH = "/inference/v1/generate"
 MISSING_LOGPROB = -9999.0
@@ -95,36 +98,45 @@ def from_vllm(request: Mapping[str, Any], reply: Mapping[str, Any]) -> dict[str,
 
 
 def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
-    ids = choice.get("token_ids") or []
+    ids, logprobs = _tokens_and_logprobs(choice)
     usage = reply.get("usage") or {}
     spans = choice.get("weight_versions") or []
     rid = request.get("request_id", reply.get("request_id"))
     meta: dict[str, Any] = {
         # vLLM has one id for the n samples of a prompt; SGLang's ids are unique
         "id": rid if request["sampling_params"].get("n", 1) == 1 else f"{rid}_{choice['index']}",
-        "finish_reason": _finish_reason(choice, len(ids)),
+        "finish_reason": _finish_reason(choice, ids),
         "prompt_tokens": len(request["token_ids"]),
         "completion_tokens": len(ids),
         "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         "weight_version": spans[-1]["version"] if spans else None,
         "weight_versions": spans,
     }
-    content = (choice.get("logprobs") or {}).get("content")
-    if content is not None:
-        # null where vLLM has none: its stand-in is a number that a client would take for a log-probability
-        meta["output_token_logprobs"] = [
-            [None if entry["logprob"] <= MISSING_LOGPROB else entry["logprob"], entry["token_id"], None]
-            for entry in content
-        ]
+    if logprobs is not None:
+        meta["output_token_logprobs"] = [[value, token, None] for token, value in zip(ids, logprobs, strict=True)]
     return {"text": "", "output_ids": ids, "meta_info": meta}
 
 
-def _finish_reason(choice: Mapping[str, Any], length: int) -> dict[str, Any]:
+def _tokens_and_logprobs(choice: Mapping[str, Any]) -> tuple[list[int], list[float | None] | None]:
+    """Of vLLM's own choice or of one with arrays. None in place of a log-probability that vLLM does not have: its stand-in is a number
+    that a client would take for one."""
+    found = choice.get("logprobs")
+    if isinstance(choice.get("token_ids"), str):
+        ids = [int(token) for token in arrays.decode(arrays.TOKEN, choice["token_ids"])]
+        values = None if found is None else arrays.decode(arrays.LOGPROB, found)
+        return ids, None if values is None else [value if math.isfinite(value) else None for value in values]
+    content = (found or {}).get("content")
+    if content is None:
+        return choice.get("token_ids") or [], None
+    values = [None if entry["logprob"] <= MISSING_LOGPROB else entry["logprob"] for entry in content]
+    return [entry["token_id"] for entry in content], values
+
+
+def _finish_reason(choice: Mapping[str, Any], ids: list[int]) -> dict[str, Any]:
     reason = choice.get("finish_reason")
     if reason == "length":
-        return {"type": "length", "length": length}
+        return {"type": "length", "length": len(ids)}
     if reason == "stop":
         matched = choice.get("stop_reason")  # None where the model's own end token came
-        ids = choice.get("token_ids") or [None]
-        return {"type": "stop", "matched": matched if matched is not None else ids[-1]}
+        return {"type": "stop", "matched": matched if matched is not None else (ids[-1] if ids else None)}
     return {"type": "abort", "message": f"vLLM ended the request with finish_reason {reason!r}"}

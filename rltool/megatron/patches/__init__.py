@@ -11,7 +11,7 @@ from rltool.megatron.patches.layers import (
     rotate_in_one_kernel,
     route_without_transformer_engine,
 )
-from rltool.megatron.patches.optimizer import use_group_step_adamw
+from rltool.megatron.patches.optimizer import use_group_step_adamw, use_multi_tensor_kernels
 from rltool.megatron.patches.registry import PATCHES, Patch, PatchTargetMissing, Target, broken_targets
 from rltool.megatron.patches.saving import save_without_manager_process, unsharded_state_kept
 
@@ -29,4 +29,5 @@ __all__ = [
     "save_without_manager_process",
     "unsharded_state_kept",
     "use_group_step_adamw",
+    "use_multi_tensor_kernels",
 ]

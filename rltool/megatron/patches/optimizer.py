@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rltool.megatron.adamw import GroupStepAdamW
+from rltool.megatron.multi_tensor import l2_norm, scale
 from rltool.megatron.patches.registry import Target, patch, replace
 
 
@@ -35,3 +36,23 @@ def use_group_step_adamw() -> None:
     replace(distrib_optimizer, "HAVE_APEX_OR_TE", True)
     replace(distrib_optimizer, "USING_TE_OPTIMIZER", True)
     replace(distrib_optimizer, "USING_APEX_OPTIMIZER", False)
+
+
+@patch(
+    "0.16",
+    "0.19",
+    targets=(
+        Target("megatron.core.optimizer.clip_grads:l2_norm_impl", used="l2_norm_impl,"),
+        Target("megatron.core.optimizer.clip_grads:multi_tensor_scale_impl", used="multi_tensor_scale_impl,"),
+    ),
+)
+def use_multi_tensor_kernels() -> None:
+    """Makes Megatron clip by torch's multi-tensor kernels where it would by its loops, which wait for the device once for each
+    parameter. Idempotent."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    if clip_grads.l2_norm_impl is getattr(utils, "local_multi_tensor_l2_norm", None):
+        replace(clip_grads, "l2_norm_impl", l2_norm)
+    if clip_grads.multi_tensor_scale_impl is getattr(utils, "local_multi_tensor_scale", None):
+        replace(clip_grads, "multi_tensor_scale_impl", scale)

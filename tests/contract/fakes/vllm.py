@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rltool.engines import wire
+from rltool.engines import arrays, wire
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import Decision, GuardPolicy
 from rltool.engines.types import TensorMeta
@@ -120,6 +120,7 @@ class FakeVllm(FakeServer):
             routes |= {
                 ("GET", "/rltool/info"): self._info,
                 ("POST", "/generate"): self._sglang_generate,
+                ("POST", "/rltool/generate"): self._generate_arrays,
                 ("GET", "/server_info"): self._sglang_server_info,
                 ("GET", "/model_info"): self._sglang_model_info,
             }
@@ -199,6 +200,16 @@ class FakeVllm(FakeServer):
 
     async def _generate(self, recorded: Recorded) -> web.Response:
         status, reply = await self._sample(recorded.body)
+        return web.json_response(reply, status=status)
+
+    async def _generate_arrays(self, recorded: Recorded) -> web.Response:
+        status, reply = await self._sample(recorded.body)
+        for choice in reply.get("choices", ()):
+            content, choice["token_ids"] = choice["logprobs"], arrays.encode(arrays.TOKEN, choice["token_ids"])
+            if content is not None:
+                # What vLLM's own route says with its stand-in is not a number here.
+                values = [math.nan if entry["logprob"] == -9999.0 else entry["logprob"] for entry in content["content"]]
+                choice["logprobs"] = arrays.encode(arrays.LOGPROB, values)
         return web.json_response(reply, status=status)
 
     async def _sglang_generate(self, recorded: Recorded) -> web.Response:

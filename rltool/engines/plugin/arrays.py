@@ -1,0 +1,114 @@
+"""vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
+stop_reason, weight_versions}], usage}, where token_ids and logprobs are rltool.engines.arrays.
+
+vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
+Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponseBase
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.logprobs import FlatLogprobs
+
+from rltool.engines import arrays
+
+MARK = "rltool.arrays"
+"""Key in the ASGI scope of a request that wants arrays."""
+
+_wanted: ContextVar[bool] = ContextVar("rltool_arrays", default=False)
+
+
+class ArrayReply(GenerateResponseBase):
+    """What vLLM's route answers with: it takes whatever model_dump returns."""
+
+    content: dict[str, Any] = {}
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        return self.content
+
+
+class ArrayServing(ServingTokens):
+    """Replaces ServingTokens (by class, on the living object); requests without the mark get vLLM's own replies."""
+
+    async def serve_tokens(self, request: Any, raw_request: Any = None) -> Any:
+        wanted = raw_request is not None and bool(raw_request.scope.get(MARK)) and not request.stream
+        _wanted.set(wanted)
+        if wanted:
+            request.sampling_params.flat_logprobs = True
+        return await super().serve_tokens(request, raw_request)
+
+    async def serve_tokens_full_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[Any, None],
+        request_id: str,
+        model_name: str,
+        request_metadata: Any,
+    ) -> Any:
+        if not _wanted.get():
+            return await super().serve_tokens_full_generator(
+                request, result_generator, request_id, model_name, request_metadata
+            )
+        final = None
+        async for result in result_generator:
+            final = result
+        if final is None:
+            raise RuntimeError("the engine ended a request without a result")
+        for output in final.outputs:
+            self._raise_if_error(output.finish_reason, request_id)
+        usage = {
+            "prompt_tokens": len(final.prompt_token_ids),
+            "completion_tokens": sum(len(output.token_ids) for output in final.outputs),
+        }
+        if final.num_cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": final.num_cached_tokens}
+        content = {
+            "request_id": request_id,
+            "choices": [array_choice(output) for output in final.outputs],
+            "usage": usage,
+        }
+        return ArrayReply.model_construct(content=content)
+
+
+def array_choice(output: Any) -> dict[str, Any]:
+    """Of a vllm.outputs.CompletionOutput."""
+    spans = [
+        span if isinstance(span, dict) else {"version": span.version, "start": span.start, "end": span.end}
+        for span in output.weight_versions or ()
+    ]
+    return {
+        "index": output.index,
+        "token_ids": arrays.encode(arrays.TOKEN, output.token_ids),
+        "logprobs": None
+        if output.logprobs is None
+        else arrays.encode(arrays.LOGPROB, sampled_logprobs(output.token_ids, output.logprobs)),
+        "finish_reason": output.finish_reason or "stop",
+        "stop_reason": output.stop_reason,
+        "weight_versions": spans,
+    }
+
+
+def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
+    """The sampled tokens' own. They come first of their positions; NaN where the engine has none."""
+    if isinstance(logprobs, FlatLogprobs):
+        found = [(logprobs.token_ids[at], logprobs.logprobs[at]) for at in logprobs.start_indices]
+        return [
+            value if token == sampled else float("nan")
+            for sampled, (token, value) in zip(token_ids, found, strict=True)
+        ]
+    return [
+        position[token].logprob if token in position else float("nan")
+        for token, position in zip(token_ids, logprobs, strict=True)
+    ]
+
+
+def serve_arrays(state: Any) -> None:
+    """Makes the token route of this app answer marked requests with arrays. Idempotent."""
+    serving = getattr(state, "serving_tokens", None)
+    if type(serving) is ServingTokens:
+        serving.__class__ = ArrayServing

@@ -1,0 +1,40 @@
+"""vLLM with rltool's plugin: as `vllm`, but samples come as arrays, from the plugin's own route.
+
+The request is that of vLLM's token route, to which the plugin hands it on; see rltool.engines.plugin.arrays for the
+reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rltool.engines import arrays
+from rltool.engines.types import Completion, VersionSpan
+from rltool.engines.vllm import VllmDialect
+from rltool.errors import EngineError, MissingLogprobs
+
+ARRAYS_PATH = "/rltool/generate"
+
+
+class ArrayVllmDialect(VllmDialect):
+    """See rltool.engines.dialect.Dialect."""
+
+    generate_path = ARRAYS_PATH
+
+    def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
+        """One entry of `choices`. Raises MissingLogprobs where a value is missing or not finite."""
+        reason = choice.get("finish_reason")
+        if reason not in ("stop", "length", "abort"):
+            raise EngineError(f"{ARRAYS_PATH} ended a sample with finish_reason {reason!r}")
+        if choice.get("logprobs") is None:
+            raise MissingLogprobs(f"{ARRAYS_PATH} returned a sample without log-probabilities")
+        try:
+            tokens, logprobs = (
+                arrays.decode(arrays.TOKEN, choice["token_ids"]),
+                arrays.decode(arrays.LOGPROB, choice["logprobs"]),
+            )
+        except ValueError as error:
+            raise EngineError(f"{ARRAYS_PATH} returned arrays that cannot be read: {error}") from error
+        spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
+        return Completion(tokens, logprobs, reason, spans)  # type: ignore[arg-type]

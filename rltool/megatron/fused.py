@@ -1,0 +1,324 @@
+"""The functions of `kernels` for a GPU, written in Triton: one launch each, forward and backward, and each number is
+read once.
+
+Not left to torch.compile: its call costs the host 100 to 200 microseconds before a kernel is launched (guards,
+wrappers of autograd), five times a layer, and small models then wait for the host. Its code also read every input of
+SwiGLU's backward twice, and the logits twice. The arithmetic is that of `kernels`, in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+"""Numbers that one program of the row-wise kernels holds."""
+PROGRAMS = 528
+"""Of the norm's backward kernel, each with its own sum for the weight: four a multiprocessor of an H200."""
+VOCABULARY_BLOCK = 4096
+"""Columns of the vocabulary that one program takes."""
+
+
+@triton.jit
+def _norm_forward(
+    x, weight, out, scale, rows, eps, H: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, WIDTH)
+    inside = (row[:, None] < rows) & (column[None, :] < H)
+    at = row[:, None].to(tl.int64) * H + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(value * value, 1) / H + eps)
+    tl.store(scale + row, inverse, mask=row < rows)
+    factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
+    result = value * inverse[:, None]
+    if CENTERED:
+        result = result * (1.0 + factor)[None, :]
+    else:
+        result = result.to(out.dtype.element_ty).to(tl.float32) * factor[None, :]
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad,
+    x,
+    weight,
+    scale,
+    grad_x,
+    grad_weight,
+    rows,
+    H: tl.constexpr,
+    CENTERED: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    column = tl.arange(0, WIDTH)
+    factor = tl.load(weight + column, mask=column < H, other=0.0).to(tl.float32)
+    if CENTERED:
+        factor += 1.0
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = block * ROWS + tl.arange(0, ROWS)
+        inside = (row[:, None] < rows) & (column[None, :] < H)
+        at = row[:, None].to(tl.int64) * H + column[None, :]
+        inverse = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
+        normed = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * inverse
+        given = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(given * normed, 0)
+        given = given * factor[None, :]
+        along = tl.sum(given * normed, 1) / H
+        tl.store(grad_x + at, ((given - normed * along[:, None]) * inverse).to(grad_x.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + tl.program_id(0) * H + column, total, mask=column < H)
+
+
+@triton.jit
+def _rotate(
+    x,
+    turn,
+    out,
+    by_token,
+    by_head,
+    heads,
+    HALF: tl.constexpr,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column, head = tl.arange(0, WIDTH), tl.arange(0, HEADS)
+    cos = tl.load(turn + token * 2 * HALF + column, mask=column < HALF, other=0.0)[None, :]
+    sin = tl.load(turn + token * 2 * HALF + HALF + column, mask=column < HALF, other=0.0)[None, :]
+    if BACK:
+        sin = -sin
+    inside = (head[:, None] < heads) & (column[None, :] < HALF)
+    source = x + token * by_token + head[:, None] * by_head + column[None, :]
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    place = out + token * heads * 2 * HALF + head[:, None] * 2 * HALF + column[None, :]
+    tl.store(place, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
+    tl.store(place + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_forward(x, out, F: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    gate = tl.load(x + row * 2 * F + column, mask=column < F, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * F + F + column, mask=column < F, other=0.0).to(tl.float32)
+    tl.store(out + row * F + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=column < F)
+
+
+@triton.jit
+def _swiglu_backward(grad, x, grad_x, F: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    place = row * 2 * F + column
+    gate = tl.load(x + place, mask=column < F, other=0.0).to(tl.float32)
+    up = tl.load(x + place + F, mask=column < F, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * F + column, mask=column < F, other=0.0).to(tl.float32)
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    by_gate = given * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    tl.store(grad_x + place, by_gate.to(grad_x.dtype.element_ty), mask=column < F)
+    tl.store(grad_x + place + F, (given * gate * sigmoid).to(grad_x.dtype.element_ty), mask=column < F)
+
+
+@triton.jit
+def _vocabulary_blocks(
+    logits, local, largest, total, weighted, chosen, kept, V, blocks, scale, KEEP: tl.constexpr, WIDTH: tl.constexpr
+):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * WIDTH + tl.arange(0, WIDTH)
+    z = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32) * scale
+    top = tl.max(z, 0)
+    shifted = z - top
+    weight = tl.exp(shifted)
+    tl.store(largest + row * blocks + block, top)
+    tl.store(total + row * blocks + block, tl.sum(weight, 0))
+    tl.store(weighted + row * blocks + block, tl.sum(tl.where(column < V, weight * shifted, 0.0), 0))
+    target = tl.load(local + row)
+    here = (target >= block * WIDTH) & (target < (block + 1) * WIDTH) & (target < V)
+    tl.store(chosen + row, tl.load(logits + row * V + target, mask=here, other=0.0).to(tl.float32) * scale, mask=here)
+    if KEEP:
+        tl.store(kept + row * V + column, weight.to(kept.dtype.element_ty), mask=column < V)
+
+
+@triton.jit
+def _join_blocks(largest, total, weighted, tops, totals, sums, blocks, WIDTH: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    inside = column < blocks
+    top = tl.load(largest + row * blocks + column, mask=inside, other=float("-inf"))
+    most = tl.max(top, 0)
+    shift = tl.where(inside, top - most, 0.0)
+    factor = tl.where(inside, tl.exp(shift), 0.0)
+    part = tl.load(total + row * blocks + column, mask=inside, other=0.0)
+    moved = tl.load(weighted + row * blocks + column, mask=inside, other=0.0) + shift * part
+    tl.store(tops + row, most)
+    tl.store(totals + row, tl.sum(factor * part, 0))
+    tl.store(sums + row, tl.sum(factor * moved, 0))
+
+
+@triton.jit
+def _vocabulary_gradient(
+    source, tops, log_total, chosen, entropy, local, by_logprob, by_entropy, out, V, blocks, scale,
+    KEPT: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = block * WIDTH + tl.arange(0, WIDTH)
+    hit = column == tl.load(local + row)
+    value = tl.load(source + row * V + column, mask=column < V, other=0.0).to(tl.float32)
+    normalizer = tl.load(log_total + row)
+    if KEPT:
+        p = tl.where(hit, tl.load(chosen + row), value * tl.exp(tl.load(tops + row * blocks + block) - normalizer))
+    else:
+        p = tl.exp(value * scale - normalizer)
+    result = tl.load(by_logprob + row) * (tl.where(hit, 1.0, 0.0) - p)
+    if ENTROPY:
+        if KEPT:
+            log_p = tl.log(tl.maximum(p, 1e-37))
+        else:
+            log_p = value * scale - normalizer
+        result -= tl.load(by_entropy + row) * p * (log_p + tl.load(entropy + row))
+    tl.store(out + row * V + column, (result * scale).to(out.dtype.element_ty), mask=column < V)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
+        x = x.contiguous()
+        width, rows = x.size(-1), x.numel() // x.size(-1)
+        out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+        padded = triton.next_power_of_2(width)
+        together = max(1, TILE // padded)
+        _norm_forward[(triton.cdiv(rows, together),)](
+            x, weight, out, scale, rows, eps, H=width, CENTERED=centered, ROWS=together, WIDTH=padded
+        )
+        ctx.save_for_backward(x, weight, scale)
+        ctx.centered = centered
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        width, rows = x.size(-1), x.numel() // x.size(-1)
+        padded = triton.next_power_of_2(width)
+        together = max(1, TILE // padded)
+        programs = min(PROGRAMS, triton.cdiv(rows, together))
+        grad_x, parts = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        _norm_backward[(programs,)](
+            grad.contiguous(),
+            x,
+            weight,
+            scale,
+            grad_x,
+            parts,
+            rows,
+            H=width,
+            CENTERED=ctx.centered,
+            ROWS=together,
+            WIDTH=padded,
+        )
+        return grad_x, parts.sum(0).to(weight.dtype), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, centered: bool) -> Tensor:
+    return _Norm.apply(x, weight, eps, centered)
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turn: Tensor) -> Tensor:
+        ctx.save_for_backward(turn)
+        return _turned(x, turn, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _turned(grad, *ctx.saved_tensors, back=True), None
+
+
+def _turned(x: Tensor, turn: Tensor, *, back: bool) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    tokens, heads, half = x.size(0), x.size(-2), x.size(-1) // 2
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate[(tokens,)](
+        x, turn, out, x.stride(0), x.stride(-2), heads,
+        HALF=half, BACK=back, HEADS=triton.next_power_of_2(heads), WIDTH=triton.next_power_of_2(half),
+    )  # fmt: skip
+    return out
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """x: [T, 1, heads, d]; turn: [T, 1, 1, d]."""
+    return _Rotation.apply(x, turn.contiguous())
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
+        out = torch.empty(*x.shape[:-1], half, dtype=x.dtype, device=x.device)
+        width = min(2048, triton.next_power_of_2(half))
+        _swiglu_forward[(rows, triton.cdiv(half, width))](x, out, F=half, WIDTH=width)
+        ctx.save_for_backward(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
+        grad_x, width = torch.empty_like(x), min(2048, triton.next_power_of_2(half))
+        _swiglu_backward[(rows, triton.cdiv(half, width))](grad.contiguous(), x, grad_x, F=half, WIDTH=width)
+        return grad_x
+
+
+def swiglu(x: Tensor) -> Tensor:
+    return _SwiGLU.apply(x)
+
+
+def vocabulary_statistics(
+    logits: Tensor, local: Tensor, scale: float, keep: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    logits = logits.contiguous()
+    rows, width = logits.shape
+    blocks = triton.cdiv(width, VOCABULARY_BLOCK)
+    parts = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
+    stats = torch.zeros(4, rows, dtype=torch.float32, device=logits.device)
+    kept = torch.empty(rows, width, dtype=keep, device=logits.device) if keep is not None else None
+    _vocabulary_blocks[(rows, blocks)](
+        logits, local, parts[0], parts[1], parts[2], stats[3], logits if kept is None else kept, width, blocks, scale,
+        KEEP=keep is not None, WIDTH=VOCABULARY_BLOCK, num_warps=8,
+    )  # fmt: skip
+    _join_blocks[(rows,)](
+        parts[0], parts[1], parts[2], stats[0], stats[1], stats[2], blocks, WIDTH=triton.next_power_of_2(blocks)
+    )
+    return stats, kept, parts[0] if keep is not None else None
+
+
+def vocabulary_gradient(
+    source: Tensor,
+    tops: Tensor | None,
+    log_total: Tensor,
+    chosen: Tensor,
+    entropy: Tensor,
+    local: Tensor,
+    by_logprob: Tensor,
+    by_entropy: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Kept probabilities are overwritten by the result."""
+    rows, width = source.shape
+    out = source if tops is not None else torch.empty(rows, width, dtype=dtype, device=source.device)
+    blocks = triton.cdiv(width, VOCABULARY_BLOCK)
+    _vocabulary_gradient[(rows, blocks)](
+        source, tops if tops is not None else log_total, log_total, chosen, entropy, local,
+        by_logprob, by_entropy if by_entropy is not None else by_logprob, out, width, blocks, scale,
+        KEPT=tops is not None, ENTROPY=by_entropy is not None, WIDTH=VOCABULARY_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return out

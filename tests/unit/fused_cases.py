@@ -1,0 +1,124 @@
+"""Each function of rltool.megatron.fused against the same one in plain torch: relative differences of values and
+gradients, as JSON.
+
+    python -m tests.unit.fused_cases cpu      # by Triton's interpreter (TRITON_INTERPRET=1)
+    python -m tests.unit.fused_cases cuda
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from rltool.megatron import fused, kernels
+
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def values_and_gradients(function, *arguments):
+    given = [x.detach().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
+    result = function(*given)
+    result.float().mul(torch.arange(result.numel(), device=DEVICE).view(result.shape).cos()).sum().backward()
+    return [result.detach(), *[x.grad for x in given if torch.is_tensor(x) and x.grad is not None]]
+
+
+def difference(found, expected):
+    assert len(found) == len(expected), (len(found), len(expected))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), (
+            mine.shape,
+            mine.dtype,
+            theirs.shape,
+            theirs.dtype,
+        )
+        assert torch.isfinite(mine).all()
+    return max(
+        float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        for mine, theirs in zip(found, expected, strict=True)
+    )
+
+
+def norm(dtype, shape, centered):
+    arguments = randn(*shape, dtype=dtype), 1 + 0.2 * randn(shape[-1], dtype=dtype), 1e-6
+    plain = kernels.rms_norm_zero_centered if centered else kernels.rms_norm
+    return difference(
+        values_and_gradients(lambda *a: fused.rms_norm(*a, centered=centered), *arguments),
+        values_and_gradients(plain, *arguments),
+    )
+
+
+def rotation(dtype, tokens, heads, dim):
+    # A view into queries, keys and values together, as Megatron hands it over.
+    x = randn(tokens, 1, heads, 3 * dim, dtype=dtype)[..., dim : 2 * dim]
+    angles = randn(tokens, 1, 1, dim // 2)
+    turn = torch.cat([angles.cos(), angles.sin()], -1)
+    rotated = values_and_gradients(lambda x: fused.rotate(x, turn), x)
+    return difference(rotated, values_and_gradients(lambda x: kernels.rotate(x, turn), x))
+
+
+def gated(dtype, shape):
+    x = randn(*shape, dtype=dtype)
+    return difference(values_and_gradients(fused.swiglu, x), values_and_gradients(kernels.swiglu, x))
+
+
+def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
+    logits = 3 * randn(rows, width)
+    # Targets of other ranks' slices lie outside.
+    local = torch.randint(-width // 4, width + width // 4, (rows,), generator=torch.Generator().manual_seed(rows)).to(
+        DEVICE
+    )
+    mine, theirs = (f.vocabulary_statistics(logits, local, scale, dtype if keep else None) for f in (fused, kernels))
+    held = (local >= 0) & (local < width)
+    errors = [difference([mine[0][:3], mine[0][3][held]], [theirs[0][:3], theirs[0][3][held]])]
+    largest, total, weighted, chosen = theirs[0]
+    log_total = largest + total.log()
+    by = randn(rows, seed=1), randn(rows, seed=2) if entropy else None
+    rest = (
+        log_total,
+        torch.where(held, chosen - log_total, 0.0).exp(),
+        total.log() - weighted / total,
+        local,
+        *by,
+        scale,
+        dtype,
+    )
+    sources = [(parts[1], parts[2]) if keep else (logits, None) for parts in (mine, theirs)]
+    gradients = [f.vocabulary_gradient(*source, *rest) for f, source in zip((fused, kernels), sources, strict=True)]
+    # The definition, by autograd and in fp64.
+    exact = logits.double().requires_grad_()
+    logp = torch.log_softmax(exact * scale, -1)
+    value = (
+        logp.gather(1, local.clamp(0, width - 1)[:, None]).squeeze(1) * held
+        - torch.logsumexp(exact * scale, -1) * ~held
+    ) @ by[0].double()
+    if entropy:
+        value = value - (logp.exp() * logp).sum(-1) @ by[1].double()
+    (expected,) = torch.autograd.grad(value, exact)
+    return max(*errors, difference([gradients[0]], [gradients[1]]), difference([gradients[0]], [expected.to(dtype)]))
+
+
+def main() -> None:
+    kernels.compile_on_cuda(False)  # what fused is compared with
+    fused.VOCABULARY_BLOCK = 64
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for centered in (False, True):
+            found[f"norm {name} {centered}"] = norm(dtype, (37, 1, 96), centered)
+            found[f"norm of heads {name} {centered}"] = norm(dtype, (9, 1, 4, 32), centered)
+        found[f"rotation {name}"] = rotation(dtype, 11, 3, 24)
+        found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
+        for keep in (False, True):
+            for entropy in (False, True):
+                found[f"vocabulary {name} {keep} {entropy}"] = vocabulary(dtype, 13, 203, keep, entropy)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
