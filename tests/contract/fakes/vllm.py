@@ -7,6 +7,7 @@ so that they cannot drift apart.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 import zlib
 from typing import Any
