@@ -69,12 +69,12 @@ def test_a_training_through_the_router_keeps_trainer_and_engine_equal_at_every_s
     assert not paused and version == steps[-1]["weight_version"]
 
 
-def test_weights_are_pushed_before_the_first_rollout_and_every_sample_carries_the_version_of_its_step(routed, trained):
+def test_weights_are_synced_before_the_first_rollout_and_every_sample_carries_the_version_of_its_step(routed, trained):
     steps = routed.steps("trained")
     sampled_from = [record["weight_versions"] for record in steps]
     numbers = [int(versions[0].rsplit(":", 1)[1]) for versions in sampled_from]
-    assert all(len(versions) == 1 for versions in sampled_from) and numbers == [1, 2, 3]
-    assert [record["weight_version"].rsplit(":", 1)[1] for record in steps] == ["2", "3", "4"]
+    assert all(len(versions) == 1 for versions in sampled_from) and numbers == [0, 1, 2]
+    assert [record["weight_version"].rsplit(":", 1)[1] for record in steps] == ["1", "2", "3"]
     dump = json.loads((routed.runs / "trained" / "rollouts" / "step_000001.json").read_text())
     assert {span[0] for sample in dump["samples"] for span in sample["versions"]} == set(sampled_from[1])
 
