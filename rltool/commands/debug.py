@@ -84,7 +84,7 @@ def train_only(
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
 ) -> None:
-    """Train on recorded or synthetic rollouts. No engine takes part; the train/rollout gap is measured, but stops nothing."""
+    """Train on recorded or synthetic rollouts. No engine takes part; log-probability differences are measured, and stop nothing."""
     from rltool.commands.train import finish, named_run
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig

@@ -71,7 +71,7 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
         if name.startswith("eval/") and name.endswith("/accuracy"):
             parts.append(f"{name.removeprefix('eval/').removesuffix('/accuracy')} accuracy {value:.3f}")
     add("loss", "train/loss", ".4f")
-    add("gap", "train/logprob_abs_diff_mean", ".1e")
+    add("logp diff", "train/logprob_abs_diff_mean", ".1e")
     add("grad", "train/grad_norm", ".3f")
     add("kl", "train/kl", ".4f")
     add("tok/s", "rollout/tokens_per_second", ".0f")
