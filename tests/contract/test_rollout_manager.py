@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from rltool.config.train import TrainConfig
+from rltool.engines import arrays
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.errors import EngineRejected, TrainingStopped, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
@@ -44,7 +45,13 @@ class FakeVllm:
             return web.json_response({"error": self.refuse}, status=400)
         parameters = body["sampling_params"]
         choices = [self.choice(i, body["token_ids"], (parameters["seed"] + i) % 2**31, parameters["max_tokens"]) for i in range(parameters["n"])]
-        return web.json_response({"choices": choices})
+        return web.json_response({"choices": [self.with_arrays(c) if request.path == "/rltool/generate" else c for c in choices]})
+
+    @staticmethod
+    def with_arrays(choice):
+        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        tokens = arrays.encode(arrays.TOKEN, choice["token_ids"])
+        return choice | {"token_ids": tokens, "logprobs": arrays.encode(arrays.LOGPROB, values)}
 
     def choice(self, index, ids, seed, limit):
         word, _, begun = self.tokenizer.decode(ids).partition("=")
@@ -54,7 +61,7 @@ class FakeVllm:
         if self.abort_first > 0:
             self.abort_first -= 1
             tokens, reason = tokens[:1], "abort"
-        content = [{"token_id": t, "logprob": -0.001 * t, "rank": 1} for t in tokens]
+        content = [{"token_id": t, "logprob": -t / 1024, "rank": 1} for t in tokens]
         spans = [{"version": "run:0:1", "start": 0, "end": len(tokens)}]
         return {"index": index, "token_ids": tokens, "finish_reason": reason, "logprobs": {"content": content}, "weight_versions": spans}
 
@@ -74,6 +81,7 @@ class FakeVllm:
     async def start(self):
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_post("/rltool/generate", self.generate)
         app.router.add_get("/{tail:.*}", self.probe)
         runner = web.AppRunner(app)
         await runner.setup()
