@@ -1,6 +1,7 @@
 """The `rltool` command: which verbs there are, and how a failure of any of them ends.
 
-A verb's module is imported only when that verb runs, so `rltool --help` stays fast and needs none of the heavy packages.
+A verb's module is imported only when that verb runs, so `rltool --help` stays fast and needs none of the heavy
+packages.
 """
 
 from __future__ import annotations
@@ -28,11 +29,19 @@ class Verb(NamedTuple):
 
 
 VERBS: dict[str, Verb] = {
-    "quickstart": Verb("rltool.commands.quickstart:quickstart", "Train a tiny model end to end on this machine, and see it learn."),
+    "quickstart": Verb(
+        "rltool.commands.quickstart:quickstart", "Train a tiny model end to end on this machine, and see it learn."
+    ),
     "init": Verb("rltool.commands.init:init", "Write a commented run template (TOML) to edit."),
-    "serve-engines": Verb("rltool.commands.serve_engines:serve_engines", "Start inference engines and write their addresses."),
-    "router": Verb("rltool.commands.router:app", "Start a router in front of engines; add, remove or list its workers."),
-    "convert-ckpt": Verb("rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."),
+    "serve-engines": Verb(
+        "rltool.commands.serve_engines:serve_engines", "Start inference engines and write their addresses."
+    ),
+    "router": Verb(
+        "rltool.commands.router:app", "Start a router in front of engines; add, remove or list its workers."
+    ),
+    "convert-ckpt": Verb(
+        "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
+    ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
     "debug": Verb("rltool.commands.debug:app", "Only roll out (no trainer), or only train (no engine)."),
     "engines": Verb("rltool.commands.engines:app", "List, add or remove engines of a living run; resume paused ones."),
@@ -100,7 +109,9 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version.")) -> None:
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
     pass
 
 
@@ -118,7 +129,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         extra = EXTRA_OF_PACKAGE.get((error.name or "").split(".")[0])
         if extra is None:
             raise
-        _fail(RltoolError(f"this needs the package {error.name!r}, which is not installed here: pip install 'rltool[{extra}]'"), 1)
+        _fail(
+            RltoolError(
+                f"this needs the package {error.name!r}, which is not installed here: pip install 'rltool[{extra}]'"
+            ),
+            1,
+        )
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
 

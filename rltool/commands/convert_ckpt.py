@@ -39,8 +39,8 @@ def convert_ckpt(
         lines.append("not verified (--no-verify)")
     else:
         lines.append(
-            f"verified: {done.tensors_equal} of {done.tensors} tensors bit-equal after a round trip; largest logit difference "
-            f"to transformers {done.logit_difference:.1e} in fp32 (allowed: {LOGIT_TOLERANCE:g})"
+            f"verified: {done.tensors_equal} of {done.tensors} tensors bit-equal after a round trip; largest logit "
+            f"difference to transformers {done.logit_difference:.1e} in fp32 (allowed: {LOGIT_TOLERANCE:g})"
         )
     lines.append(f"wrote {out_dir}")
     for line in lines:

@@ -21,7 +21,9 @@ from rltool.commands.options import (
     rollout_flags,
 )
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine).")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine)."
+)
 
 
 @app.callback()
@@ -36,9 +38,13 @@ def rollout_only(
     router: Router = None,
     set_: Sets = None,
     run: FreshRun = None,
-    steps: Annotated[int | None, typer.Option(help="Number of rollouts; without it `steps` of the configuration.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of rollouts; without it `steps` of the configuration.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order and sampling.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Directory for the rollouts; without it that of a run, runs/NAME/rollouts.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the rollouts; without it that of a run, runs/NAME/rollouts.")
+    ] = None,
 ) -> None:
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
@@ -68,23 +74,39 @@ def rollout_only(
     check_directory(directory)
     engines = Engines(fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint())
     record_rollouts(settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True))
-    console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}", highlight=False, markup=False, soft_wrap=True)
+    console.print(
+        f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @app.command("train-only")
 def train_only(
-    rollouts: Annotated[Path | None, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")] = None,
-    fake_data: Annotated[bool, typer.Option("--fake-data", help="In place of --rollouts: synthetic samples with long-tailed lengths.")] = False,
-    record: Annotated[Path | None, typer.Option(help="With --fake-data: write the samples to this directory, for --rollouts.")] = None,
+    rollouts: Annotated[
+        Path | None, typer.Option(help="Directory with recorded rollouts (step_*.safetensors and .json).")
+    ] = None,
+    fake_data: Annotated[
+        bool, typer.Option("--fake-data", help="In place of --rollouts: synthetic samples with long-tailed lengths.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(help="With --fake-data: write the samples to this directory, for --rollouts.")
+    ] = None,
     config: Config = None,
     set_: Sets = None,
     run: ReplayRun = None,
-    steps: Annotated[int | None, typer.Option(help="Number of steps; without it all recorded ones, or `steps` of the configuration.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+    steps: Annotated[
+        int | None, typer.Option(help="Number of steps; without it all recorded ones, or `steps` of the configuration.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")
+    ] = False,
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
 ) -> None:
-    """Train on recorded or synthetic rollouts. No engine takes part; log-probability differences are measured, and stop nothing."""
+    """Train on recorded or synthetic rollouts. No engine takes part; log-probability differences are measured, and stop
+    nothing."""
     from rltool.commands.train import finish, named_run
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
@@ -101,7 +123,10 @@ def train_only(
         if not resume:
             check_directory(record, "--record")
     recorded = len(dumped_steps(rollouts)) if rollouts is not None and rollouts.is_dir() else 0
-    flags = {**recording_flags(profile_steps, memory_snapshot), "steps": ("--steps", steps if steps is not None else recorded or None)}
+    flags = {
+        **recording_flags(profile_steps, memory_snapshot),
+        "steps": ("--steps", steps if steps is not None else recorded or None),
+    }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     if rollouts is not None and steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")

@@ -19,13 +19,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs: o
     facts = collect()
     findings = examine(facts)
     if as_json:
-        print(json.dumps({"facts": facts.model_dump(mode="json"), "findings": [finding.model_dump() for finding in findings]}, indent=2))
+        print(
+            json.dumps(
+                {"facts": facts.model_dump(mode="json"), "findings": [finding.model_dump() for finding in findings]},
+                indent=2,
+            )
+        )
     else:
         console = Console()
         shared = f"{facts.shared_memory >> 20} MiB" if facts.shared_memory is not None else "none"
-        console.print(f"{facts.platform}, {facts.cpus} CPUs, {facts.memory >> 30} GiB, /dev/shm {shared}", soft_wrap=True, highlight=False)
+        console.print(
+            f"{facts.platform}, {facts.cpus} CPUs, {facts.memory >> 30} GiB, /dev/shm {shared}",
+            soft_wrap=True,
+            highlight=False,
+        )
         for finding in findings:
-            console.print(Text.assemble((f"{finding.level:>8}", _STYLES[finding.level]), f"  {finding.about}: {finding.text}"), soft_wrap=True)
+            console.print(
+                Text.assemble((f"{finding.level:>8}", _STYLES[finding.level]), f"  {finding.about}: {finding.text}"),
+                soft_wrap=True,
+            )
             if finding.fix:
                 console.print(Text(f"          fix: {finding.fix}"), soft_wrap=True)
         console.print(Text(f"versions: {versions_found(facts.versions)}"), soft_wrap=True)

@@ -70,12 +70,15 @@ def _print(reply: object, url: str, what: str) -> None:
 
 @app.command()
 def resume(
-    addresses: Annotated[list[str] | None, typer.Argument(help="@endpoints.json or HOST:PORT; default: the run's engines.")] = None,
+    addresses: Annotated[
+        list[str] | None, typer.Argument(help="@endpoints.json or HOST:PORT; default: the run's engines.")
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Run whose engines are meant; default: the newest.")] = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each step.")] = 30.0,
 ) -> None:
-    """Unpause engines that a dead trainer left paused, and shut its transfer group down. Preflight of train does the same."""
+    """Unpause engines that a dead trainer left paused, and shut its transfer group down. Preflight of train does the
+    same."""
     console = Console()
     engines = resolve(addresses or [f"@{open_run(run, create=False).endpoints_file}"]).engines
     keyed = [engine if engine.key_file else engine.model_copy(update={"key_file": key_file}) for engine in engines]

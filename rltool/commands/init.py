@@ -12,8 +12,13 @@ from rltool.templates import algorithm_names, write_template
 
 
 def init(
-    path: Annotated[Path | None, typer.Argument(help="File to write; without it run.toml, or NAME.toml of the algorithm.")] = None,
-    algorithm: Annotated[str | None, typer.Option(help=f"Write the [algorithm] section of a paper instead: {', '.join(algorithm_names())}.")] = None,
+    path: Annotated[
+        Path | None, typer.Argument(help="File to write; without it run.toml, or NAME.toml of the algorithm.")
+    ] = None,
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help=f"Write the [algorithm] section of a paper instead: {', '.join(algorithm_names())}."),
+    ] = None,
 ) -> None:
     """Write a commented run template (TOML) to edit. Never overwrites a file."""
     if algorithm is not None:
@@ -25,4 +30,6 @@ def init(
         return
     path = path or Path("run.toml")
     write_template("grpo", path)
-    print(f"wrote {path}; edit model.path and data.train, then: rltool train --config {path} --rollout-external HOST:PORT")
+    print(
+        f"wrote {path}; edit model.path and data.train, then: rltool train --config {path} --rollout-external HOST:PORT"
+    )

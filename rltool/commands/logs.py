@@ -12,7 +12,9 @@ from rltool.processes.run_directory import open_run
 
 
 def logs(
-    role: Annotated[str | None, typer.Argument(help="One process, such as engine-0, router or train; default: all.")] = None,
+    role: Annotated[
+        str | None, typer.Argument(help="One process, such as engine-0, router or train; default: all.")
+    ] = None,
     follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on as they grow, until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="How many of the last lines of each.")] = 20,
     run: Annotated[str | None, typer.Option("--run", help="Run to use; default: the newest.")] = None,

@@ -46,7 +46,8 @@ def _print(console: Console, result: Result) -> None:
         "try next:",
         f"  rltool serve-engines {run.path / 'trained-hf'} --num-engines 2 --device cpu --run mine --detach",
         "  rltool router --run mine --detach",
-        f"  rltool train --config {run.path / 'grpo.toml'} --set optimizer.lr=1e-4 --run my-train --rollout-external @runs/mine/endpoints.json",
+        f"  rltool train --config {run.path / 'grpo.toml'} --set optimizer.lr=1e-4 --run my-train --rollout-external "
+        "@runs/mine/endpoints.json",
         "  rltool status --run mine; rltool logs --run mine; rltool stop --run mine",
     ]
     for line in lines:

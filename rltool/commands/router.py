@@ -33,19 +33,32 @@ class StartByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(add_completion=False, cls=StartByDefault, help="A router in front of engines. Without add, remove or list: start one (its options: rltool router start --help).")
+app = typer.Typer(
+    add_completion=False,
+    cls=StartByDefault,
+    help="A router in front of engines. Without add, remove or list: start one (its options: rltool router start "
+    "--help).",
+)
 
 
 @app.command()
 def start(
-    addresses: Annotated[list[str] | None, typer.Argument(help="@endpoints.json or engine URLs; default: the run's endpoints.json.")] = None,
+    addresses: Annotated[
+        list[str] | None, typer.Argument(help="@endpoints.json or engine URLs; default: the run's endpoints.json.")
+    ] = None,
     run: Run = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when it serves; it lives on until `rltool stop`.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when it serves; it lives on until `rltool stop`.")
+    ] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default: a free one).")] = None,
-    policy: Annotated[str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two (default: cache_aware).")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two (default: cache_aware).")
+    ] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as URLs.")] = None,
-    ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all workers must be registered (default: 120).")] = None,
+    ready_timeout: Annotated[
+        float | None, typer.Option(help="Seconds until all workers must be registered (default: 120).")
+    ] = None,
 ) -> None:
     """Start sglang-router for engines, register them, and wait until it serves."""
     flags = {"host": ("--host", host), "port": ("--port", port), "policy": ("--policy", policy)}
@@ -58,7 +71,10 @@ def start(
         url = start_router(config, plan.model, group, endpoints_file=plan.endpoints_file, report=console.print)
         started.append(url)
         if not is_loopback(config.host):
-            console.print(f"[yellow]listening on {config.host}: reachable from other hosts; some of its routes (health, model facts) need no key[/yellow]")
+            console.print(
+                f"[yellow]listening on {config.host}: reachable from other hosts; some of its routes (health, model "
+                "facts) need no key[/yellow]"
+            )
         console.print(f"router ready: {url}, {len(plan.model.engines)} worker(s), run {plan.run.name}")
         if plan.endpoints_file is not None:
             console.print(f"rltool train --config run.toml --rollout-external @{plan.endpoints_file}", soft_wrap=True)
@@ -78,7 +94,9 @@ def start(
 def add(
     addresses: Annotated[list[str], typer.Argument(help="Engine URLs or @endpoints.json.")],
     run: Run = None,
-    key_file: Annotated[Path | None, typer.Option(help="File with the engines' key, where they are given as URLs.")] = None,
+    key_file: Annotated[
+        Path | None, typer.Option(help="File with the engines' key, where they are given as URLs.")
+    ] = None,
     timeout: Timeout = 120.0,
 ) -> None:
     """Add engines to the run's router and wait until it serves through them."""
@@ -89,7 +107,9 @@ def add(
 
 
 @app.command()
-def remove(urls: Annotated[list[str], typer.Argument(help="Engine URLs.")], run: Run = None, timeout: Timeout = 60.0) -> None:
+def remove(
+    urls: Annotated[list[str], typer.Argument(help="Engine URLs.")], run: Run = None, timeout: Timeout = 60.0
+) -> None:
     """Remove engines from the run's router and wait until they get no new request."""
     router = running_router(open_run(run, create=False))
     for engine in resolve(urls).engines:

@@ -22,23 +22,41 @@ console = Console()
 
 def serve_engines(
     model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
-    engine_args: Annotated[list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Passed to each engine untouched.")] = None,
+    engine_args: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Passed to each engine untouched.")
+    ] = None,
     engine: Annotated[str | None, typer.Option(help="vllm or sglang (default: vllm).")] = None,
     num_engines: Annotated[int | None, typer.Option(help="How many engines (default: 1).")] = None,
-    gpus: Annotated[str | None, typer.Option(help="GPUs of this host, given to engines in order: 0,1,2,3 or 0-3 (default: from 0).")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="GPUs of this host, given to engines in order: 0,1,2,3 or 0-3 (default: from 0).")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel size: GPUs per engine (default: 1).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda).")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port of the first engine, the others follow (default: free ones).")] = None,
-    engine_python: Annotated[Path | None, typer.Option(help="Python of the environment that has the engine (default: this one).")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest sequence in tokens (default: the model's).")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the first engine, the others follow (default: free ones).")
+    ] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="Python of the environment that has the engine (default: this one).")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest sequence in tokens (default: the model's).")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="Engine dtype (default: the model's; float32 on the CPU).")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first engine; the others count up (default: 0).")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")] = False,
-    weight_backend: Annotated[str | None, typer.Option(help="rltool (gloo or disk) or nccl (default: rltool on the CPU, nccl on GPUs).")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the first engine; the others count up (default: 0).")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+    weight_backend: Annotated[
+        str | None, typer.Option(help="rltool (gloo or disk) or nccl (default: rltool on the CPU, nccl on GPUs).")
+    ] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all must serve (default: 600).")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")
+    ] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
 ) -> None:
     """Start inference engines, wait until each one serves, and write their addresses to the run's endpoints.json."""
@@ -68,9 +86,16 @@ def serve_engines(
     directory = open_run(run, create=True)
 
     def bring_up(group: ProcessGroup) -> None:
-        console.print(f"run {directory.name}: {config.num_engines} x {config.engine} on {config.device}, logs in {directory.logs_dir}/latest", soft_wrap=True)
+        console.print(
+            f"run {directory.name}: {config.num_engines} x {config.engine} on {config.device}, logs in "
+            f"{directory.logs_dir}/latest",
+            soft_wrap=True,
+        )
         if not is_loopback(config.host):
-            console.print(f"[yellow]listening on {config.host}: reachable from other hosts, guarded by the key, not encrypted[/yellow]")
+            console.print(
+                f"[yellow]listening on {config.host}: reachable from other hosts, guarded by the key, not "
+                "encrypted[/yellow]"
+            )
         endpoints = launch_engines(config, group, report=console.print)
         table = Table("engine", "url", "GPUs", "world size", "weights")
         for index, endpoint in enumerate(endpoints):

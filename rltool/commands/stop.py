@@ -14,7 +14,9 @@ from rltool.router.launch import ROLE, forget_router
 
 
 def stop(
-    roles: Annotated[list[str] | None, typer.Argument(help="Processes such as engine-0 or router; default: all of the run.")] = None,
+    roles: Annotated[
+        list[str] | None, typer.Argument(help="Processes such as engine-0 or router; default: all of the run.")
+    ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Run to stop; default: the newest, which is named.")] = None,
     all_runs: Annotated[bool, typer.Option("--all", help="Every run.")] = False,
     grace: Annotated[float, typer.Option(help="Seconds between TERM and KILL.")] = GRACE_SECONDS,

@@ -32,13 +32,19 @@ def train(
     router: Router = None,
     set_: Sets = None,
     run: TrainRun = None,
-    ray_address: Annotated[str | None, typer.Option(help="Address of a running Ray cluster; without it a local one is started.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Address of a running Ray cluster; without it a local one is started.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of rollouts, each followed by its optimizer steps.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")
+    ] = False,
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print configuration and placement, start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print configuration and placement, start nothing.")
+    ] = False,
 ) -> None:
     """Train against running engines: GRPO and its family, or supervised (algorithm.loss = "sft")."""
     from rltool.config.loader import load_config
@@ -47,7 +53,13 @@ def train(
     from rltool.training.report import print_plan
     from rltool.training.session import prepare
 
-    flags = {**rollout_flags(rollout_external, router), **recording_flags(profile_steps, memory_snapshot), "ray.address": ("--ray-address", ray_address), "seed": ("--seed", seed), "steps": ("--steps", steps)}
+    flags = {
+        **rollout_flags(rollout_external, router),
+        **recording_flags(profile_steps, memory_snapshot),
+        "ray.address": ("--ray-address", ray_address),
+        "seed": ("--seed", seed),
+        "steps": ("--steps", steps),
+    }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     directory = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
     prepared = prepare(loaded, directory, resume=resume)

@@ -13,10 +13,11 @@ from rltool.errors import UsageError
 
 
 def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
-    """The callable that `package.module:attribute` names. `setting` is the configuration key that the error message names.
+    """The callable that `package.module:attribute` names. `setting` is the configuration key that the error message
+    names.
 
-    UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is missing
-    or not callable.
+    UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is
+    missing or not callable.
     """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
@@ -32,7 +33,9 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
             f"{setting} = {path!r}: no module named {error.name!r}; install it, or put its directory on PYTHONPATH"
         ) from error
     except Exception as error:
-        raise UsageError(f"{setting} = {path!r}: importing {module_name} failed: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"{setting} = {path!r}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
     found = getattr(module, attribute, None)
     if found is None:
         near = difflib.get_close_matches(attribute, dir(module), n=1)

@@ -1,4 +1,5 @@
-"""Merges a configuration from its sources: defaults < TOML files (in order) < --set < flags. Says where each value came from.
+"""Merges a configuration from its sources: defaults < TOML files (in order) < --set < flags. Says where each value came
+from.
 
 An unknown key is an error that names the nearest known one: a typo that is ignored costs a day of GPU time.
 """
@@ -24,13 +25,19 @@ class ConfigError(UsageError):
 
 
 class Loaded(NamedTuple, Generic[C]):
-    """config: the frozen model. origins: dotted key -> "run.toml", "--set" or the flag's name; defaults are not listed."""
+    """config: the frozen model. origins: dotted key -> "run.toml", "--set" or the flag's name; defaults are not
+    listed."""
 
     config: C
     origins: dict[str, str]
 
 
-def load_config(model: type[C], files: Sequence[Path] = (), sets: Sequence[str] = (), flags: Mapping[str, tuple[str, Any]] | None = None) -> Loaded[C]:
+def load_config(
+    model: type[C],
+    files: Sequence[Path] = (),
+    sets: Sequence[str] = (),
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+) -> Loaded[C]:
     """Build `model` from its sources.
 
     files: TOML files, later ones win key by key. sets: "a.b=c", the right side read as a TOML value, else as text.
@@ -75,7 +82,8 @@ def _toml_value(text: str) -> Any:
 
 
 def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    """The config model behind field `key`, or None if that field is a plain value (or a table of the user's own names)."""
+    """The config model behind field `key`, or None if that field is a plain value (or a table of the user's own
+    names)."""
     annotation = model.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
@@ -89,7 +97,9 @@ def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
             yield prefix + key, value
 
 
-def _put(values: dict[str, Any], origins: dict[str, str], model: type[BaseModel], key: str, value: Any, origin: str) -> None:
+def _put(
+    values: dict[str, Any], origins: dict[str, str], model: type[BaseModel], key: str, value: Any, origin: str
+) -> None:
     if key in model.renamed:
         raise ConfigError(f"{origin}: {key} is {model.renamed[key]} now: rename it there")
     parts = key.split(".")
@@ -126,7 +136,9 @@ def _unknown(model: type[BaseModel], key: str, parent: str, part: str, section: 
         suggestion = f"did you mean {parent + '.' if parent else ''}{nearest[0]}?"
     else:  # right name, wrong section: look for it everywhere
         elsewhere = [k for k in _all_keys(model) if k.rpartition(".")[2] == key.rpartition(".")[2]]
-        suggestion = f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(section.model_fields))}"
+        suggestion = (
+            f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(section.model_fields))}"
+        )
     raise ConfigError(f"{origin}: unknown key {key!r}; {suggestion}")
 
 

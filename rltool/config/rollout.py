@@ -1,4 +1,5 @@
-"""What generation is configured by: engines, sampling, rollouts, data, rewards, evaluation, weights on their way to engines."""
+"""What generation is configured by: engines, sampling, rollouts, data, rewards, evaluation, weights on their way to
+engines."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class SamplingConfig(Config):
     temperature: float = Field(1.0, gt=0)
     """The policy trainer divides its logits by it as well."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy training."""
+    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy
+    training."""
     top_k: int = -1
     """-1 keeps all tokens; else as for top_p."""
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -58,41 +60,51 @@ class SamplingConfig(Config):
 
 
 class RolloutConfig(Config):
-    """How samples become batches. Synchronous, one step off-policy and asynchronous training differ in max_staleness alone."""
+    """How samples become batches. Synchronous, one step off-policy and asynchronous training differ in max_staleness
+    alone."""
 
     prompts_per_step: int = Field(32, ge=1)
     """Prompt groups of one batch; with algorithm.loss sft the rows of one step."""
     samples_per_prompt: int = Field(8, ge=1)
     """Samples of each prompt, which form a group; at least 2 for the policy loss; sft takes each row once."""
     max_staleness: int = Field(0, ge=0)
-    """Training steps between the weights that are trained and the oldest weights that a trained token was sampled from, at most.
-    0: synchronous; 1: one step off-policy, the next batch is generated while this one trains; more: asynchronous."""
+    """Training steps between the weights that are trained and the oldest weights that a trained token was sampled from,
+    at most. 0: synchronous; 1: one step off-policy, the next batch is generated while this one trains; more:
+    asynchronous."""
     on_stale: Literal["wait", "resample", "mask"] = "wait"
-    """A group that is still running when it would become older than max_staleness: the batch waits for it, the group is sampled again
-    from its prompt (which discards the longest answers: a bias, so their length is a metric), or its tokens that are too old get no loss."""
+    """A group that is still running when it would become older than max_staleness: the batch waits for it, the group is
+    sampled again from its prompt (which discards the longest answers: a bias, so their length is a metric), or its
+    tokens that are too old get no loss."""
     oversampling_factor: float = Field(1.0, ge=1)
-    """Groups started for a batch, over prompts_per_step. Above 1 the first prompts_per_step good groups make the batch; the surplus
-    is dropped, or kept with partial_rollout."""
+    """Groups started for a batch, over prompts_per_step. Above 1 the first prompts_per_step good groups make the batch;
+    the surplus is dropped, or kept with partial_rollout."""
     partial_rollout: bool = False
-    """Groups that still run when a batch is complete are aborted and kept: they are finished for a later batch, each token with the
-    version it was sampled from. Needs max_staleness of at least 1, or algorithm.mask_tokens_older_than."""
+    """Groups that still run when a batch is complete are aborted and kept: they are finished for a later batch, each
+    token with the version it was sampled from. Needs max_staleness of at least 1, or
+    algorithm.mask_tokens_older_than."""
     group_filter: Literal["none", "equal_rewards"] | OwnFunction = "none"
-    """Groups that are not trained on. equal_rewards: groups whose rewards are all equal (DAPO's dynamic sampling). `package.module:function`:
-    f(group: list[Sample]) -> str | None, the reason for dropping the group, or None. Another prompt takes the place of each."""
+    """Groups that are not trained on. equal_rewards: groups whose rewards are all equal (DAPO's dynamic sampling).
+    `package.module:function`: f(group: list[Sample]) -> str | None, the reason for dropping the group, or None. Another
+    prompt takes the place of each."""
     max_filtered_batches: int = Field(10, ge=1)
     """The run stops when so many batches' worth of groups were filtered out for one batch."""
     group_hook: OwnFunction | None = None
-    """f(group: list[Sample]) -> None, called when a group is scored; sample.remove_sample = True takes a sample out of the loss."""
+    """f(group: list[Sample]) -> None, called when a group is scored; sample.remove_sample = True takes a sample out of
+    the loss."""
     mask_truncated: bool = False
-    """Responses that were cut at max_response_tokens get no loss (overlong filtering); they still count in their group's baseline."""
+    """Responses that were cut at max_response_tokens get no loss (overlong filtering); they still count in their
+    group's baseline."""
     batch_size: Literal["dynamic", "trim"] = "dynamic"
-    """Where samples were dropped: dynamic trains on all that are left; trim cuts the batch to a multiple of the global batch size."""
+    """Where samples were dropped: dynamic trains on all that are left; trim cuts the batch to a multiple of the global
+    batch size."""
     requests_per_engine: int = Field(64, ge=1)
     """Prompt groups in flight per serving engine."""
     adaptive_concurrency: bool = False
-    """Lower and raise the requests in flight by the engines' own queue lengths and KV-cache usage; requests_per_engine is the start."""
+    """Lower and raise the requests in flight by the engines' own queue lengths and KV-cache usage; requests_per_engine
+    is the start."""
     generate_function: ImportPath | None = None
-    """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn generation."""
+    """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn
+    generation."""
     dump: bool = False
     """Write every rollout to RUN/rollouts, for debug train-only to replay."""
 
@@ -118,7 +130,8 @@ class RewardConfig(Config):
     """What a sample is worth."""
 
     function: ImportPath = "rltool.rollout.rewards:exact_match"
-    """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the decoded response."""
+    """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the
+    decoded response."""
     max_failure_fraction: float = Field(0.1, ge=0, le=1)
     """Share of a batch's samples whose reward may raise or be non-finite; above it the run stops with a checkpoint."""
     workers: int = Field(2, ge=1)
@@ -146,7 +159,8 @@ class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
     transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
-    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines share; nccl is not built yet."""
+    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines
+    share; nccl is not built yet."""
     bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
     """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
     advertise_host: str | None = None
@@ -154,9 +168,11 @@ class WeightsConfig(Config):
     port_range: tuple[int, int] | None = None
     """Ports for rendezvous; None picks free ones."""
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
-    """Requests in flight: keep freezes them, wait lets them finish (not on SGLang), abort cuts them off to be taken up again."""
+    """Requests in flight: keep freezes them, wait lets them finish (not on SGLang), abort cuts them off to be taken up
+    again."""
     disk_dir: Path | None = None
-    """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None: RUN/weights."""
+    """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
+    RUN/weights."""
     verify_tolerance: float = Field(1e-3, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection."""
 

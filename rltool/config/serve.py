@@ -23,12 +23,14 @@ class ServeConfig(Config):
     num_engines: int = Field(1, ge=1)
     """Each has tp GPUs of its own."""
     gpus: tuple[int, ...] = ()
-    """GPU indices of this host, given to engines in order, tp at a time. Empty with device cuda: 0 .. num_engines * tp - 1."""
+    """GPU indices of this host, given to engines in order, tp at a time. Empty with device cuda: 0 .. num_engines * tp
+    - 1."""
     tp: int = Field(1, ge=1)
     """Tensor-parallel size: GPUs per engine."""
     device: Device = "cuda"
     host: str = "127.0.0.1"
-    """Address to listen on; another one than loopback is reachable from other hosts, guarded by the key, not encrypted."""
+    """Address to listen on; another one than loopback is reachable from other hosts, guarded by the key, not
+    encrypted."""
     port: int = Field(0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0 picks free ports."""
     served_name: str = "policy"
@@ -44,7 +46,8 @@ class ServeConfig(Config):
     engine_python: Path | None = None
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend | None = None
-    """How vLLM receives weights: nccl is its own, rltool the plugin's (gloo or disk). None: rltool on the CPU, nccl on GPUs."""
+    """How vLLM receives weights: nccl is its own, rltool the plugin's (gloo or disk). None: rltool on the CPU, nccl on
+    GPUs."""
     ready_timeout: float = Field(600.0, gt=0)
     """Seconds from launch until all engines serve."""
     extra_args: tuple[str, ...] = ()

@@ -1,4 +1,5 @@
-"""Configuration of `rltool train` and `rltool debug`: one section per concern, each handed alone to the code that uses it."""
+"""Configuration of `rltool train` and `rltool debug`: one section per concern, each handed alone to the code that uses
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
     teacher_path: Path | None = None
-    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or for your own."""
+    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or
+    for your own."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 
@@ -42,8 +44,8 @@ class TrainerConfig(Config):
     world_size: int = Field(1, ge=1)
     """Ranks, one Ray bundle each: a multiple of tensor_parallel x pipeline_parallel; the quotient is data parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there are GPUs for the ranks (found by torch on this host, or declared by the cluster at ray.address),
-    else cpu."""
+    """auto: cuda where there are GPUs for the ranks (found by torch on this host, or declared by the cluster at
+    ray.address), else cpu."""
     tensor_parallel: int = Field(1, ge=1)
     """Must divide the attention heads, their query groups and the feed-forward size."""
     pipeline_parallel: int = Field(1, ge=1)
@@ -51,7 +53,8 @@ class TrainerConfig(Config):
     context_parallel: int = Field(1, ge=1)
     """Ranks that share the tokens of each sequence; keys and values are gathered, queries stay."""
     expert_parallel: int = Field(1, ge=1)
-    """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel ranks."""
+    """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel
+    ranks."""
     sequence_parallel: bool = False
     """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
     virtual_pipeline_parallel: int = Field(1, ge=1)
@@ -59,31 +62,35 @@ class TrainerConfig(Config):
     distributed_optimizer: bool = False
     """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
     overlap_grad_reduce: bool = True
-    """Sum gradients over data-parallel ranks while the backward pass of the last micro-batch goes on, in place of after it."""
+    """Sum gradients over data-parallel ranks while the backward pass of the last micro-batch goes on, in place of after
+    it."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
     full: whole layers, only their inputs are kept, and the gated activation of the others."""
     recompute_layers: int | None = Field(None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
     recompute_head: bool = True
-    """Compute the logits again in the backward pass. False: keep the probabilities of the loss tokens in the model's dtype (2 bytes x
-    vocabulary a token in bf16, 5 GB for 16,384 tokens and 152,000 words) and save that product."""
+    """Compute the logits again in the backward pass. False: keep the probabilities of the loss tokens in the model's
+    dtype (2 bytes x vocabulary a token in bf16, 5 GB for 16,384 tokens and 152,000 words) and save that product."""
     attention: Literal["auto", "torch", "flash_attention_4", "transformer_engine"] = "auto"
-    """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed and gives torch's
-    results on a small batch at the start; else torch's."""
+    """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed
+    and gives torch's results on a small batch at the start; else torch's."""
     compile: bool = True
-    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C compiler)."""
+    """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C
+    compiler)."""
     head_chunk_tokens: int = Field(2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"
-    """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the length."""
+    """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the
+    length."""
     max_tokens_per_micro_batch: int = Field(4096, ge=1)
-    """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so many
-    times as many tokens. A longer single sample is an error at the start of the step."""
+    """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so
+    many times as many tokens. A longer single sample is an error at the start of the step."""
     cpus_per_rank: float = Field(1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(None, ge=1)
-    """CPU threads of torch in each rank. None: OMP_NUM_THREADS where it is set; else at most 4 on a GPU, and torch's own choice without one."""
+    """CPU threads of torch in each rank. None: OMP_NUM_THREADS where it is set; else at most 4 on a GPU, and torch's
+    own choice without one."""
     rendezvous_timeout: float = Field(300.0, gt=0)
     """Seconds for the ranks to find each other, and for any one collective."""
 
@@ -96,7 +103,11 @@ class TrainerConfig(Config):
     def layout(self) -> ParallelLayout:
         """All parallel sizes, checked, and data parallel, which follows from them."""
         return ParallelLayout(
-            self.world_size, tp=self.tensor_parallel, pp=self.pipeline_parallel, cp=self.context_parallel, ep=self.expert_parallel
+            self.world_size,
+            tp=self.tensor_parallel,
+            pp=self.pipeline_parallel,
+            cp=self.context_parallel,
+            ep=self.expert_parallel,
         )
 
     @model_validator(mode="after")
@@ -105,13 +116,16 @@ class TrainerConfig(Config):
         _ = self.layout
         if self.virtual_pipeline_parallel > 1:
             raise ValueError(
-                f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's schedule as it is configured "
-                "here the gradients are silently wrong (a gradient norm of 106 in place of 2.3); use pipeline_parallel alone"
+                f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's "
+                "schedule as it is configured here the gradients are silently wrong (a gradient norm of 106 in place "
+                "of 2.3); use pipeline_parallel alone"
             )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
         if self.recompute_layers is not None and self.recompute != "full":
-            raise ValueError(f'recompute_layers says how many layers recompute = "full" covers, but recompute is "{self.recompute}"')
+            raise ValueError(
+                f'recompute_layers says how many layers recompute = "full" covers, but recompute is "{self.recompute}"'
+            )
         return self
 
 
@@ -139,22 +153,25 @@ class OptimizerConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool init --algorithm`).
+    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
+    init --algorithm`).
 
     A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
     """
 
     loss: Literal["policy", "sft"] = "policy"
-    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines needed."""
+    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines
+    needed."""
 
     advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch: TrainBatch,
-    algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
+    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic
+    ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or
+    [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     whiten_advantages: bool | None = None
-    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's paper
-    has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
+    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
+    paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
@@ -162,13 +179,14 @@ class AlgorithmConfig(Config):
     value_clip: float = Field(0.2, gt=0)
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     overlong_buffer: int = Field(0, ge=0)
-    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0: none."""
+    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
+    none."""
     overlong_penalty: float = Field(1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
     objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
-    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens, algorithm:
-    AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
+    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens,
+    algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
     clip_low: float = Field(0.2, gt=0, le=1)
@@ -176,12 +194,14 @@ class AlgorithmConfig(Config):
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
     dual_clip: float | None = Field(None, gt=1)
-    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no limit."""
+    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
+    limit."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus, in nats."""
     loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
-    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean; group: mean
-    over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr. GRPO)."""
+    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean;
+    group: mean over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr.
+    GRPO)."""
     loss_length: int | None = Field(None, ge=1)
     """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
 
@@ -190,23 +210,27 @@ class AlgorithmConfig(Config):
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r (rltool/algorithms/kl.py)."""
+    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r
+    (rltool/algorithms/kl.py)."""
     kl_unbiased: bool = False
-    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
+    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the
+    policy."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the first optimizer step
-    (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of the weights that sampled each token."""
+    """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
+    first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
+    the weights that sampled each token."""
     mask_tokens_older_than: int | None = Field(None, ge=0)
     """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
 
     is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability, is_cap). The
-    ratio is the token's, the product over its sample's tokens, or their geometric mean."""
+    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
+    is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
     is_cap: float = Field(2.0, gt=0)
     """Where the importance weight is truncated; inf: nowhere."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples otherwise."""
+    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
+    otherwise."""
     is_mask_low: float = Field(0.5, ge=0)
     """See is_mask."""
     is_mask_high: float = Field(2.0, gt=0)
@@ -215,7 +239,10 @@ class AlgorithmConfig(Config):
     @model_validator(mode="after")
     def _mask_range(self) -> AlgorithmConfig:
         if self.is_mask_low >= self.is_mask_high:
-            raise ValueError(f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would be masked")
+            raise ValueError(
+                f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would "
+                "be masked"
+            )
         return self
 
     @field_serializer("is_cap", when_used="json")
@@ -255,18 +282,22 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training forward."""
+        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
+        forward."""
         kl_in_reward = self.uses_reference and self.kl_in == "reward"
-        return self.loss == "policy" and (self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage)
+        return self.loss == "policy" and (
+            self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage
+        )
 
 
 class CriticConfig(Config):
-    """The critic of algorithm.advantage = "gae": a model of its own on the trainer's ranks, in the trainer's layout and dtype, with
-    gradients and an optimizer of its own. It costs the memory of a second trained model. Betas, eps and weight decay are [optimizer]'s."""
+    """The critic of algorithm.advantage = "gae": a model of its own on the trainer's ranks, in the trainer's layout and
+    dtype, with gradients and an optimizer of its own. It costs the memory of a second trained model. Betas, eps and
+    weight decay are [optimizer]'s."""
 
     path: Path | None = None
-    """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with the policy's
-    vocabulary; None: model.path."""
+    """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with
+    the policy's vocabulary; None: model.path."""
     lr: float = Field(1e-5, gt=0)
     """Learning rate, constant."""
     clip_grad: float = Field(1.0, ge=0)
@@ -281,17 +312,20 @@ class CheckpointConfig(Config):
     every_steps: int = Field(0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
     async_save: bool = False
-    """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory, which must hold that copy."""
+    """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory,
+    which must hold that copy."""
     keep_last: int = Field(0, ge=0)
     """How many of the newest checkpoints stay; older ones are deleted once a newer one is complete. 0 keeps all."""
     keep_best: int = Field(0, ge=0)
     """How many of the best by best_metric stay beside those; needs keep_last above 0."""
     best_metric: str | None = None
-    """Name of a metric, such as eval/heldout/accuracy. A checkpoint of a step that did not measure it is never among the best."""
+    """Name of a metric, such as eval/heldout/accuracy. A checkpoint of a step that did not measure it is never among
+    the best."""
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of best_metric is the best."""
     on_save_failure: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must succeed."""
+    """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must
+    succeed."""
     save_hf_every: int = Field(0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False
@@ -300,9 +334,14 @@ class CheckpointConfig(Config):
     @model_validator(mode="after")
     def _best(self) -> CheckpointConfig:
         if self.keep_best and not self.keep_last:
-            raise ValueError("keep_best has no effect while keep_last = 0 keeps every checkpoint; set keep_last above 0")
+            raise ValueError(
+                "keep_best has no effect while keep_last = 0 keeps every checkpoint; set keep_last above 0"
+            )
         if bool(self.keep_best) != (self.best_metric is not None):
-            raise ValueError("keep_best and best_metric go together: how many, and by what (such as best_metric = \"eval/heldout/accuracy\")")
+            raise ValueError(
+                "keep_best and best_metric go together: how many, and by what (such as best_metric = "
+                '"eval/heldout/accuracy")'
+            )
         return self
 
 
@@ -317,7 +356,8 @@ class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
     logprob_difference_limit: float = Field(0.1, gt=0)
-    """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its optimizer step."""
+    """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
+    optimizer step."""
     profile_steps: str | None = Field(None, pattern=r"^\d+:\d+$")
     """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""
     memory_snapshot: int | None = Field(None, ge=0)
@@ -334,7 +374,9 @@ class MonitorConfig(Config):
     @model_validator(mode="after")
     def _some_step(self) -> MonitorConfig:
         if self.profile_steps is not None and not self.profiled:
-            raise ValueError(f"profile_steps = {self.profile_steps!r} names no step: A:B is steps A to B - 1, counted from 0")
+            raise ValueError(
+                f"profile_steps = {self.profile_steps!r} names no step: A:B is steps A to B - 1, counted from 0"
+            )
         return self
 
 
@@ -349,7 +391,8 @@ class TrainConfig(Config):
     optimizer_steps_per_rollout: int = Field(1, ge=1)
     """Must divide rollout.prompts_per_step: prompt groups stay together."""
     global_batch_size: int | None = Field(None, ge=1)
-    """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x optimizer steps."""
+    """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x
+    optimizer steps."""
     trainer: TrainerConfig = TrainerConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -10,7 +10,8 @@ from typing import Any
 
 
 def write_bytes_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Replace `path` by a complete new file with these permissions, on the disk when this returns; its directory must exist."""
+    """Replace `path` by a complete new file with these permissions, on the disk when this returns; its directory must
+    exist."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:

@@ -30,7 +30,8 @@ def visible_gpus() -> list[Gpu]:
 
 
 def hide_gpus(gpus: list[Gpu], cuda_visible_devices: str | None) -> list[Gpu]:
-    """Keep those that the variable lists. UUIDs in it are not understood: then nothing is hidden here, and CUDA decides."""
+    """Keep those that the variable lists. UUIDs in it are not understood: then nothing is hidden here, and CUDA
+    decides."""
     if cuda_visible_devices is None:
         return gpus
     named = [part.strip() for part in cuda_visible_devices.split(",") if part.strip()]

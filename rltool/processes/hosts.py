@@ -16,7 +16,8 @@ def is_loopback(host: str) -> bool:
 
 
 def reachable_host(bind_host: str) -> str:
-    """What to write into a URL for a server bound to `bind_host`: itself, or this host's own address for 0.0.0.0 and ::.
+    """What to write into a URL for a server bound to `bind_host`: itself, or this host's own address for 0.0.0.0 and
+    ::.
 
     Connecting a UDP socket sends nothing; it asks the kernel which local address the default route has.
     """

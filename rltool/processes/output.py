@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def redirect_output(log_file: Path | None) -> None:
-    """Send this process's stdout and stderr, and those of its libraries, to the run's log where the run directory is reachable."""
+    """Send this process's stdout and stderr, and those of its libraries, to the run's log where the run directory is
+    reachable."""
     if log_file is None or not log_file.parent.is_dir():
         return
     descriptor = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

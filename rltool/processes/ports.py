@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from rltool.errors import RltoolError, UsageError
 
 FREE_RANGE = range(20_000, 32_000)
-"""Below Linux's ephemeral range (32768 up): a server takes many seconds from its start to its bind, and an ephemeral port
-could be taken by anybody's outgoing connection meanwhile."""
+"""Below Linux's ephemeral range (32768 up): a server takes many seconds from its start to its bind, and an ephemeral
+port could be taken by anybody's outgoing connection meanwhile."""
 
 _TRIES = 200
 
@@ -67,7 +67,10 @@ def _bind_wanted(host: str, port: int, flag: str) -> socket.socket:
     try:
         return _bind(host, port)
     except OSError as error:
-        raise UsageError(f"{flag}: port {port} on {host} cannot be used ({error.strerror}); choose another, or leave {flag} out for free ones") from error
+        raise UsageError(
+            f"{flag}: port {port} on {host} cannot be used ({error.strerror}); choose another, or leave {flag} out for "
+            "free ones"
+        ) from error
 
 
 def _bind_any(host: str, candidates: Iterator[int]) -> socket.socket:
@@ -77,7 +80,9 @@ def _bind_any(host: str, candidates: Iterator[int]) -> socket.socket:
             return _bind(host, port)
         except OSError as failed:
             error = failed
-    raise RltoolError(f"found no free port on {host} among {_TRIES} of {FREE_RANGE.start}..{FREE_RANGE.stop - 1}: {error}")
+    raise RltoolError(
+        f"found no free port on {host} among {_TRIES} of {FREE_RANGE.start}..{FREE_RANGE.stop - 1}: {error}"
+    )
 
 
 def _bind(host: str, port: int) -> socket.socket:

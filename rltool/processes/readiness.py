@@ -19,7 +19,9 @@ class NotReady(Exception):
     """Raised by a probe: not yet, ask again. The text says what is missing."""
 
 
-def decide(*, now: float, deadline: float, exit_code: int | None, ready: bool) -> Literal["ready", "died", "late", "wait"]:
+def decide(
+    *, now: float, deadline: float, exit_code: int | None, ready: bool
+) -> Literal["ready", "died", "late", "wait"]:
     """The whole rule. Death beats everything: a dead process' port may be answered by a stranger."""
     if exit_code is not None:
         return "died"
@@ -40,8 +42,8 @@ async def wait_until_ready(
 ) -> T:
     """The first value that `probe` returns; it is asked again, `poll` seconds later, while it raises NotReady.
 
-    Raises ProcessFailed as soon as the process has ended (also while a probe hangs), or after `timeout` seconds, with the
-    last thing that was missing. Any other exception of the probe is final and passed on.
+    Raises ProcessFailed as soon as the process has ended (also while a probe hangs), or after `timeout` seconds, with
+    the last thing that was missing. Any other exception of the probe is final and passed on.
     """
     deadline = clock() + timeout
     missing = "it was never asked"

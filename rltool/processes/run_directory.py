@@ -139,7 +139,9 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     runs = list_runs(root)
     if name is None:
         if not runs:
-            raise UsageError(f"there is no run in {root}: start one with `rltool serve-engines`, or say --run NAME where one is made")
+            raise UsageError(
+                f"there is no run in {root}: start one with `rltool serve-engines`, or say --run NAME where one is made"
+            )
         return runs[-1]
     for run in runs:
         if run.name == name:
@@ -149,7 +151,8 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
 
 
 def plan_run(name: str | None, *, root: Path | None = None) -> RunDirectory:
-    """The run that `open_run(name, create=True)` would open or make, without making it: for checks that shall leave no trace."""
+    """The run that `open_run(name, create=True)` would open or make, without making it: for checks that shall leave no
+    trace."""
     _check_name(name, runs_root(root))
     return RunDirectory(runs_root(root) / (name or _fresh_name()))
 
@@ -165,7 +168,9 @@ def list_runs(root: Path | None = None) -> list[RunDirectory]:
 
 def _check_name(name: str | None, root: Path) -> None:
     if name is not None and not _NAME.fullmatch(name):
-        raise UsageError(f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})")
+        raise UsageError(
+            f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})"
+        )
 
 
 def _create(path: Path) -> RunDirectory:

@@ -24,7 +24,9 @@ def deferred_interrupts() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-    previous: dict[int, Any] = {number: signal.signal(number, lambda received, _frame: arrived.append(received)) for number in _ENDING}
+    previous: dict[int, Any] = {
+        number: signal.signal(number, lambda received, _frame: arrived.append(received)) for number in _ENDING
+    }
     try:
         yield
     finally:
@@ -48,7 +50,8 @@ class Ending:
 
 @contextmanager
 def termination_interrupts() -> Iterator[Ending]:
-    """Inside the block SIGTERM and SIGHUP do what Ctrl-C does: KeyboardInterrupt, or cancellation of asyncio's main task.
+    """Inside the block SIGTERM and SIGHUP do what Ctrl-C does: KeyboardInterrupt, or cancellation of asyncio's main
+    task.
 
     One way out means one clean-up path. A closed terminal (SIGHUP) would otherwise end the supervisor and leave its
     children, which have sessions of their own.

@@ -21,7 +21,8 @@ LOG_LINES_IN_ERRORS = 20
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to start. `environment` is laid over the parent's; secrets belong into files that it names, not into argv."""
+    """What to start. `environment` is laid over the parent's; secrets belong into files that it names, not into
+    argv."""
 
     role: str
     argv: tuple[str, ...]
@@ -66,7 +67,9 @@ class RunningProcess:
 
     def failure(self, what: str) -> ProcessFailed:
         """The error to show: what happened, the last lines of the log, where it is, what to type next."""
-        quoted = "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
+        quoted = (
+            "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
+        )
         if self.run.key_file.exists():  # some servers log their arguments, and errors are pasted into chats
             quoted = quoted.replace(self.run.key_file.read_text().strip(), "(the key)")
         return ProcessFailed(
@@ -97,7 +100,9 @@ def start(spec: ProcessSpec, run: RunDirectory) -> RunningProcess:
             raise ProcessFailed(f"{spec.role} could not be started: {error.strerror}: {spec.argv[0]}") from error
         # An unreaped child keeps its pid and start time readable even if it has died at once.
         start_time = psutil.Process(popen.pid).create_time()
-        state = ProcessState(role=spec.role, pid=popen.pid, start_time=start_time, argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus)
+        state = ProcessState(
+            role=spec.role, pid=popen.pid, start_time=start_time, argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus
+        )
         write_state(run, state)
     return RunningProcess(state=state, popen=popen, run=run)
 

@@ -42,7 +42,8 @@ class ProcessState(BaseModel):
     session_leader: bool = True
     """It was started by `start` in a session of its own, so whatever is left of that session belongs to it."""
     orderly_seconds: float = 0.0
-    """Above 0: it ends its own children in order (a trainer saves first), so `rltool stop` signals it alone and gives it this long."""
+    """Above 0: it ends its own children in order (a trainer saves first), so `rltool stop` signals it alone and gives
+    it this long."""
     stopping: bool = False
     """Somebody asked for its end; its death is no failure."""
     rltool: str = __version__
@@ -63,7 +64,12 @@ def find_process(state: ProcessState) -> psutil.Process | None:
 
 
 def state_of_this_process(
-    role: str, *, argv: Iterable[str], url: str | None = None, log: Path | None = None, orderly_seconds: float = ORDERLY_SECONDS
+    role: str,
+    *,
+    argv: Iterable[str],
+    url: str | None = None,
+    log: Path | None = None,
+    orderly_seconds: float = ORDERLY_SECONDS,
 ) -> ProcessState:
     """For a command that runs in the foreground and wants to be seen by status and stop."""
     pid = os.getpid()

@@ -30,7 +30,8 @@ def stop_processes(
     """End these processes and all their descendants, and return when none is left.
 
     A descendant is a child of any depth or a member of the session that `start` made, so it is found even after its
-    parent has died. An interrupt (Ctrl-C) during the grace period cuts it short. Raises RltoolError if something survives KILL.
+    parent has died. An interrupt (Ctrl-C) during the grace period cuts it short. Raises RltoolError if something
+    survives KILL.
     """
     trees = {process.pid: process for state in states for process in process_tree(state)}
     _signal(trees.values(), psutil.Process.terminate)
@@ -46,7 +47,8 @@ def stop_processes(
 
 
 def process_tree(state: ProcessState) -> list[psutil.Process]:
-    """The living process of this state with its descendants, and what is left of its session; empty if there is nothing."""
+    """The living process of this state with its descendants, and what is left of its session; empty if there is
+    nothing."""
     found: dict[int, psutil.Process] = {}
     root = find_process(state)
     if root is not None:
@@ -98,7 +100,11 @@ def _running(process: psutil.Process) -> bool:
 
 
 def _wait_gone(
-    processes: Collection[psutil.Process], seconds: float, poll: float, clock: Callable[[], float], sleep: Callable[[float], None]
+    processes: Collection[psutil.Process],
+    seconds: float,
+    poll: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
 ) -> list[psutil.Process]:
     deadline = clock() + seconds
     while True:

@@ -19,13 +19,18 @@ def stop_order(states: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def stop_run(
-    run: RunDirectory, roles: Sequence[str] = (), *, grace: float = GRACE_SECONDS, report: Callable[[str], None] = lambda _: None
+    run: RunDirectory,
+    roles: Sequence[str] = (),
+    *,
+    grace: float = GRACE_SECONDS,
+    report: Callable[[str], None] = lambda _: None,
 ) -> list[ProcessState]:
-    """Stop these roles of a run, all if none is named; returns those that were running. State files of the dead are removed.
+    """Stop these roles of a run, all if none is named; returns those that were running. State files of the dead are
+    removed.
 
-    A process that ends its children in order (orderly_seconds) is asked alone first, and waited for; then every tree gets
-    TERM, `grace` seconds, KILL. A process whose start time does not match its pid is never touched.
-    Raises UsageError for a role that the run does not have.
+    A process that ends its children in order (orderly_seconds) is asked alone first, and waited for; then every tree
+    gets TERM, `grace` seconds, KILL. A process whose start time does not match its pid is never touched. Raises
+    UsageError for a role that the run does not have.
     """
     recorded = read_states(run)
     unknown = sorted(set(roles) - {state.role for state in recorded})

@@ -17,7 +17,8 @@ from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
 
 class ProcessGroup:
-    """Processes of one run that live no longer than this `with` block, whichever way it is left, unless detach() was called."""
+    """Processes of one run that live no longer than this `with` block, whichever way it is left, unless detach() was
+    called."""
 
     def __init__(self, run: RunDirectory, *, grace: float = GRACE_SECONDS) -> None:
         self.run = run
@@ -45,7 +46,9 @@ class ProcessGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             stop_all(self.processes, self._grace)
         except KeyboardInterrupt:  # the second Ctrl-C: without grace, but not without killing
@@ -54,13 +57,19 @@ class ProcessGroup:
 
 
 def run_in_foreground(
-    role: str, run: RunDirectory, bring_up: Callable[[ProcessGroup], None], *, detach: bool, note: Callable[[str], None] = lambda _: None
+    role: str,
+    run: RunDirectory,
+    bring_up: Callable[[ProcessGroup], None],
+    *,
+    detach: bool,
+    note: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death; then stop all. The exit code.
+    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death; then stop all. The exit
+    code.
 
-    bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this command
-    has a state of its own under `role`, so status and stop see it. 130 after Ctrl-C, 0 after SIGTERM or `rltool stop`;
-    a process that dies raises ProcessFailed.
+    bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this
+    command has a state of its own under `role`, so status and stop see it. 130 after Ctrl-C, 0 after SIGTERM or `rltool
+    stop`; a process that dies raises ProcessFailed.
     """
     with termination_interrupts() as ending:
         try:

@@ -1,7 +1,8 @@
 """The main job on one machine, as a user would type it: every stage is one of rltool's own commands.
 
-Task and tiny model -> convert-ckpt and a supervised warm start, while engines start -> router -> GRPO -> back to Hugging Face ->
-report. Everything lies in one run directory; the warm start, a training run of its own, in a second one inside it.
+Task and tiny model -> convert-ckpt and a supervised warm start, while engines start -> router -> GRPO -> back to
+Hugging Face -> report. Everything lies in one run directory; the warm start, a training run of its own, in a second one
+inside it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Result:
 
 
 def warm_up_toml(model: Path, task: TaskFiles, seed: int, steps: int) -> str:
-    return f"""# The quickstart's supervised warm start. The model imitates a careless speller: the right form, often the wrong letters.
+    return f"""# The quickstart's supervised warm start.
+# The model imitates a careless speller: the right form, often the wrong letters.
 seed = {seed}
 steps = {steps}
 
@@ -79,7 +81,8 @@ save_hf_at_end = true
 
 
 def grpo_toml(model: Path, task: TaskFiles, seed: int, steps: int) -> str:
-    return f"""# The quickstart's GRPO run. Try another learning rate: copy this file, and train under another --run name.
+    return f"""\
+# The quickstart's GRPO run. Try another learning rate: copy this file, and train under another --run name.
 seed = {seed}
 steps = {steps}
 optimizer_steps_per_rollout = 2
@@ -126,8 +129,17 @@ every_steps = 25
 """
 
 
-def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int, warm_up_steps: int = WARM_UP_STEPS, num_engines: int = 2) -> Result:
-    """All of it. Whatever happens, nothing that it started is left running. Raises ProcessFailed with the failed verb's log."""
+def run_quickstart(
+    console: Console,
+    *,
+    name: str | None,
+    seed: int,
+    steps: int,
+    warm_up_steps: int = WARM_UP_STEPS,
+    num_engines: int = 2,
+) -> Result:
+    """All of it. Whatever happens, nothing that it started is left running. Raises ProcessFailed with the failed verb's
+    log."""
     run = open_run(name, create=True)
     warm_up = open_run("warmup", create=True, root=run.path)
     console.print(f"run [bold]{run.name}[/bold]: everything goes to {run.path}", highlight=False, soft_wrap=True)
@@ -141,7 +153,15 @@ def run_quickstart(console: Console, *, name: str | None, seed: int, steps: int,
                     stop_processes(read_states(directory))
 
 
-def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int, steps: int, warm_up_steps: int, num_engines: int) -> Result:
+def _stages(
+    stages: Stages,
+    run: RunDirectory,
+    warm_up: RunDirectory,
+    seed: int,
+    steps: int,
+    warm_up_steps: int,
+    num_engines: int,
+) -> Result:
     base, start, trained = run.path / "model", run.path / "model-torch_dist", run.path / "trained-hf"
     with stages.stage("a task and a tiny model"):
         task = make_task(run.path / "task", seed=seed)
@@ -149,7 +169,19 @@ def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int,
         (run.path / "warmup.toml").write_text(warm_up_toml(start, task, seed, warm_up_steps))
         (run.path / "grpo.toml").write_text(grpo_toml(warm_up.path / "hf" / f"step_{warm_up_steps}", task, seed, steps))
     longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's 24 tokens
-    engines = ("serve-engines", str(base), "--num-engines", str(num_engines), "--device", "cpu", "--max-model-len", longest, "--run", run.name, "--detach")
+    engines = (
+        "serve-engines",
+        str(base),
+        "--num-engines",
+        str(num_engines),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        longest,
+        "--run",
+        run.name,
+        "--detach",
+    )
     with stages.stage("the checkpoint becomes a torch_dist one, verified; engines start meanwhile"):
         serving = stages.begin("serve-engines", *engines)
         stages.do("convert-ckpt", "convert-ckpt", str(base), str(start), note="converting")
@@ -165,7 +197,15 @@ def _stages(stages: Stages, run: RunDirectory, warm_up: RunDirectory, seed: int,
         arguments = ("train", "--config", config, "--run", run.name, "--rollout-external", external)
         stages.train("grpo", steps, *arguments, metrics=run.metrics_file)
     with stages.stage("the trained checkpoint, back to Hugging Face"):
-        stages.do("convert-back", "convert-ckpt", str(run.checkpoints_dir / f"step_{steps}"), str(trained), "--to", "hf", note="converting")
+        stages.do(
+            "convert-back",
+            "convert-ckpt",
+            str(run.checkpoints_dir / f"step_{steps}"),
+            str(trained),
+            "--to",
+            "hf",
+            note="converting",
+        )
     with stages.stage("report"):
         report = write_report(run.path, stages=stages.timings)
     return _result(run, report, stages.timings)

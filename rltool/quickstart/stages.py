@@ -28,7 +28,8 @@ Watch = Callable[[str], None]
 
 @dataclass
 class Stages:
-    """One after the other, each with its name, a spinner and its seconds; or in the background, to be waited for later."""
+    """One after the other, each with its name, a spinner and its seconds; or in the background, to be waited for
+    later."""
 
     run: RunDirectory
     group: ProcessGroup
@@ -47,15 +48,21 @@ class Stages:
         self.console.print(f"    [dim]{self.timings[title]:.1f} s[/dim]", highlight=False)
 
     def begin(self, role: str, *arguments: str, root: Path | None = None) -> RunningProcess:
-        """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`. root: where its --run is, if elsewhere."""
+        """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`. root: where its --run is,
+        if elsewhere."""
         elsewhere = f"{RUNS_VARIABLE}={root} " if root else ""
         self.console.print(f"    [dim]$ {elsewhere}rltool {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
         environment = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", RUNS_VARIABLE: str(root or self.run.path.parent)}
-        return self.group.start(ProcessSpec(role=role, argv=(sys.executable, "-m", "rltool", *arguments), environment=environment))
+        return self.group.start(
+            ProcessSpec(role=role, argv=(sys.executable, "-m", "rltool", *arguments), environment=environment)
+        )
 
     def finish(self, process: RunningProcess, *, watch: Watch | None = None, note: str = "") -> None:
-        """Wait for a verb begun before. Raises ProcessFailed, with the end of its log, unless it ends with exit code 0."""
-        with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console, transient=True) as bar:
+        """Wait for a verb begun before. Raises ProcessFailed, with the end of its log, unless it ends with exit code
+        0."""
+        with Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console, transient=True
+        ) as bar:
             bar.add_task(f"   {note or process.role}")
             self._follow(process, watch or (lambda line: None))
 
@@ -73,7 +80,13 @@ class Stages:
         """
         tail = MetricsTail(metrics)
         process = self.begin(role, *arguments, root=root)
-        columns = (SpinnerColumn(), TextColumn("   {task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            SpinnerColumn(),
+            TextColumn("   {task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=self.console, transient=True) as bar:
             task = bar.add_task("starting", total=steps)
 

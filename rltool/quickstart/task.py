@@ -1,8 +1,9 @@
 """The quickstart's task: spell a word backward. Its rule carries over to words that were never seen.
 
-The warm start imitates a careless speller, who knows the rule but swaps two letters in most words. So the model learns the form
-and the rule, and answers wrongly as often as the speller: a share that the supervised steps approach from below and cannot
-overshoot, whatever their number. What is left for reinforcement learning is to find out which of its answers pay.
+The warm start imitates a careless speller, who knows the rule but swaps two letters in most words. So the model learns
+the form and the rule, and answers wrongly as often as the speller: a share that the supervised steps approach from
+below and cannot overshoot, whatever their number. What is left for reinforcement learning is to find out which of its
+answers pay.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class TaskFiles:
 def make_task(
     directory: Path, *, seed: int, num_train: int = 6000, num_heldout: int = 256, mistake_rate: float = MISTAKE_RATE
 ) -> TaskFiles:
-    """Write the splits, drawn without repetition from reasoning-gym's `spell_backward`. The same seed gives the same files."""
+    """Write the splits, drawn without repetition from reasoning-gym's `spell_backward`. The same seed gives the same
+    files."""
     items = _distinct_items(seed, num_train + num_heldout)
     heldout = [next(items) for _ in range(num_heldout)]
     train = [next(items) for _ in range(num_train)]
@@ -45,7 +47,11 @@ def make_task(
     files = TaskFiles(directory / "train.jsonl", directory / "heldout.jsonl", directory / "warm_start.jsonl")
     rng = random.Random(f"careless speller {seed}")
     warm_start = [_row(item) | {"response": _careless(item["answer"], mistake_rate, rng)} for item in train]
-    for path, rows in ((files.train, map(_row, train)), (files.heldout, map(_row, heldout)), (files.warm_start, warm_start)):
+    for path, rows in (
+        (files.train, map(_row, train)),
+        (files.heldout, map(_row, heldout)),
+        (files.warm_start, warm_start),
+    ):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return files
 
@@ -71,7 +77,8 @@ def _row(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _careless(answer: str, mistake_rate: float, rng: random.Random) -> str:
-    """`answer`, or with probability mistake_rate two different letters of it swapped (one left out, if all are the same)."""
+    """`answer`, or with probability mistake_rate two different letters of it swapped (one left out, if all are the
+    same)."""
     if rng.random() >= mistake_rate:
         return answer
     pairs = [(i, j) for i in range(len(answer)) for j in range(i) if answer[i] != answer[j]]

@@ -49,11 +49,12 @@ def make_tiny_model(directory: Path, *, seed: int, layers: int = 4, hidden: int 
 
 
 def make_tokenizer():
-    """A transformers PreTrainedTokenizerFast: one token per character, neither BOS nor EOS added; characters it does not know are dropped.
+    """A transformers PreTrainedTokenizerFast: one token per character, neither BOS nor EOS added; characters it does
+    not know are dropped.
 
-    Byte-level BPE without merges, as Qwen's own tokenizers are: for a Qwen2 config AutoTokenizer replaces whatever other
-    pre-tokenizer and decoder the file has by Qwen's, without a word, and spaces would be lost.
-    That class also wants an unknown token; without one it would add Qwen's own, beyond the model's vocabulary.
+    Byte-level BPE without merges, as Qwen's own tokenizers are: for a Qwen2 config AutoTokenizer replaces whatever
+    other pre-tokenizer and decoder the file has by Qwen's, without a word, and spaces would be lost. That class also
+    wants an unknown token; without one it would add Qwen's own, beyond the model's vocabulary.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -63,4 +64,6 @@ def make_tokenizer():
     backend = Tokenizer(models.BPE(vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
+    )

@@ -1,4 +1,5 @@
-"""Small charts as inline SVG: lines, dots and stacked bars over steps. Pure text; colours come from the page's CSS variables."""
+"""Small charts as inline SVG: lines, dots and stacked bars over steps. Pure text; colours come from the page's CSS
+variables."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """points: (step, value), ascending. faint: thin and pale, for raw values behind their mean; line_dots: few points that matter."""
+    """points: (step, value), ascending. faint: thin and pale, for raw values behind their mean; line_dots: few points
+    that matter."""
 
     name: str
     points: Sequence[Point]
@@ -44,7 +46,9 @@ class _Scale:
         return round(self.start + min(max(share, 0.0), 1.0) * (self.end - self.start), 1)
 
 
-def line_chart(series: Sequence[Series], *, label: str, log: bool = False, y_range: tuple[float, float] | None = None) -> str:
+def line_chart(
+    series: Sequence[Series], *, label: str, log: bool = False, y_range: tuple[float, float] | None = None
+) -> str:
     """One SVG. label: what the y axis shows, with its unit. log: decades; values of 0 lie on the lower edge."""
     points = [point for item in series for point in item.points]
     if not points:
@@ -78,30 +82,42 @@ def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], *
     width = max((WIDTH - LEFT - RIGHT) / (max(steps) - min(steps) + 1) * 0.86, 0.8)
     body = [_frame(x, y, label)]
     for i, step in enumerate(steps):
-        tip = escape(f"step {step:g}: {totals[i]:.2f} s\n" + "\n".join(f"{name} {values[i]:.2f} s" for name, values in parts.items()))
+        tip = escape(
+            f"step {step:g}: {totals[i]:.2f} s\n"
+            + "\n".join(f"{name} {values[i]:.2f} s" for name, values in parts.items())
+        )
         bars, base = [], 0.0
         for color, values in enumerate(parts.values()):
             top = y(base + values[i])
             bars.append(
-                f'<rect x="{x(step) - width / 2:.1f}" y="{top}" width="{width:.1f}" height="{y(base) - top:.1f}" fill="var(--c{color % NUM_COLORS})"/>'
+                f'<rect x="{x(step) - width / 2:.1f}" y="{top}" width="{width:.1f}" height="{y(base) - top:.1f}" '
+                f'fill="var(--c{color % NUM_COLORS})"/>'
             )
             base += values[i]
         if totals[i] > y.high:
-            bars.append(f'<text class="tick" text-anchor="start" x="{x(step) + width:.1f}" y="{TOP + 10}">{totals[i]:.1f}</text>')
+            bars.append(
+                f'<text class="tick" text-anchor="start" x="{x(step) + width:.1f}" '
+                f'y="{TOP + 10}">{totals[i]:.1f}</text>'
+            )
         body.append(f"<g><title>{tip}</title>{''.join(bars)}</g>")
     return _svg(label, body)
 
 
 def legend(names: Sequence[tuple[str, int]]) -> str:
     """HTML: (name, colour) pairs."""
-    items = "".join(f'<span><i style="background:var(--c{color % NUM_COLORS})"></i>{escape(name)}</span>' for name, color in names)
+    items = "".join(
+        f'<span><i style="background:var(--c{color % NUM_COLORS})"></i>{escape(name)}</span>' for name, color in names
+    )
     return f'<div class="legend">{items}</div>'
 
 
 def moving_mean(points: Sequence[Point], window: int) -> list[Point]:
     """Mean of each point and up to window - 1 before it."""
     values = [value for _, value in points]
-    return [(step, math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window)) for i, (step, _) in enumerate(points)]
+    return [
+        (step, math.fsum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window))
+        for i, (step, _) in enumerate(points)
+    ]
 
 
 def format_number(value: float) -> str:
@@ -151,9 +167,13 @@ def _frame(x: _Scale, y: _Scale, label: str) -> str:
         out.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y(value) + 4}">{text}</text>')
     for tick in nice_ticks(x.low, x.high, 6):
         if x.low <= tick <= x.high and tick == int(tick):
-            out.append(f'<text class="tick" text-anchor="middle" x="{x(tick)}" y="{HEIGHT - BOTTOM + 18}">{tick:g}</text>')
+            out.append(
+                f'<text class="tick" text-anchor="middle" x="{x(tick)}" y="{HEIGHT - BOTTOM + 18}">{tick:g}</text>'
+            )
     middle = (TOP + HEIGHT - BOTTOM) / 2
-    out.append(f'<text class="axis" text-anchor="middle" transform="translate(14 {middle}) rotate(-90)">{escape(label)}</text>')
+    out.append(
+        f'<text class="axis" text-anchor="middle" transform="translate(14 {middle}) rotate(-90)">{escape(label)}</text>'
+    )
     out.append(f'<text class="axis" text-anchor="end" x="{WIDTH - RIGHT}" y="{HEIGHT - 6}">step</text>')
     return "".join(out)
 
@@ -163,4 +183,7 @@ def _svg(label: str, body: Sequence[str]) -> str:
 
 
 def _empty(label: str) -> str:
-    return _svg(label, [f'<text class="axis" text-anchor="middle" x="{WIDTH / 2}" y="{HEIGHT / 2}">not measured in this run</text>'])
+    return _svg(
+        label,
+        [f'<text class="axis" text-anchor="middle" x="{WIDTH / 2}" y="{HEIGHT / 2}">not measured in this run</text>'],
+    )

@@ -58,7 +58,12 @@ def read_metrics(path: Path) -> Metrics:
                 continue
             raise RltoolError(f"{path}, line {number}: not a metrics record ({error})") from error
         for name, value in record.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if (
+                name != "step"
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
                 values.setdefault(name, {})[step] = float(value)
     if not values:
         raise RltoolError(f"{path} holds no metrics yet")
@@ -80,7 +85,11 @@ def render(
     name: str, metrics: Metrics, config: Mapping[str, Any], versions: Mapping[str, str], stages: Mapping[str, float]
 ) -> str:
     """The whole page as text. stages: name -> seconds; empty where nobody measured them."""
-    evaluations = {key.split("/")[1]: points for key, points in metrics.items() if key.startswith("eval/") and key.endswith("/accuracy")}
+    evaluations = {
+        key.split("/")[1]: points
+        for key, points in metrics.items()
+        if key.startswith("eval/") and key.endswith("/accuracy")
+    }
     body = [
         f"<header><h1>{escape(name)}</h1><p>rltool training report</p></header>",
         _tiles(metrics, evaluations),
@@ -88,9 +97,17 @@ def render(
         _reward_chart(metrics.get("rollout/reward_mean", [])),
         _evaluation_chart(evaluations),
         _difference_chart(metrics),
-        _card("Response length", "Tokens per response, mean of each step.", line_chart([Series("mean length", metrics.get("rollout/response_length_mean", []))], label="tokens")),
+        _card(
+            "Response length",
+            "Tokens per response, mean of each step.",
+            line_chart([Series("mean length", metrics.get("rollout/response_length_mean", []))], label="tokens"),
+        ),
         _phase_chart(metrics),
-        _card("Generation speed", "Sampled tokens per second, all engines together.", line_chart([Series("tokens/s", metrics.get("rollout/tokens_per_second", []))], label="tokens/s")),
+        _card(
+            "Generation speed",
+            "Sampled tokens per second, all engines together.",
+            line_chart([Series("tokens/s", metrics.get("rollout/tokens_per_second", []))], label="tokens/s"),
+        ),
         "</main>",
         _metric_table(metrics),
         _pairs_table("Stages", {title: f"{seconds:.1f} s" for title, seconds in stages.items()}, {}) if stages else "",
@@ -101,7 +118,10 @@ def render(
 
 
 def _reward_chart(reward: Sequence[Point]) -> str:
-    series = [Series("reward", reward, "faint"), Series(f"mean of {SMOOTHED_STEPS} steps", moving_mean(reward, SMOOTHED_STEPS))]
+    series = [
+        Series("reward", reward, "faint"),
+        Series(f"mean of {SMOOTHED_STEPS} steps", moving_mean(reward, SMOOTHED_STEPS)),
+    ]
     span = _unit_range(reward)
     note = f"Mean over all samples of a step (pale), and over {SMOOTHED_STEPS} steps."
     return _card("Reward", note, line_chart(series if reward else [], label="mean reward", y_range=span))
@@ -117,11 +137,19 @@ def _evaluation_chart(evaluations: Mapping[str, Sequence[Point]]) -> str:
 def _difference_chart(metrics: Metrics) -> str:
     series = [
         Series(label, metrics[name], "line", color)
-        for color, (label, name) in enumerate((("mean", "train/logprob_abs_diff_mean"), ("largest", "train/logprob_abs_diff_max")))
+        for color, (label, name) in enumerate(
+            (("mean", "train/logprob_abs_diff_mean"), ("largest", "train/logprob_abs_diff_max"))
+        )
         if name in metrics
     ]
-    chart = line_chart(series, label="|difference|, nats", log=True) + legend([(item.name, item.color) for item in series])
-    return _card("Trainer and engine agree", "Difference between their log-probabilities of the same tokens, before the optimizer steps.", chart)
+    chart = line_chart(series, label="|difference|, nats", log=True) + legend(
+        [(item.name, item.color) for item in series]
+    )
+    return _card(
+        "Trainer and engine agree",
+        "Difference between their log-probabilities of the same tokens, before the optimizer steps.",
+        chart,
+    )
 
 
 def _phase_chart(metrics: Metrics) -> str:
@@ -132,11 +160,18 @@ def _phase_chart(metrics: Metrics) -> str:
 
 
 def phases(metrics: Metrics, steps: Sequence[float]) -> dict[str, list[float]]:
-    """phase -> seconds at each of `steps`, from the time/<phase>_seconds metrics; "other" is what they leave of the step.
+    """phase -> seconds at each of `steps`, from the time/<phase>_seconds metrics; "other" is what they leave of the
+    step.
 
     The log-probability pass is a part of train, and not a phase beside it."""
     total = dict(metrics.get("time/step_seconds", []))
-    named = {key.removeprefix("time/").removesuffix("_seconds"): dict(points) for key, points in metrics.items() if key.startswith("time/") and key.endswith("_seconds") and key not in ("time/step_seconds", "time/logprobs_seconds")}
+    named = {
+        key.removeprefix("time/").removesuffix("_seconds"): dict(points)
+        for key, points in metrics.items()
+        if key.startswith("time/")
+        and key.endswith("_seconds")
+        and key not in ("time/step_seconds", "time/logprobs_seconds")
+    }
     parts = {name: [max(values.get(step, 0.0), 0.0) for step in steps] for name, values in named.items()}
     parts = {name: values for name, values in parts.items() if any(values)}
     order = {name: i for i, name in enumerate(("generate", "reward", "train", "sync", "eval", "checkpoint"))}
@@ -152,7 +187,13 @@ def _tiles(metrics: Metrics, evaluations: Mapping[str, Sequence[Point]]) -> str:
     reward = [value for _, value in metrics.get("rollout/reward_mean", [])]
     if reward:
         first, last = _mean(reward[:FIRST_STEPS]), _mean(reward[-SMOOTHED_STEPS:])
-        tiles.append(("Reward", f"{first:.2f} → {last:.2f}", f"first {min(FIRST_STEPS, len(reward))} steps, last {min(SMOOTHED_STEPS, len(reward))}"))
+        tiles.append(
+            (
+                "Reward",
+                f"{first:.2f} → {last:.2f}",
+                f"first {min(FIRST_STEPS, len(reward))} steps, last {min(SMOOTHED_STEPS, len(reward))}",
+            )
+        )
     for name, points in evaluations.items():
         before, after = points[0][1], points[-1][1]
         change = f"{points[0][1]:.2f} → {after:.2f}" if len(points) > 1 else f"{before:.2f}"
@@ -163,7 +204,10 @@ def _tiles(metrics: Metrics, evaluations: Mapping[str, Sequence[Point]]) -> str:
     if seconds := metrics.get("time/step_seconds"):
         total = math.fsum(value for _, value in seconds)
         tiles.append(("Steps", f"{len(seconds)}", f"{total:.0f} s in all, {total / len(seconds):.2f} s each"))
-    cells = "".join(f'<div class="tile"><b>{escape(title)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small></div>' for title, value, note in tiles)
+    cells = "".join(
+        f'<div class="tile"><b>{escape(title)}</b><strong>{escape(value)}</strong><small>{escape(note)}</small></div>'
+        for title, value, note in tiles
+    )
     return f'<section class="tiles">{cells}</section>'
 
 
@@ -172,14 +216,21 @@ def _metric_table(metrics: Metrics) -> str:
     for name in sorted(metrics):
         values = [value for _, value in metrics[name]]
         cells = (values[0], values[-1], min(values), max(values), _mean(values))
-        rows.append(f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{format_number(cell)}</td>" for cell in cells) + "</tr>")
+        rows.append(
+            f"<tr><th>{escape(name)}</th>" + "".join(f"<td>{format_number(cell)}</td>" for cell in cells) + "</tr>"
+        )
     head = "<tr><th>metric</th><td>first</td><td>last</td><td>least</td><td>most</td><td>mean</td></tr>"
-    return f'<section><h2>Metrics</h2><div class="scroll"><table class="numbers"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div></section>'
+    return (
+        '<section><h2>Metrics</h2><div class="scroll"><table '
+        f'class="numbers"><thead>{head}</thead><tbody>{"".join(rows)}</tbody></table></div></section>'
+    )
 
 
 def _pairs_table(title: str, pairs: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     rows = "".join(
-        f"<tr><th>{escape(str(key))}</th><td>{escape(value if isinstance(value, str) else json.dumps(value, default=str))}</td><td><small>{escape(str(origins.get(key, '')))}</small></td></tr>"
+        f"<tr><th>{escape(str(key))}</th>"
+        f"<td>{escape(value if isinstance(value, str) else json.dumps(value, default=str))}</td>"
+        f"<td><small>{escape(str(origins.get(key, '')))}</small></td></tr>"
         for key, value in pairs.items()
     )
     opened = " open" if title != "Configuration" else ""
@@ -199,7 +250,7 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _card(title: str, note: str, content: str) -> str:
-    return f'<figure><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p></figcaption>{content}</figure>'
+    return f"<figure><figcaption><h2>{escape(title)}</h2><p>{escape(note)}</p></figcaption>{content}</figure>"
 
 
 def _unit_range(points: Sequence[Point]) -> tuple[float, float] | None:
@@ -248,11 +299,13 @@ header p, figcaption p { margin: 2px 0 10px; color: var(--soft); }
 figcaption p { font-size: 13px; }
 section { margin-top: 28px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(210px, 1fr)); gap: 14px; margin-top: 18px; }
-.tile, figure, details, section > .scroll { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
+.tile, figure, details, section > .scroll {
+  background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
 .tile { padding: 14px 16px; }
 .tile b, .tile small { display: block; color: var(--soft); font-weight: 500; font-size: 13px; }
 .tile strong { font-size: 25px; font-weight: 650; font-variant-numeric: tabular-nums; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 14px; margin-top: 14px; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr));
+  gap: 14px; margin-top: 14px; }
 figure { margin: 0; padding: 16px 18px 12px; }
 svg { display: block; width: 100%; height: auto; }
 .grid { stroke: var(--rule); stroke-width: 1; }
@@ -267,7 +320,8 @@ details { padding: 12px 0 4px; }
 details .scroll { margin-top: 4px; }
 summary { cursor: pointer; padding: 0 16px 6px; }
 table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; font-weight: 400; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
+th, td { text-align: left; font-weight: 400; padding: 4px 14px 4px 0;
+  border-bottom: 1px solid var(--rule); vertical-align: top; }
 tbody tr:last-child > *, table:not(.numbers) tr:last-child > * { border-bottom: 0; }
 th { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 td { overflow-wrap: anywhere; }

@@ -42,8 +42,8 @@ class RouterPlan:
 def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
     """Engines and run that a command line means.
 
-    Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs go
-    to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
+    Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs
+    go to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
     """
     files = files_in(addresses)
     if not addresses:
@@ -65,7 +65,8 @@ def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
 def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run: RunDirectory) -> Path:
     """The key that the router will demand: given, or that of the engines, or the run's own.
 
-    Raises UsageError if two of them differ: the router forwards the client's key to the engines, so there can be but one.
+    Raises UsageError if two of them differ: the router forwards the client's key to the engines, so there can be but
+    one.
     """
     files = [config.key_file, *(engine.key_file for engine in engines)]
     chosen: Path | None = None
@@ -78,7 +79,10 @@ def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run
         except OSError as error:
             raise UsageError(f"cannot read the key file {file}: {error.strerror}") from error
         if key is not None and found != key:
-            raise UsageError(f"{chosen} and {file} hold different keys; a router passes its clients' key on to all engines, so they must share one")
+            raise UsageError(
+                f"{chosen} and {file} hold different keys; a router passes its clients' key on to all engines, so they "
+                "must share one"
+            )
         chosen, key = chosen or file, found
     return (chosen or run.ensure_key()).absolute()
 
@@ -99,12 +103,17 @@ def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_fi
 
 
 def start_router(
-    config: RouterConfig, model: ModelEndpoints, group: ProcessGroup, *, endpoints_file: Path | None = None, report: Callable[[str], None] = lambda _: None
+    config: RouterConfig,
+    model: ModelEndpoints,
+    group: ProcessGroup,
+    *,
+    endpoints_file: Path | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Start a router in `group`, register every engine, wait until it serves, write data_url; returns the router's URL.
 
-    Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a worker
-    is not registered in time.
+    Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a
+    worker is not registered in time.
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
@@ -124,7 +133,8 @@ def start_router(
 
 
 def set_data_url(file: Path, model: ModelEndpoints, url: str | None) -> None:
-    """Write the router's address (None: there is none any more) beside the engines in `file`, which is made if missing."""
+    """Write the router's address (None: there is none any more) beside the engines in `file`, which is made if
+    missing."""
     endpoints = Endpoints.load(file) if file.exists() else Endpoints(models={"policy": model})
     urls = {engine.url for engine in model.engines}
     models = {
@@ -160,8 +170,8 @@ def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[EngineEnd
     for engine, info in zip(engines, infos, strict=True):
         if info.dialect == "vllm" and not info.plugin:
             raise UsageError(
-                f"{engine.url} is a vLLM server without rltool's plugin, so it cannot answer the router's /generate: give it to "
-                "train directly (--rollout-external), or start it with `rltool serve-engines`"
+                f"{engine.url} is a vLLM server without rltool's plugin, so it cannot answer the router's /generate: "
+                "give it to train directly (--rollout-external), or start it with `rltool serve-engines`"
             )
     return [engine.model_copy(update={"dialect": info.dialect}) for engine, info in zip(engines, infos, strict=True)]
 

@@ -1,6 +1,7 @@
 """`python -m rltool.router.main`: sglang-router's own launcher, with the key read from a file.
 
-sglang-router takes its key in argv only, where every user of the host can read it; its Python interface has no such need.
+sglang-router takes its key in argv only, where every user of the host can read it; its Python interface has no such
+need.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ SHUTDOWN_GRACE_SECONDS = 5
 
 BALANCE_REQUESTS = 4
 BALANCE_RATIO = 1.1
-"""cache_aware sends by prefix unless one worker has this many requests, and this ratio, more than another. Its defaults (64
-and 1.5) are made for chats; a rollout of 64 prompts on two engines then went 53 to 11, and a step waits for the slower engine."""
+"""cache_aware sends by prefix unless one worker has this many requests, and this ratio, more than another. Its defaults
+(64 and 1.5) are made for chats; a rollout of 64 prompts on two engines then went 53 to 11, and a step waits for the
+slower engine."""
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

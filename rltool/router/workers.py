@@ -40,11 +40,19 @@ def parse_workers(reply: Any) -> list[Worker]:
     """The reply to GET /workers. Raises EngineError if it is not one."""
     try:
         return [
-            Worker(id=item["id"], url=item["url"].rstrip("/"), healthy=item["is_healthy"], model_id=item["model_id"], load=item["load"])
+            Worker(
+                id=item["id"],
+                url=item["url"].rstrip("/"),
+                healthy=item["is_healthy"],
+                model_id=item["model_id"],
+                load=item["load"],
+            )
             for item in reply["workers"]
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise EngineError(f"GET /workers did not answer with a list of workers, so this is no sglang-router: {str(reply)[:200]}") from error
+        raise EngineError(
+            f"GET /workers did not answer with a list of workers, so this is no sglang-router: {str(reply)[:200]}"
+        ) from error
 
 
 def find_worker(workers: Iterable[Worker], url: str) -> Worker | None:
@@ -56,9 +64,11 @@ def list_workers(router: EngineEndpoint) -> list[Worker]:
 
 
 def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float) -> Worker:
-    """Register an engine and wait until the router has it as a healthy worker. Adding one that is there already is harmless.
+    """Register an engine and wait until the router has it as a healthy worker. Adding one that is there already is
+    harmless.
 
-    Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout` seconds.
+    Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout`
+    seconds.
     """
     body: dict[str, Any] = {"url": engine.url}
     key = engine.read_key()

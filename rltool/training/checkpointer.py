@@ -1,4 +1,5 @@
-"""The checkpoints of a run as the loop sees them: started at steps, settled at step boundaries, thinned out, and one at the end."""
+"""The checkpoints of a run as the loop sees them: started at steps, settled at step boundaries, thinned out, and one at
+the end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 class SavingTrainer(Protocol):
     """What is asked of the trainer's ranks: rltool/checkpoints/saving.py on each of them."""
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None: ...
+    def save_checkpoint(
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+    ) -> None: ...
 
     def saved(self, *, wait: bool) -> Any: ...
 
@@ -35,7 +38,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, config: CheckpointConfig, trainer: SavingTrainer, directory: Path, describe: Callable[[Progress], tuple[dict[str, Any], dict[str, bytes]]], console: Console, *, resumed_from: int | None = None
+        self,
+        config: CheckpointConfig,
+        trainer: SavingTrainer,
+        directory: Path,
+        describe: Callable[[Progress], tuple[dict[str, Any], dict[str, bytes]]],
+        console: Console,
+        *,
+        resumed_from: int | None = None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -52,8 +62,8 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """A checkpoint of this state: complete on return, or on its way with checkpoint.async_save.
 
-        An earlier one is waited for first. Failures of either are dealt with as checkpoint.on_save_failure says: SaveFailed, or a
-        warning that is counted.
+        An earlier one is waited for first. Failures of either are dealt with as checkpoint.on_save_failure says:
+        SaveFailed, or a warning that is counted.
         """
         started = time.perf_counter()
         self._settle(wait=True)
@@ -66,13 +76,15 @@ class Checkpointer:
         self._metrics["checkpoint/blocked_seconds"] = time.perf_counter() - started
 
     def check(self) -> dict[str, float]:
-        """At a step boundary: what has come of the save in flight. Returns checkpoint/* metrics of what happened since the last call."""
+        """At a step boundary: what has come of the save in flight. Returns checkpoint/* metrics of what happened since
+        the last call."""
         self._settle(wait=False)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     def finish(self, progress: Progress) -> None:
-        """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed whatever the configuration says."""
+        """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed whatever the
+        configuration says."""
         try:
             self._settle(wait=True)
         except SaveFailed as failure:
@@ -89,7 +101,8 @@ class Checkpointer:
     def _start(self, progress: Progress) -> None:
         final = self.path(progress.step)
         if final.exists():
-            # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it as it died.
+            # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it
+            # as it died.
             directories.remove(final)
         measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
         extra, files = self._describe(progress)
@@ -127,10 +140,18 @@ class Checkpointer:
         config = self._config
         if config.keep_last == 0:
             return
-        complete = [Kept(directories.step_of(path), self._value(path)) for path in directories.list_checkpoints(self._directory)]
+        complete = [
+            Kept(directories.step_of(path), self._value(path)) for path in directories.list_checkpoints(self._directory)
+        ]
         pointed = directories.pointed_at(self._directory)
         protected = {directories.step_of(pointed)} if pointed is not None else set()
-        going = expendable(complete, keep_last=config.keep_last, keep_best=config.keep_best, higher_is_better=config.best_is == "highest", protected=protected)
+        going = expendable(
+            complete,
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            higher_is_better=config.best_is == "highest",
+            protected=protected,
+        )
         for step in going:
             directories.remove_unread(self.path(step))
 

@@ -26,8 +26,8 @@ class PlacementTimeout(RltoolError):
 def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
-    A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on every
-    interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
+    A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on
+    every interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
     """
     if config.address is not None:
         _connect(config.address)
@@ -36,7 +36,14 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # "local", or Ray would join whatever cluster was last started on this host, alive or not.
-        ray.init(address="local", num_cpus=int(-(-cpus // 1)), num_gpus=int(plan.total("GPU")), _node_ip_address="127.0.0.1", include_dashboard=False, **_common())
+        ray.init(
+            address="local",
+            num_cpus=int(-(-cpus // 1)),
+            num_gpus=int(plan.total("GPU")),
+            _node_ip_address="127.0.0.1",
+            include_dashboard=False,
+            **_common(),
+        )
     try:
         if config.address is not None:
             check_versions()
@@ -48,8 +55,8 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
 def available_gpus(config: RayConfig) -> tuple[float, str]:
     """GPUs where the ranks of a run would be, in use or not, and whose they are.
 
-    With an address those that the nodes of that cluster declare; this host may have none. UsageError if it cannot be reached.
-    Without one a local cluster will be started: those that torch sees here.
+    With an address those that the nodes of that cluster declare; this host may have none. UsageError if it cannot be
+    reached. Without one a local cluster will be started: those that torch sees here.
     """
     if config.address is None:
         return visible_gpus(), "this host"
@@ -69,8 +76,9 @@ def _connect(address: str) -> None:
         ray.init(address=address, **_common())
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that demands a token "
-            f"wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
+            f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that "
+            "demands a token wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
+            "RAY_AUTH_TOKEN_PATH)"
         ) from error
 
 
@@ -93,7 +101,10 @@ def check_versions() -> None:
             if found != rltool.__version__:
                 wrong.append(f"{node['NodeManagerAddress']} has rltool {found}")
     if wrong:
-        raise UsageError(f"every node of the cluster needs rltool {rltool.__version__}: {'; '.join(wrong)}; install it there with pip install rltool=={rltool.__version__}")
+        raise UsageError(
+            f"every node of the cluster needs rltool {rltool.__version__}: {'; '.join(wrong)}; install it there with "
+            f"pip install rltool=={rltool.__version__}"
+        )
 
 
 @contextmanager
@@ -119,4 +130,7 @@ def _missing(bundles: Sequence[dict[str, float]], timeout: float) -> str:
         if wanted > free.get(resource, 0):
             lines.append(f"{resource}: {wanted:g} wanted, {free.get(resource, 0):g} free of {total.get(resource, 0):g}")
     what = "; ".join(lines) or "the resources are free, but not in pieces that hold the bundles"
-    return f"no placement for {len(bundles)} bundles within deadlines.placement = {timeout:g} s: {what}. Free them, lower trainer.world_size, or use --ray-address of a larger cluster."
+    return (
+        f"no placement for {len(bundles)} bundles within deadlines.placement = {timeout:g} s: {what}. Free them, lower "
+        "trainer.world_size, or use --ray-address of a larger cluster."
+    )

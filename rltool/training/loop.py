@@ -36,7 +36,8 @@ class Engines(Protocol):
     weight_version: str
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and time/sync_seconds."""
+        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
+        time/sync_seconds."""
 
     def evaluate(self) -> dict[str, float]: ...
 
@@ -71,7 +72,8 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. engines: None where no engine takes part; save_hf(step): a Hugging Face export of the present weights."""
+    """What a run is made of. engines: None where no engine takes part; save_hf(step): a Hugging Face export of the
+    present weights."""
 
     trainer: TrainerGroup
     source: BatchSource
@@ -85,8 +87,8 @@ class Parts:
 class Loop:
     """One run, from `progress` to its end.
 
-    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it (replays).
-    around_step(step): a context around each step.
+    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it
+    (replays). around_step(step): a context around each step.
     """
 
     def __init__(
@@ -94,7 +96,12 @@ class Loop:
         around_step: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:  # fmt: skip
         self.config, self.progress = config, progress
-        self.trainer, self.source, self.engines, self.checkpoints = parts.trainer, parts.source, parts.engines, parts.checkpoints
+        self.trainer, self.source, self.engines, self.checkpoints = (
+            parts.trainer,
+            parts.source,
+            parts.engines,
+            parts.checkpoints,
+        )
         self.save_hf, self.writer, self.stop = parts.save_hf, parts.writer, parts.stop
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
         self.skipped_in_a_row = 0
@@ -103,8 +110,8 @@ class Loop:
     def run(self) -> Progress:
         """Train to the last step, to eval.stop_at, or to a signal.
 
-        A checkpoint is written in every case, also before an error is raised, unless that error came between the optimizer
-        steps of one rollout: such weights belong to no step, and the last checkpoint stands.
+        A checkpoint is written in every case, also before an error is raised, unless that error came between the
+        optimizer steps of one rollout: such weights belong to no step, and the last checkpoint stands.
         """
         try:
             self._run()
@@ -142,7 +149,12 @@ class Loop:
                 if self.engines is not None and evaluate:
                     with timed(metrics, "time/eval_seconds"):
                         metrics.update(self.engines.evaluate())
-            self.writer.write(step, self.engines.weight_version if self.engines else "", metrics, weight_versions=list(sourced.weight_versions))
+            self.writer.write(
+                step,
+                self.engines.weight_version if self.engines else "",
+                metrics,
+                weight_versions=list(sourced.weight_versions),
+            )
             self.writer.say(step_line(step, config.steps, metrics))
             self._judge_skips(metrics)
             if _due(config.checkpoint.every_steps, done) and not last:
@@ -172,7 +184,9 @@ class Loop:
         self.between_updates = not compares
         collected: list[dict[str, float]] = []
         for samples in optimizer_step_samples(batch, self._optimizer_steps(batch)):
-            part = with_loss_weights(batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens)
+            part = with_loss_weights(
+                batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens
+            )
             measured: dict[str, float] = {}
             if trains_policy and compares and not collected:
                 metrics |= (compared := self._first_optimizer_step(part, measured))
@@ -182,7 +196,9 @@ class Loop:
                 measured |= self._critic_steps(part)
             collected.append(measured)
         self.between_updates = False
-        skipped = [any([result.pop(name, 0.0) for name in ("train/skipped", "train/critic_skipped")]) for result in collected]
+        skipped = [
+            any([result.pop(name, 0.0) for name in ("train/skipped", "train/critic_skipped")]) for result in collected
+        ]
         metrics |= _mean(collected)
         metrics["train/skipped_steps"] = float(sum(skipped))
         for skip in skipped:
@@ -204,7 +220,9 @@ class Loop:
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
-        teacher = self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
+        teacher = (
+            self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
+        )
         return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher), metrics
 
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
@@ -212,7 +230,8 @@ class Loop:
         return _mean([self.trainer.critic_step(batch) for _ in range(self.config.critic.updates_per_optimizer_step)])
 
     def _first_optimizer_step(self, batch: TrainBatch, measured: dict[str, float]) -> dict[str, float]:
-        """Forward and backward, the log-probability check, and only then the optimizer: where they disagree, every weight is as it was.
+        """Forward and backward, the log-probability check, and only then the optimizer: where they disagree, every
+        weight is as it was.
 
         Adds the step's metrics to `measured`; returns those of the check.
         """
@@ -227,10 +246,11 @@ class Loop:
         return compared
 
     def _check_logprobs(self, logprobs: Tensor, batch: TrainBatch) -> dict[str, float]:
-        """Before any optimizer step the trainer's log-probabilities [T] must agree with the engines', on tokens of the current policy.
+        """Before any optimizer step the trainer's log-probabilities [T] must agree with the engines', on tokens of the
+        current policy.
 
-        A batch without such a token is not compared, and its record says so; each sync has compared the engines by then. Replays
-        compare whatever they have, and stop at nothing.
+        A batch without such a token is not compared, and its record says so; each sync has compared the engines by
+        then. Replays compare whatever they have, and stop at nothing.
         """
         assert batch.rollout_logprobs is not None
         selection = current_tokens(batch, self.progress.step) if self.stops_on_difference else batch.loss_mask
@@ -238,9 +258,10 @@ class Loop:
         limit = self.config.monitor.logprob_difference_limit
         if self.stops_on_difference and found.tokens and not found.abs_mean <= limit:
             raise TrainingStopped(
-                f"trainer and engines disagree: mean |log-probability difference| {found.abs_mean:.2e} (max {found.abs_max:.2e}) is above "
-                f"monitor.logprob_difference_limit = {limit:g}; no optimizer step was made on this rollout. Either the engines do not hold "
-                f"the trainer's weights, or they compute in another precision or at another temperature."
+                f"trainer and engines disagree: mean |log-probability difference| {found.abs_mean:.2e} (max "
+                f"{found.abs_max:.2e}) is above monitor.logprob_difference_limit = {limit:g}; no optimizer step was "
+                "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
+                "another precision or at another temperature."
             )
         return found.metrics
 
@@ -256,7 +277,11 @@ class Loop:
         metrics = {**synced, **self.engines.evaluate()}
         step = self.progress.step - 1
         self.writer.write(step, self.engines.weight_version, metrics)
-        self.writer.say(step_line(step, self.config.steps, metrics).replace(f"step {step + 1}/", "before step 1 of " if step < 0 else f"resumed after step {step + 1}/"))
+        self.writer.say(
+            step_line(step, self.config.steps, metrics).replace(
+                f"step {step + 1}/", "before step 1 of " if step < 0 else f"resumed after step {step + 1}/"
+            )
+        )
 
     def _reached(self, metrics: dict[str, float]) -> bool:
         goal = self.config.eval.stop_at
@@ -272,8 +297,9 @@ class Loop:
         limit = self.config.optimizer.max_skipped_steps
         if self.skipped_in_a_row >= limit:
             raise TrainingStopped(
-                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient and were skipped (optimizer.max_skipped_steps = {limit}); "
-                f"lower optimizer.lr, or look at the rewards and log-probabilities of the last rollout"
+                f"{self.skipped_in_a_row} optimizer steps in a row had a non-finite loss or gradient and were skipped "
+                f"(optimizer.max_skipped_steps = {limit}); lower optimizer.lr, or look at the rewards and "
+                "log-probabilities of the last rollout"
             )
 
     def _save(self) -> None:
@@ -288,7 +314,8 @@ class Loop:
             self.checkpoints.finish(self.progress)
 
     def _save_before_raising(self) -> None:
-        """An error is on its way to the user; that the checkpoint failed as well is said beside it, not in its place."""
+        """An error is on its way to the user; that the checkpoint failed as well is said beside it, not in its
+        place."""
         try:
             self._end()
         except SaveFailed as failure:

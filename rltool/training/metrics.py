@@ -1,4 +1,5 @@
-"""What a run measures, written as it goes: metrics.jsonl (one record per step), TensorBoard, and one console line per step."""
+"""What a run measures, written as it goes: metrics.jsonl (one record per step), TensorBoard, and one console line per
+step."""
 
 from __future__ import annotations
 
@@ -75,7 +76,12 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     add("grad", "train/grad_norm", ".3f")
     add("kl", "train/kl", ".4f")
     add("tok/s", "rollout/tokens_per_second", ".0f")
-    phases = [("gen", "time/generate_seconds"), ("train", "time/train_seconds"), ("sync", "time/sync_seconds"), ("step", "time/step_seconds")]
+    phases = [
+        ("gen", "time/generate_seconds"),
+        ("train", "time/train_seconds"),
+        ("sync", "time/sync_seconds"),
+        ("step", "time/step_seconds"),
+    ]
     parts.append(" ".join(f"{label} {metrics[name]:.2f}s" for label, name in phases if name in metrics))
     if metrics.get("train/skipped_steps"):
         parts.append(f"[yellow]skipped {metrics['train/skipped_steps']:.0f}[/yellow]")

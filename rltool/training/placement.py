@@ -12,7 +12,8 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """trainer: one bundle per trainer rank; engines: bundles beyond those, one per engine GPU. Both go into one placement group.
+    """trainer: one bundle per trainer rank; engines: bundles beyond those, one per engine GPU. Both go into one
+    placement group.
 
     The rollout manager is an actor outside of it that reserves nothing.
     """
@@ -35,15 +36,18 @@ class PlacementPlan:
 
     def describe(self) -> str:
         gpus = f", {self.total('GPU'):g} GPUs" if self.total("GPU") else ""
-        return f"{len(self.bundles)} bundles ({len(self.trainer)} trainer, {len(self.engines)} engine){gpus}: {self.reason}"
+        return (
+            f"{len(self.bundles)} bundles ({len(self.trainer)} trainer, {len(self.engines)} engine){gpus}: "
+            f"{self.reason}"
+        )
 
 
 def plan_placement(config: TrainConfig, *, gpu: bool, trains: bool = True, generates: bool = True) -> PlacementPlan:
     """The plan of `config` on GPUs or, with gpu False, on CPUs.
 
     external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and the engines' own.
-    colocate: the larger of the two, shared. trains False (debug rollout-only): no trainer bundles; generates False (debug
-    train-only, supervised training without engines): no engine bundles.
+    colocate: the larger of the two, shared. trains False (debug rollout-only): no trainer bundles; generates False
+    (debug train-only, supervised training without engines): no engine bundles.
     """
     trainer = config.trainer
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}
@@ -51,9 +55,15 @@ def plan_placement(config: TrainConfig, *, gpu: bool, trains: bool = True, gener
     ranks = tuple(dict(ours) for _ in range(trainer.world_size)) if trains else ()
     mode = config.engines.mode
     if not generates or mode == "external":
-        reason = "engines are external: the trainer's world size and nothing more" if generates else "no engines take part"
+        reason = (
+            "engines are external: the trainer's world size and nothing more" if generates else "no engines take part"
+        )
         return PlacementPlan(ranks, (), reason)
     engine_gpus = sum(group.count * group.tp for group in config.engines.groups)
     beyond = engine_gpus if mode == "managed" else max(0, engine_gpus - len(ranks))
-    reason = "managed engines have their own bundles" if mode == "managed" else "colocated engines share the trainer's bundles"
+    reason = (
+        "managed engines have their own bundles"
+        if mode == "managed"
+        else "colocated engines share the trainer's bundles"
+    )
     return PlacementPlan(ranks, tuple(dict(theirs) for _ in range(beyond)), reason)

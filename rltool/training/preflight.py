@@ -18,9 +18,11 @@ from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, UsageError
 
 ARCHITECTURE_KEYS = (
-    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size", "tie_word_embeddings",
+    "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "tie_word_embeddings",
 )  # fmt: skip
-"""Keys of config.json that make two models of one shape interchangeable for a weight sync. An engine that does not report one is not faulted for it."""
+"""Keys of config.json that make two models of one shape interchangeable for a weight sync. An engine that does not
+report one is not faulted for it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
     engines = config.engines
     found = resolve(engines.external)
     if engines.api_key_file is not None:
-        keyed = tuple(e if e.key_file else e.model_copy(update={"key_file": engines.api_key_file}) for e in found.engines)
+        keyed = tuple(
+            e if e.key_file else e.model_copy(update={"key_file": engines.api_key_file}) for e in found.engines
+        )
         found = found.model_copy(update={"engines": keyed})
     if engines.router is not None:
         found = found.model_copy(update={"data_url": engines.router.rstrip("/")})
@@ -57,7 +61,9 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
 
     async def probe_all() -> list[EngineInfo | BaseException]:
         async with EngineClient() as client:
-            return await asyncio.gather(*(client.probe(e, timeout=timeout) for e in endpoints.engines), return_exceptions=True)
+            return await asyncio.gather(
+                *(client.probe(e, timeout=timeout) for e in endpoints.engines), return_exceptions=True
+            )
 
     results = asyncio.run(probe_all())
     problems = []
@@ -67,23 +73,39 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
         elif isinstance(result, BaseException):
             raise result
     if problems:
-        raise UsageError("--rollout-external: " + "\n".join(problems) + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they listen? A bare HOST:PORT that demands a key needs engines.api_key_file.")
+        raise UsageError(
+            "--rollout-external: "
+            + "\n".join(problems)
+            + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
+            "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."
+        )
     engines = tuple(
-        e.model_copy(update={"dialect": r.dialect, "plugin": r.plugin, "boot_id": r.boot_id or e.boot_id, "weight_backend": r.weight_backend})
+        e.model_copy(
+            update={
+                "dialect": r.dialect,
+                "plugin": r.plugin,
+                "boot_id": r.boot_id or e.boot_id,
+                "weight_backend": r.weight_backend,
+            }
+        )
         for e, r in zip(endpoints.engines, results, strict=True)
     )
-    return ProbedFleet(endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)})
+    return ProbedFleet(
+        endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)}
+    )
 
 
 def choose_transport(config: TrainConfig, fleet: ProbedFleet) -> Transport:
-    """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl, which is not built yet."""
+    """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl,
+    which is not built yet."""
     wanted = config.weights.transport
     nccl_only = [url for url, info in fleet.takers.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
     if wanted == "nccl" or (wanted == "auto" and nccl_only):
         which = ", ".join(nccl_only) or "the engines"
         raise UsageError(
-            f"weights over NCCL ({which}) are not built yet: start the engines with `rltool serve-engines --weight-backend rltool`, "
-            f"and leave weights.transport at \"auto\" (gloo) or set it to \"disk\""
+            f"weights over NCCL ({which}) are not built yet: start the engines with "
+            "`rltool serve-engines --weight-backend rltool`, "
+            'and leave weights.transport at "auto" (gloo) or set it to "disk"'
         )
     return "gloo" if wanted == "auto" else wanted
 
@@ -111,27 +133,35 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | 
     stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]
     if fleet.endpoints.data_url and stock:
         raise UsageError(
-            f"{', '.join(stock)}: a stock vLLM does not answer /generate, so sglang-router cannot route to it; "
-            f"leave --router out (train then asks the engines directly), or start the engine with `rltool serve-engines`"
+            f"{', '.join(stock)}: a stock vLLM does not answer /generate, so sglang-router cannot route to it; leave "
+            "--router out (train then asks the engines directly), or start the engine with `rltool serve-engines`"
         )
 
 
-def engine_problems(info: EngineInfo, model: dict[str, Any], config: TrainConfig, transport: Transport | None) -> Sequence[str]:
+def engine_problems(
+    info: EngineInfo, model: dict[str, Any], config: TrainConfig, transport: Transport | None
+) -> Sequence[str]:
     """Everything that makes one engine unfit, as sentences; empty if it fits. Pure."""
     problems = []
     text = info.model_config
     text = text.get("text_config", text) if isinstance(text, dict) else {}
     for key in ARCHITECTURE_KEYS:
         if key in text and key in model and text[key] != model[key]:
-            problems.append(f"serves another model: {key} is {text[key]}, the trainer's ({config.model.path}) is {model[key]}; point --rollout-external at engines of this model")
+            problems.append(
+                f"serves another model: {key} is {text[key]}, the trainer's ({config.model.path}) is {model[key]}; "
+                "point --rollout-external at engines of this model"
+            )
             break
     if info.vocab_size is not None and info.vocab_size != model.get("vocab_size"):
-        problems.append(f"has a vocabulary of {info.vocab_size}, the trainer's model one of {model.get('vocab_size')}; token ids would not mean the same")
+        problems.append(
+            f"has a vocabulary of {info.vocab_size}, the trainer's model one of {model.get('vocab_size')}; token ids "
+            "would not mean the same"
+        )
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(
-            f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = {longest}; "
-            f"restart it with --max-model-len {longest}, or lower these"
+            f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = "
+            f"{longest}; restart it with --max-model-len {longest}, or lower these"
         )
     if transport is not None:
         problems.extend(_weight_problems(info, transport))
@@ -144,9 +174,15 @@ def _weight_problems(info: EngineInfo, transport: Transport) -> Sequence[str]:
     if info.weight_backend is None:
         return ["has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"]
     if transport == "disk" and info.weight_backend != "rltool":
-        return [f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with `rltool serve-engines --weight-backend rltool`"]
+        return [
+            f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with "
+            "`rltool serve-engines --weight-backend rltool`"
+        ]
     if transport == "gloo" and info.weight_backend != "rltool":
-        return [f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool serve-engines --weight-backend rltool`"]
+        return [
+            f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool "
+            "serve-engines --weight-backend rltool`"
+        ]
     if transport == "nccl" and info.weight_backend != "nccl":
         return [f"offers the weight backend {info.weight_backend!r}, not nccl"]
     return []

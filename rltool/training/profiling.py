@@ -27,19 +27,29 @@ def check_recording(config: TrainConfig, device: str, first_step: int) -> None:
     """UsageError for steps that this run will not make, and for a memory snapshot without CUDA."""
     monitor, steps = config.monitor, config.steps
     if monitor.memory_snapshot is not None and device != "cuda":
-        raise UsageError("monitor.memory_snapshot (--memory-snapshot) records CUDA's allocator, and the trainer runs on the CPU; use --profile-steps there")
+        raise UsageError(
+            "monitor.memory_snapshot (--memory-snapshot) records CUDA's allocator, and the trainer runs on the CPU; "
+            "use --profile-steps there"
+        )
     asked = {"monitor.profile_steps (--profile-steps)": monitor.profiled}
     if monitor.memory_snapshot is not None:
-        asked["monitor.memory_snapshot (--memory-snapshot)"] = range(monitor.memory_snapshot, monitor.memory_snapshot + 1)
+        asked["monitor.memory_snapshot (--memory-snapshot)"] = range(
+            monitor.memory_snapshot, monitor.memory_snapshot + 1
+        )
     for setting, wanted in asked.items():
         if wanted and (wanted.start < first_step or wanted.stop > steps):
-            raise UsageError(f"{setting}: steps {wanted.start} to {wanted.stop - 1} are not all among those that this run makes, {first_step} to {steps - 1} (the first of a run is 0)")
+            raise UsageError(
+                f"{setting}: steps {wanted.start} to {wanted.stop - 1} are not all among those that this run makes, "
+                f"{first_step} to {steps - 1} (the first of a run is 0)"
+            )
 
 
 class StepRecording:
     """Starts and ends the recordings around the steps that were asked for."""
 
-    def __init__(self, config: MonitorConfig, trainer: RecordedTrainer, directory: Path, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: MonitorConfig, trainer: RecordedTrainer, directory: Path, say: Callable[[str], None]
+    ) -> None:
         self._config = config
         self._trainer = trainer
         self._directory = directory

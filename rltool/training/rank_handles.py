@@ -44,12 +44,15 @@ class RankHandles:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""
         shards = self._sharder.shard(batch)
         pairs = zip(self._handles, self._coordinates, strict=True)
-        results = await self._all([rank.compute_logprobs.remote(shards.micro_batches(place.dp_rank)) for rank, place in pairs])
+        results = await self._all(
+            [rank.compute_logprobs.remote(shards.micro_batches(place.dp_rank)) for rank, place in pairs]
+        )
         return shards.in_order(self._coordinates, results)
 
     @staticmethod
     async def _all(refs: Sequence[Any]) -> list[Any]:
-        """All results, after every rank has ended its part: one that is left running would hold up the next training step."""
+        """All results, after every rank has ended its part: one that is left running would hold up the next training
+        step."""
         results = await asyncio.gather(*refs, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):

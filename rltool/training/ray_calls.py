@@ -1,4 +1,5 @@
-"""Waiting for Ray actors: our own errors as they were raised, deadlines with their names, and waits that a signal can end."""
+"""Waiting for Ray actors: our own errors as they were raised, deadlines with their names, and waits that a signal can
+end."""
 
 from __future__ import annotations
 
@@ -18,18 +19,22 @@ class DeadlinePassed(RltoolError):
     """An actor did not answer in time."""
 
 
-def get_all(refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, while_waiting: Callable[[float], None] | None = None) -> list[Any]:
+def get_all(
+    refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, while_waiting: Callable[[float], None] | None = None
+) -> list[Any]:
     """The results of all refs, in order. Raises what the actors raised, our own errors as they are.
 
-    deadline: seconds; name: of the setting, which the error of a passed deadline quotes. while_waiting(seconds so far): called now
-    and then.
+    deadline: seconds; name: of the setting, which the error of a passed deadline quotes. while_waiting(seconds so far):
+    called now and then.
     """
     started = time.monotonic()
     pending = list(refs)
     while pending:
         waited = time.monotonic() - started
         if waited > deadline:
-            raise DeadlinePassed(f"no answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool logs`)")
+            raise DeadlinePassed(
+                f"no answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool logs`)"
+            )
         done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
         if pending:
             _raise_if_died(done)
@@ -55,7 +60,9 @@ def _raise_if_died(done: Sequence[ray.ObjectRef]) -> None:
 def unwrapped(error: BaseException) -> BaseException:
     """Our own error inside Ray's wrapper, or one that says which process died; any other is returned as it is."""
     if isinstance(error, ray.exceptions.RayActorError):
-        return RltoolError(f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`")
+        return RltoolError(
+            f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`"
+        )
     if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, RltoolError):
         return error.cause
     return error

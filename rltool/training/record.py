@@ -1,4 +1,5 @@
-"""Rollouts without a trainer: generate, score, write dumps. The same service as in training, in this process, without Ray."""
+"""Rollouts without a trainer: generate, score, write dumps. The same service as in training, in this process, without
+Ray."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ async def _record(config: TrainConfig, engines: Engines, directory: Path, say: C
         await service.start()
         for step in range(config.steps):
             rollout = await service.next_batch(step)
-            write_dump(directory, step=step, seed=config.seed, samples=rollout.samples, info={"metrics": rollout.metrics})
+            write_dump(
+                directory, step=step, seed=config.seed, samples=rollout.samples, info={"metrics": rollout.metrics}
+            )
             say(step_line(step, config.steps, rollout.metrics))
     finally:
         await service.close()

@@ -40,7 +40,11 @@ def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> Non
     """Where everything is, and what to do next."""
     run = prepared.run
     console.print(f"done after step {outcome.step}; parameters sha256:{outcome.parameter_hash[:16]}", highlight=False)
-    rows: list[tuple[str, Path]] = [("checkpoint", outcome.checkpoint), ("metrics", run.metrics_file), ("logs", run.logs_dir / "latest")]
+    rows: list[tuple[str, Path]] = [
+        ("checkpoint", outcome.checkpoint),
+        ("metrics", run.metrics_file),
+        ("logs", run.logs_dir / "latest"),
+    ]
     for label, path in rows:
         console.print(f"  {label}: {path}", highlight=False, soft_wrap=True)
     if outcome.step < prepared.config.steps:

@@ -19,7 +19,9 @@ from rltool.weights.sync import SyncReport
 class RolloutActor:
     """Every method is a coroutine: a long poll for a batch does not keep a status or a stop waiting."""
 
-    def __init__(self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None) -> None:
+    def __init__(
+        self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None
+    ) -> None:
         redirect_output(log_file)
         self._arguments = (config, engines)
         self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing}

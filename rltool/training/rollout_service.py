@@ -1,8 +1,9 @@
-"""The rollout side of a run in one asyncio object: fleet, HTTP client, router membership, data, rewards, collector, weight sync.
+"""The rollout side of a run in one asyncio object: fleet, HTTP client, router membership, data, rewards, collector,
+weight sync.
 
-It is the one owner of all of these. Plain asyncio: the Ray actor around it (rollout_actor.py) adds a process, `debug rollout-only` runs
-it as it is. Nothing here blocks the event loop: reading data, decoding and building batches run in threads, plain reward functions
-in processes.
+It is the one owner of all of these. Plain asyncio: the Ray actor around it (rollout_actor.py) adds a process, `debug
+rollout-only` runs it as it is. Nothing here blocks the event loop: reading data, decoding and building batches run in
+threads, plain reward functions in processes.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ RESYNC_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Engines:
-    """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its workers follows the
-    fleet."""
+    """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its
+    workers follows the fleet."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
@@ -74,7 +75,8 @@ class Syncing:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its tokens."""
+    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its
+    tokens."""
 
     batch: TrainBatch
     metrics: dict[str, float]
@@ -83,7 +85,8 @@ class Rollout:
 
 
 class RolloutService:
-    """`start` first, `close` last. syncing None: the engines' weights are somebody else's, and their versions are not judged."""
+    """`start` first, `close` last. syncing None: the engines' weights are somebody else's, and their versions are not
+    judged."""
 
     def __init__(
         self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
@@ -115,14 +118,18 @@ class RolloutService:
         for endpoint in self._engines.endpoints:
             info, url = self._infos[endpoint.url], endpoint.url
             self.fleet.add(url, takes_weights=self._syncing is not None and endpoint.takes_weights)
-            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version)
+            self.fleet.probe_succeeded(
+                url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
+            )
         self._plane = DataPlane(
-            self._client, self.fleet, self._endpoints, router=self._engines.router, requests_per_engine=config.rollout.requests_per_engine,
-            deadline=config.deadlines.generate, judge=self._book if self._syncing else None, clock=self._clock,
+            self._client, self.fleet, self._endpoints, router=self._engines.router,
+            requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
+            judge=self._book if self._syncing else None, clock=self._clock,
         )  # fmt: skip
         self._monitor = FleetMonitor(
-            self._client, self.fleet, self._endpoints, self._infos, router=RouterMembership(self._engines.router) if self._engines.router else None, on_change=self._plane.changed,
-            log=self._say, clock=self._clock,
+            self._client, self.fleet, self._endpoints, self._infos,
+            router=RouterMembership(self._engines.router) if self._engines.router else None,
+            on_change=self._plane.changed, log=self._say, clock=self._clock,
         )  # fmt: skip
         self._sync = self._make_sync(self._syncing) if self._syncing else None
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
@@ -142,7 +149,9 @@ class RolloutService:
             self._function = load_callable(rollout.generate_function, setting="rollout.generate_function")
 
         def load(paths: tuple[Path, ...], limit: int | None = None) -> PromptSet:
-            return load_prompts(paths, self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens, limit=limit)
+            return load_prompts(
+                paths, self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens, limit=limit
+            )
 
         train = load(config.data.train)
         evals = {name: load((path,), config.eval.max_prompts) for name, path in config.eval.sets.items()}
@@ -150,14 +159,16 @@ class RolloutService:
         self._pool = RewardPool(config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward)
         self._scorer = Scorer(
             self._pool, self.tokenizer.decode, group_filter=load_filter(rollout), group_hook=load_hook(rollout),
-            max_failure_fraction=config.reward.max_failure_fraction, batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt,
-            function=config.reward.function,
+            max_failure_fraction=config.reward.max_failure_fraction,
+            batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt, function=config.reward.function,
         )  # fmt: skip
         self.collector = Collector(
-            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle), _admission(config), _Work(self), self._book,
+            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle), _admission(config), _Work(self),
+            self._book,
             CollectorConfig(
-                samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed, group_deadline=config.deadlines.group,
-                batch_deadline=config.deadlines.batch, max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
+                samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
+                group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
+                max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
             ),
             judges_age=self._syncing is not None, clock=self._clock,
         )  # fmt: skip
@@ -167,16 +178,19 @@ class RolloutService:
         config = self._config
         lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
         check = ValueCheck(
-            self._vocab_size or self.tokenizer.vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
-            config.weights.verify_tolerance, min(lengths, default=None),
+            self._vocab_size or self.tokenizer.vocab_size,
+            config.algorithm.logits_temperature(config.sampling.temperature),
+            config.weights.verify_tolerance,
+            min(lengths, default=None),
         )
         return WeightSync(
-            self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check, transport=syncing.transport,
-            step_deadline=config.deadlines.sync_step, disk_root=syncing.disk_root,
+            self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,
+            transport=syncing.transport, step_deadline=config.deadlines.sync_step, disk_root=syncing.disk_root,
         )  # fmt: skip
 
     async def close(self) -> list[str]:
-        """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what failed."""
+        """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what
+        failed."""
         failures: dict[str, str] = {}
         if self._closed:
             return []
@@ -199,7 +213,8 @@ class RolloutService:
         return [f"{url}: {reason}" for url, reason in failures.items()]
 
     async def interrupt(self) -> None:
-        """Whatever waits for samples ends now: requests are aborted at the engines, `next_batch` raises CollectionInterrupted."""
+        """Whatever waits for samples ends now: requests are aborted at the engines, `next_batch` raises
+        CollectionInterrupted."""
         for task in self._evaluations:
             task.cancel()
         aborting = asyncio.ensure_future(self._plane.abort())
@@ -212,8 +227,8 @@ class RolloutService:
     async def next_batch(self, step: int) -> Rollout:
         """The batch of training step `step`, all of it within the staleness bound. A long poll.
 
-        While it waits the ranks are idle, so engines that are STALE are synced meanwhile, at the present version; it returns only when no
-        such sync runs.
+        While it waits the ranks are idle, so engines that are STALE are synced meanwhile, at the present version; it
+        returns only when no such sync runs.
         """
         self._step = step
         if self._syncing is None:
@@ -235,7 +250,8 @@ class RolloutService:
         async with self._lock:
             version = self._book.begin(step)
             try:
-                # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only one.
+                # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the
+                # only one.
                 report = await self._sync.sync(version, check_all=self._config.rollout.max_staleness > 0)
             finally:
                 await self._monitor.carry_out()
@@ -253,7 +269,9 @@ class RolloutService:
             async with asyncio.timeout(self._config.deadlines.evaluate):
                 return await task
         except TimeoutError as error:
-            raise RltoolError(f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s") from error
+            raise RltoolError(
+                f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
+            ) from error
         except asyncio.CancelledError:
             raise CollectionInterrupted("the evaluation was interrupted: the run is stopping") from None
         finally:
@@ -265,8 +283,8 @@ class RolloutService:
         context = self._context(replace(self._sampling(), temperature=config.eval.temperature))
         for name, prompts in self._eval_sets.items():
             metrics |= await evaluate_set(
-                name, prompts, context, self._scorer, function=self._function, samples_per_prompt=config.eval.samples_per_prompt,
-                run_seed=config.seed,
+                name, prompts, context, self._scorer, function=self._function,
+                samples_per_prompt=config.eval.samples_per_prompt, run_seed=config.seed,
             )  # fmt: skip
         return metrics
 
@@ -285,7 +303,9 @@ class RolloutService:
         now = self._clock()
         return {
             "step": self._step,
-            "weight_version": str(self._book.lineage.version(self._book.published)) if self._syncing and self._book.published is not None else None,
+            "weight_version": str(self._book.lineage.version(self._book.published))
+            if self._syncing and self._book.published is not None
+            else None,
             "engines": [
                 {
                     "url": m.url, "state": m.state.value, "reason": m.reason, "since_seconds": round(now - m.since, 1),
@@ -339,11 +359,15 @@ class RolloutService:
 
     async def _adapt_concurrency(self) -> None:
         """Requests in flight by the engines' own queues and KV caches (rollout/concurrency.py)."""
-        controller = ConcurrencyController(ConcurrencyPolicy(start=self._config.rollout.requests_per_engine), clock=self._clock)
+        controller = ConcurrencyController(
+            ConcurrencyPolicy(start=self._config.rollout.requests_per_engine), clock=self._clock
+        )
         while True:
             await asyncio.sleep(LOAD_SECONDS)
             serving = self.fleet.serving()
-            replies = await asyncio.gather(*(self._client.load(self._endpoints[url]) for url in serving), return_exceptions=True)
+            replies = await asyncio.gather(
+                *(self._client.load(self._endpoints[url]) for url in serving), return_exceptions=True
+            )
             loads = [reply for reply in replies if isinstance(reply, EngineLoad)]
             controller.observe(loads, in_flight=self._plane.in_flight)
             if serving:
@@ -374,13 +398,17 @@ class RolloutService:
     def _sampling(self) -> SamplingParams:
         sampling = self._config.sampling
         return SamplingParams(
-            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k,
-            stop_token_ids=self.tokenizer.stop_ids,
+            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
+            top_k=sampling.top_k, stop_token_ids=self.tokenizer.stop_ids,
         )  # fmt: skip
 
     def _context(self, sampling: SamplingParams, **options: Any) -> GenerateContext:
         return GenerateContext(
-            self._plane.generate, sampling, self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None, **options
+            self._plane.generate,
+            sampling,
+            self._vocab_size or self.tokenizer.vocab_size,
+            require_versions=self._syncing is not None,
+            **options,
         )
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
@@ -398,7 +426,9 @@ class RolloutService:
         versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
         return Rollout(batch, metrics, versions, samples if config.rollout.dump else [])
 
-    def _metrics(self, collected: Collected, stats: ScoreStats, samples: list[Sample], dropped: dict[str, int]) -> dict[str, float]:
+    def _metrics(
+        self, collected: Collected, stats: ScoreStats, samples: list[Sample], dropped: dict[str, int]
+    ) -> dict[str, float]:
         metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
         metrics |= mask_metrics(samples, mask_truncated=self._config.rollout.mask_truncated)
         metrics |= {
@@ -449,5 +479,6 @@ def _admission(config: TrainConfig) -> AdmissionPolicy:
     rollout = config.rollout
     return AdmissionPolicy(
         batch=rollout.prompts_per_step, max_staleness=rollout.max_staleness, oversampling=rollout.oversampling_factor,
-        on_stale=rollout.on_stale, partial_rollout=rollout.partial_rollout, mask_older_than=config.algorithm.mask_tokens_older_than,
+        on_stale=rollout.on_stale, partial_rollout=rollout.partial_rollout,
+        mask_older_than=config.algorithm.mask_tokens_older_than,
     )  # fmt: skip

@@ -1,4 +1,5 @@
-"""The driver's handle to the rollout manager: the five things that a driver says to it, each with a deadline that has a name."""
+"""The driver's handle to the rollout manager: the five things that a driver says to it, each with a deadline that has a
+name."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class Rollouts:
     """What the loop sees of engines, router and rollout manager. dump_dir: where every rollout is written, or None."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None, log_file: Path | None,
-        console: Console, stop: StopSignal,
+        self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
+        log_file: Path | None, console: Console, stop: StopSignal,
     ) -> None:  # fmt: skip
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
@@ -61,7 +62,9 @@ class Rollouts:
 
         Not to be interrupted: a stop waits for it, and its own deadlines end it.
         """
-        report: SyncReport = self._call(self._actor.sync_weights.remote(step), 20 * self.config.deadlines.sync_step, "deadlines.sync_step")
+        report: SyncReport = self._call(
+            self._actor.sync_weights.remote(step), 20 * self.config.deadlines.sync_step, "deadlines.sync_step"
+        )
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:
@@ -70,15 +73,26 @@ class Rollouts:
         return report.metrics()
 
     def next_batch(self, step: int) -> SourcedBatch:
-        """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends it."""
-        rollout: Rollout = self._interruptible(self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch")
+        """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends
+        it."""
+        rollout: Rollout = self._interruptible(
+            self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch"
+        )
         self._show_events()
         if self._dump_dir is not None:
-            write_dump(self._dump_dir, step=step, seed=self.config.seed, samples=rollout.samples, info={"metrics": rollout.metrics})
+            write_dump(
+                self._dump_dir,
+                step=step,
+                seed=self.config.seed,
+                samples=rollout.samples,
+                info={"metrics": rollout.metrics},
+            )
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions)
 
     def evaluate(self) -> dict[str, float]:
-        return self._interruptible(self._actor.evaluate.remote(), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
+        return self._interruptible(
+            self._actor.evaluate.remote(), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate"
+        )
 
     def state_dict(self, done: int) -> SourceState:
         return self._call(self._actor.state_dict.remote(done), self.config.deadlines.close, "deadlines.close")
@@ -89,20 +103,28 @@ class Rollouts:
     # -- what a person says (training.run_server.RunControl), from threads of its own
 
     def status(self) -> RunStatus:
-        return {**self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight"), "steps": self.config.steps}
+        return {
+            **self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight"),
+            "steps": self.config.steps,
+        }
 
     def engines(self) -> list[EngineStatus]:
         return self.status()["engines"]
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
         endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
-        return self._call(self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight")
+        return self._call(
+            self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight"
+        )
 
     def remove_engine(self, url: str) -> EngineStatus:
-        return self._call(self._actor.remove_engine.remote(url.rstrip("/")), self.config.deadlines.preflight, "deadlines.preflight")
+        return self._call(
+            self._actor.remove_engine.remote(url.rstrip("/")), self.config.deadlines.preflight, "deadlines.preflight"
+        )
 
     def close(self) -> None:
-        """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not raised."""
+        """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not
+        raised."""
         if not self._started:
             return
         try:
@@ -117,7 +139,8 @@ class Rollouts:
         return get_all([ref], deadline, name)[0]
 
     def _interruptible(self, ref: Any, deadline: float, name: str) -> Any:
-        """A wait whose loss costs nothing: a signal aborts the requests at the engines and ends it with StopRequested."""
+        """A wait whose loss costs nothing: a signal aborts the requests at the engines and ends it with
+        StopRequested."""
         shown = time.monotonic()
 
         def show_progress(waited: float) -> None:
@@ -127,7 +150,8 @@ class Rollouts:
             shown = time.monotonic()
             counts = self.status()["groups"]
             self.console.print(
-                f"rollout: {waited:.0f} s, {counts['ready']} of {self.config.rollout.prompts_per_step} groups ready, {counts['running']} running",
+                f"rollout: {waited:.0f} s, {counts['ready']} of {self.config.rollout.prompts_per_step} groups ready, "
+                f"{counts['running']} running",
                 highlight=False,
             )  # fmt: skip
             self._show_events()

@@ -1,4 +1,5 @@
-"""Puts a run together: cluster, placement, trainer ranks, rollout manager, loop; and takes it apart in the reverse order."""
+"""Puts a run together: cluster, placement, trainer ranks, rollout manager, loop; and takes it apart in the reverse
+order."""
 
 from __future__ import annotations
 
@@ -57,14 +58,17 @@ from rltool.training.validate_algorithm import check_algorithm
 
 @dataclass(frozen=True)
 class Replay:
-    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if given."""
+    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if
+    given."""
 
     recorded: Path | None
     record: Path | None = None
 
     def source(self, config: TrainConfig) -> BatchSource:
         """Raises UsageError when there is nothing to replay."""
-        return RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
+        return (
+            RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
+        )
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. parameter_hash: sha256 over all parameters of all ranks; comparable between runs of one parallel layout."""
+    """How a run ended. parameter_hash: sha256 over all parameters of all ranks; comparable between runs of one parallel
+    layout."""
 
     step: int
     checkpoint: Path
@@ -136,11 +141,17 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
     if not resume:
         if run.is_used:
-            raise UsageError(f"run {run.name} already holds metrics or checkpoints ({run.path}): continue it with --resume, or choose another name with --run")
+            raise UsageError(
+                f"run {run.name} already holds metrics or checkpoints ({run.path}): continue it with --resume, or "
+                "choose another name with --run"
+            )
         return None
     found = latest_checkpoint(run.checkpoints_dir)
     if found is None:
-        raise UsageError(f"--resume: {run.checkpoints_dir} holds no complete checkpoint; leave --resume out to start from the beginning under another --run")
+        raise UsageError(
+            f"--resume: {run.checkpoints_dir} holds no complete checkpoint; leave --resume out to start from the "
+            "beginning under another --run"
+        )
     return found
 
 
@@ -151,7 +162,10 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
     log = run.new_log("train")
     log_dir = log.parent
     console = LoggedConsole(console, log)
-    write_json_atomic(run.config_file, {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins})
+    write_json_atomic(
+        run.config_file,
+        {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins},
+    )
     with ExitStack() as stack:
         state = state_of_this_process("train", argv=sys.argv, log=log)
         write_state(run, state)
@@ -166,7 +180,9 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             trainer = TrainerGroup(config, prepared.plan, group, log_dir)
             trainer.start(config.policy_optimizer_steps)
             stack.push(_closing(trainer))
-            console.print(f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}", highlight=False, soft_wrap=True)
+            console.print(
+                f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}", highlight=False, soft_wrap=True
+            )
             loaded = _load(prepared, run, trainer, attempt_of(log))
         progress, lineage = loaded.progress, loaded.lineage
         engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
@@ -181,7 +197,12 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
 
         def describe(at: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
             kept = source.state_dict(at.step)
-            facts = {"step": at.step, "weight_version": str(lineage.version(at.step)), "lineage": lineage.to_json(), "source": kept.state}
+            facts = {
+                "step": at.step,
+                "weight_version": str(lineage.version(at.step)),
+                "lineage": lineage.to_json(),
+                "source": kept.state,
+            }
             return facts | {"config": config.model_dump(mode="json")}, kept.files
 
         def save_hf(step: int) -> None:
@@ -191,7 +212,14 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
             console.print(f"Hugging Face export: {target}", highlight=False, soft_wrap=True)
 
         sweep(run.checkpoints_dir)
-        checkpoints = Checkpointer(config.checkpoint, trainer, run.checkpoints_dir, describe, console, resumed_from=progress.step if progress.saved else None)
+        checkpoints = Checkpointer(
+            config.checkpoint,
+            trainer,
+            run.checkpoints_dir,
+            describe,
+            console,
+            resumed_from=progress.step if progress.saved else None,
+        )
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
         parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop)
@@ -230,14 +258,25 @@ def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt:
     extra = trainer.load_checkpoint(prepared.resume_from)
     if "lineage" not in extra:
         raise UsageError(
-            f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on from: start a new run from its "
-            f"weights (--set model.path={prepared.resume_from} --run NEW)"
+            f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on "
+            f"from: start a new run from its weights (--set model.path={prepared.resume_from} --run NEW)"
         )
-    return _Loaded(Progress(extra["step"], saved=True), Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]), extra["source"])
+    return _Loaded(
+        Progress(extra["step"], saved=True),
+        Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]),
+        extra["source"],
+    )
 
 
 def _rollouts(
-    prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, lineage: Lineage, log_dir: Path, console: Console, stop: StopSignal, stack: ExitStack
+    prepared: Prepared,
+    run: RunDirectory,
+    trainer: TrainerGroup,
+    lineage: Lineage,
+    log_dir: Path,
+    console: Console,
+    stop: StopSignal,
+    stack: ExitStack,
 ) -> Rollouts | None:
     config = prepared.config
     if prepared.fleet is None or prepared.transport is None:
@@ -248,8 +287,9 @@ def _rollouts(
     disk_root = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     side = Rollouts(
         config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root),
-        vocab_size=model_facts(config.model.path)["vocab_size"], dump_dir=run.rollouts_dir if config.rollout.dump else None,
-        log_file=log_dir / "rollout_manager.log", console=console, stop=stop,
+        vocab_size=model_facts(config.model.path)["vocab_size"],
+        dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
+        console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)
     side.start()

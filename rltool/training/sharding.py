@@ -56,5 +56,7 @@ class Sharder:
         lengths = batch.lengths.tolist()
         costs = [self._cost.training_flops(length) for length in lengths] if self._cost is not None else None
         trainer = self._trainer
-        plan = plan_micro_batches(lengths, max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.layout.dp, costs=costs)
+        plan = plan_micro_batches(
+            lengths, max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.layout.dp, costs=costs
+        )
         return Shards(batch, plan)

@@ -24,7 +24,8 @@ from rltool.rollout.tokenizer import load_tokenizer
 
 @dataclass(frozen=True)
 class SourcedBatch:
-    """One step's global batch and what is known of its making. weight_versions: all that its tokens were sampled from."""
+    """One step's global batch and what is known of its making. weight_versions: all that its tokens were sampled
+    from."""
 
     batch: TrainBatch
     metrics: dict[str, float] = field(default_factory=dict)
@@ -38,7 +39,8 @@ class BatchSource(Protocol):
         """The batch of training step `step`; steps are asked for in their order."""
 
     def state_dict(self, done: int) -> SourceState:
-        """What a checkpoint after `done` training steps keeps: a batch that was given out for a later step is not trained."""
+        """What a checkpoint after `done` training steps keeps: a batch that was given out for a later step is not
+        trained."""
 
     def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         """directory: of the checkpoint that `state` comes from."""
@@ -69,7 +71,10 @@ class RecordedRollouts(Stateless):
         self.directory = directory
         self.steps = dumped_steps(directory) if directory.is_dir() else []
         if not self.steps:
-            raise UsageError(f"{directory} holds no recorded rollout (step_*.json); `rltool debug rollout-only` or rollout.dump = true writes them")
+            raise UsageError(
+                f"{directory} holds no recorded rollout (step_*.json); `rltool debug rollout-only` or rollout.dump = "
+                "true writes them"
+            )
 
     def next_batch(self, step: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
@@ -91,8 +96,9 @@ class FakeRollouts(Stateless):
     def next_batch(self, step: int) -> SourcedBatch:
         rollout, sampling = self._config.rollout, self._config.sampling
         samples = synthetic_samples(
-            step, seed=self._config.seed, num_prompts=rollout.prompts_per_step, samples_per_prompt=rollout.samples_per_prompt,
-            max_prompt_tokens=sampling.max_prompt_tokens, max_response_tokens=sampling.max_response_tokens, vocab_size=self._vocab_size,
+            step, seed=self._config.seed, num_prompts=rollout.prompts_per_step,
+            samples_per_prompt=rollout.samples_per_prompt, max_prompt_tokens=sampling.max_prompt_tokens,
+            max_response_tokens=sampling.max_response_tokens, vocab_size=self._vocab_size,
         )  # fmt: skip
         if self._record is not None:
             write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
@@ -104,9 +110,17 @@ class SupervisedData:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
-        loaded = load_prompts(config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
-        self.rows: SupervisedSet = supervised_set(loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens)
+        tokenizer = load_tokenizer(
+            config.model.path,
+            stop_token_ids=config.sampling.stop_token_ids,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        loaded = load_prompts(
+            config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens
+        )
+        self.rows: SupervisedSet = supervised_set(
+            loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens
+        )
         self.num_prompts_too_long = loaded.num_too_long
         self._source = PromptSource(self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._before = (-1, self._source.state_dict())

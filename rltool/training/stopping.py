@@ -14,7 +14,8 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """`requested` names the first signal that came. Within `interruptible()` it is raised at once, elsewhere it is kept for the loop to see."""
+    """`requested` names the first signal that came. Within `interruptible()` it is raised at once, elsewhere it is kept
+    for the loop to see."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
@@ -36,7 +37,8 @@ class StopSignal:
                 signal.signal(number, handler)
 
     def arm(self) -> dict[signal.Signals, Any]:
-        """Set the handlers; returns those before. Again after ray.init: it puts its own on SIGTERM, which abort the driver."""
+        """Set the handlers; returns those before. Again after ray.init: it puts its own on SIGTERM, which abort the
+        driver."""
         return {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""The Ray actor of one trainer rank, one per bundle. It is thin: what it wraps is plain Python, MegatronTrainer with WeightSender."""
+"""The Ray actor of one trainer rank, one per bundle. It is thin: what it wraps is plain Python, MegatronTrainer with
+WeightSender."""
 
 from __future__ import annotations
 
@@ -41,12 +42,15 @@ class TrainerActor:
         self.recorder: Any = None
 
     def device(self) -> RankDevice:
-        """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each other."""
+        """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each
+        other."""
         return device_of_rank(self.rank)
 
     def address(self) -> tuple[str, int]:
-        """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just now)."""
-        # In a local cluster Ray still names the host's outer address, whatever it was told; the ranks have no business there.
+        """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just
+        now)."""
+        # In a local cluster Ray still names the host's outer address, whatever it was told; the ranks have no business
+        # there.
         node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
         held = reserve_ports(1, host=node)
         held.release()
@@ -62,7 +66,9 @@ class TrainerActor:
         config = self.config
         rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
         run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
-        self.trainer = MegatronTrainer(config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run)
+        self.trainer = MegatronTrainer(
+            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run
+        )
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
 
@@ -92,7 +98,8 @@ class TrainerActor:
             load_teacher(self.trainer, self.config.model.teacher_path)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the
+        checkpoint. Returns what `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
         if self.config.algorithm.uses_reference:
@@ -161,8 +168,11 @@ class TrainerActor:
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None:
-        """Returns when the state is copied (checkpoint.async_save) or written. A collective. files: name -> content, written beside it."""
+    def save_checkpoint(
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+    ) -> None:
+        """Returns when the state is copied (checkpoint.async_save) or written. A collective. files: name -> content,
+        written beside it."""
         self.saver.save(directory, extra, metrics, files)
 
     def save_has_ended(self) -> bool:

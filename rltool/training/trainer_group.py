@@ -25,8 +25,11 @@ from rltool.training.trainer_actor import TrainerActor
 class TrainerGroup:
     """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
 
-    def __init__(self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None) -> None:
-        # What "auto" stands for is decided: a rank that found something else would compute in another way than the others.
+    def __init__(
+        self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None
+    ) -> None:
+        # What "auto" stands for is decided: a rank that found something else would compute in another way than the
+        # others.
         trainer = config.trainer.model_copy(update={"device": plan.device})
         config = config.model_copy(update={"trainer": trainer})
         self.config = config
@@ -36,21 +39,25 @@ class TrainerGroup:
         for rank, bundle in enumerate(plan.trainer):
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
             if group is not None:
-                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank)
+                options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank
+                )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
         self.coordinates: list[Any] = []
         self.sharder = Sharder(config)
 
     def start(self, total_optimizer_steps: int) -> None:
-        """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most, plus the
-        time to import. UsageError naming ranks and hosts without the planned device."""
+        """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
+        plus the time to import. UsageError naming ranks and hosts without the planned device."""
         deadline = self.config.trainer.rendezvous_timeout + 120
         name = "trainer.rendezvous_timeout and 120 s for imports:"
         self.devices = get_all([rank.device.remote() for rank in self.ranks], deadline, name)
         check_rank_devices(self.device, self.devices)
         master = get_all([self.ranks[0].address.remote()], deadline, name)[0]
-        self.coordinates = get_all([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline, name)
+        self.coordinates = get_all(
+            [rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline, name
+        )
 
     def load_weights(self) -> None:
         self._all(lambda rank: rank.load_weights.remote())
@@ -61,23 +68,28 @@ class TrainerGroup:
     # -- training
 
     def logprobs(self, batch: TrainBatch, *, weights: Weights = "policy") -> Tensor:
-        """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for first tokens."""
+        """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for
+        first tokens."""
         shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs.remote(part, weights))
         return shards.in_order(self.coordinates, results)
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on all ranks."""
+        """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on
+        all ranks."""
         tokens = batch.num_loss_tokens
         return self._on_shards(batch, lambda rank, part: rank.train_step.remote(part, tokens))[1][0]
 
     def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[Tensor, dict[str, float]]:
-        """The first half of a `train_step`: gradients, but no change of a weight. Then call `optimizer_step` or `discard_gradients`.
+        """The first half of a `train_step`: gradients, but no change of a weight. Then call `optimizer_step` or
+        `discard_gradients`.
 
-        on_policy: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss tokens, [T]
-        float32, 0 elsewhere, and metrics.
+        on_policy: take the old log-probabilities from this very forward pass. Returns the log-probabilities of the loss
+        tokens, [T] float32, 0 elsewhere, and metrics.
         """
         tokens = batch.num_loss_tokens
-        shards, results = self._on_shards(batch, lambda rank, part: rank.forward_backward.remote(part, tokens, on_policy))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.forward_backward.remote(part, tokens, on_policy)
+        )
         return shards.in_order(self.coordinates, [logprobs for logprobs, _ in results]), results[0][1]
 
     def optimizer_step(self) -> dict[str, float]:
@@ -104,15 +116,20 @@ class TrainerGroup:
         shards = self.sharder.shard(batch)
         return shards, [ray.put(shards.micro_batches(dp_rank)) for dp_rank in range(len(shards.plan))]
 
-    def _on_shards(self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]) -> tuple[Shards, list[Any]]:
+    def _on_shards(
+        self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]
+    ) -> tuple[Shards, list[Any]]:
         shards, references = self._shard(batch)
         pairs = zip(self.ranks, self.coordinates, strict=True)
         return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
 
     # -- saving
 
-    def save_checkpoint(self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]) -> None:
-        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. SaveFailed."""
+    def save_checkpoint(
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+    ) -> None:
+        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`.
+        SaveFailed."""
         contents = ray.put(files)
         self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
 
@@ -145,12 +162,12 @@ class TrainerGroup:
 
     def close(self) -> None:
         """A save in flight is waited for."""
-        get_all([rank.close.remote() for rank in self.ranks], self.config.deadlines.trainer_call, "deadlines.trainer_call")
+        get_all(
+            [rank.close.remote() for rank in self.ranks], self.config.deadlines.trainer_call, "deadlines.trainer_call"
+        )
 
     def _all(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
         return self._get([call(rank) for rank in self.ranks])
 
     def _get(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
         return get_all(refs, self.config.deadlines.trainer_call, "deadlines.trainer_call")
-
-

@@ -1,4 +1,5 @@
-"""What can be known to be wrong from the configuration alone, before anything is started. Pure but for looking at paths.
+"""What can be known to be wrong from the configuration alone, before anything is started. Pure but for looking at
+paths.
 
 Every message names the setting (and its flag) and the fix.
 """
@@ -33,7 +34,9 @@ def check_config(config: TrainConfig) -> None:
     if needs_engines(config):
         check_mode(config)
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
-        raise UsageError("eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured")
+        raise UsageError(
+            "eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured"
+        )
 
 
 def check_best_metric(config: TrainConfig) -> None:
@@ -44,8 +47,8 @@ def check_best_metric(config: TrainConfig) -> None:
     known = [f"eval/{name}/accuracy" for name in config.eval.sets]
     if not any(metric.startswith(f"eval/{name}/") for name in config.eval.sets) or not config.eval.every_steps:
         raise UsageError(
-            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] (there is {', '.join(known) or 'none'}) "
-            f"and eval.every_steps above 0 (it is {config.eval.every_steps})"
+            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] "
+            f"(there is {', '.join(known) or 'none'}) and eval.every_steps above 0 (it is {config.eval.every_steps})"
         )
 
 
@@ -55,20 +58,22 @@ def check_mode(config: TrainConfig) -> None:
     if engines.mode == "external":
         if not engines.external:
             raise UsageError(
-                "engines.mode = \"external\" without an address: give --rollout-external HOST:PORT or --rollout-external @runs/NAME/endpoints.json "
+                'engines.mode = "external" without an address: give --rollout-external HOST:PORT or '
+                "--rollout-external @runs/NAME/endpoints.json "
                 "(`rltool serve-engines` starts engines and prints the line to paste)"
             )
         return
     if engines.external:
         raise UsageError(
-            f"--rollout-external and engines.mode = \"{engines.mode}\" contradict each other: external engines were started by somebody else; "
-            f"leave engines.mode out, or leave the addresses out"
+            f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
+            "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
         )
     # The plan is made (and tested) all the same, so that --dry-run shows what these modes would ask for.
     plan = plan_placement(config, gpu=True)
     raise UsageError(
-        f"engines.mode = \"{engines.mode}\" is planned ({plan.describe()}) but launching engines from train is not built yet: "
-        f"start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
+        f'engines.mode = "{engines.mode}" is planned ({plan.describe()}) '
+        "but launching engines from train is not built yet: "
+        "start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
     )
 
 
@@ -77,23 +82,26 @@ def check_rollout(config: TrainConfig) -> None:
     rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
     if rollout.partial_rollout and rollout.oversampling_factor == 1:
         raise UsageError(
-            "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with rollout.oversampling_factor = 1 there is no race; "
-            "raise it, to 1.25 for example, or leave partial_rollout out"
+            "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with "
+            "rollout.oversampling_factor = 1 there is no race; raise it, to 1.25 for example, or leave "
+            "partial_rollout out"
         )
     if rollout.partial_rollout and rollout.max_staleness == 0 and masked_beyond is None:
         raise UsageError(
-            "rollout.partial_rollout = true gives a batch tokens of earlier weights, which rollout.max_staleness = 0 forbids: set max_staleness to 1 "
-            "or more, or give such tokens no loss with algorithm.mask_tokens_older_than = 0"
+            "rollout.partial_rollout = true gives a batch tokens of earlier weights, which rollout.max_staleness = 0 "
+            "forbids: set max_staleness to 1 or more, or give such tokens no loss with "
+            "algorithm.mask_tokens_older_than = 0"
         )
     if rollout.batch_size == "trim" and config.optimizer_steps_per_rollout == 1:
         raise UsageError(
-            'rollout.batch_size = "trim" cuts a batch to whole global batches, but with optimizer_steps_per_rollout = 1 the batch is one: a single '
-            'dropped sample would leave none; set rollout.batch_size = "dynamic", or optimizer_steps_per_rollout to 2 or more'
+            'rollout.batch_size = "trim" cuts a batch to whole global batches, but with optimizer_steps_per_rollout = '
+            '1 the batch is one: a single dropped sample would leave none; set rollout.batch_size = "dynamic", or '
+            "optimizer_steps_per_rollout to 2 or more"
         )
     if rollout.on_stale != "wait" and rollout.max_staleness == 0:
         raise UsageError(
-            f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: synchronous batches wait for their groups; '
-            f"set max_staleness to 1 or more, or leave on_stale out"
+            f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: '
+            "synchronous batches wait for their groups; set max_staleness to 1 or more, or leave on_stale out"
         )
 
 
@@ -102,33 +110,42 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
     rollout, sampling, steps = config.rollout, config.sampling, config.optimizer_steps_per_rollout
     samples_per_prompt = rollout.samples_per_prompt if config.algorithm.loss == "policy" else 1
     samples = rollout.prompts_per_step * samples_per_prompt
-    said = f"rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt {samples_per_prompt} = {samples} samples"
+    said = (
+        f"rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt {samples_per_prompt} = "
+        f"{samples} samples"
+    )
     if rollout.prompts_per_step % steps:
         fix = rollout.prompts_per_step - rollout.prompts_per_step % steps or steps
         raise UsageError(
             f"{said} do not split into optimizer_steps_per_rollout = {steps} equal batches of whole prompt groups: "
-            f"{rollout.prompts_per_step % steps} prompts remain; set rollout.prompts_per_step to a multiple of {steps}, such as {fix}"
+            f"{rollout.prompts_per_step % steps} prompts remain; set rollout.prompts_per_step to a multiple of "
+            f"{steps}, such as {fix}"
         )
     if config.global_batch_size is not None and config.global_batch_size * steps != samples:
         raise UsageError(
-            f"{said}, but global_batch_size {config.global_batch_size} x optimizer_steps_per_rollout {steps} = {config.global_batch_size * steps}; "
-            f"set global_batch_size to {samples // steps}, or leave it out"
+            f"{said}, but global_batch_size {config.global_batch_size} x optimizer_steps_per_rollout {steps} = "
+            f"{config.global_batch_size * steps}; set global_batch_size to {samples // steps}, or leave it out"
         )
     ranks = config.trainer.layout.dp
     if samples // steps < ranks:
-        raise UsageError(f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; raise rollout.prompts_per_step")
+        raise UsageError(
+            f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; "
+            "raise rollout.prompts_per_step"
+        )
     if config.algorithm.loss == "policy" and (sampling.top_p < 1 or sampling.top_k > 0):
         raise UsageError(
-            f"sampling.top_p {sampling.top_p} and sampling.top_k {sampling.top_k}: engines renormalise log-probabilities over the kept tokens, the trainer "
-            f"does not, so the two would differ on every token; train with top_p = 1 and top_k = -1"
+            f"sampling.top_p {sampling.top_p} and sampling.top_k {sampling.top_k}: engines renormalise "
+            "log-probabilities over the kept tokens, the trainer does not, so the two would differ on every token; "
+            "train with top_p = 1 and top_k = -1"
         )
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     cut = config.trainer.context_parallel
     if longest > config.trainer.micro_batch_tokens:
         shared = f" on each of {cut} context-parallel ranks" if cut > 1 else ""
         raise UsageError(
-            f"sampling.max_prompt_tokens {sampling.max_prompt_tokens} + sampling.max_response_tokens {sampling.max_response_tokens} = {longest} tokens do not fit "
-            f"trainer.max_tokens_per_micro_batch = {config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
+            f"sampling.max_prompt_tokens {sampling.max_prompt_tokens} + sampling.max_response_tokens "
+            f"{sampling.max_response_tokens} = {longest} tokens do not fit trainer.max_tokens_per_micro_batch = "
+            f"{config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
         )
 
 
@@ -148,8 +165,9 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
     theirs = family_for(read_hf_config(teacher)).hf_tensors()
     if theirs != family.hf_tensors():
         raise UsageError(
-            f"model.teacher_path: {teacher} has other tensors than model.path ({model}); a teacher takes the model's place while it scores, so it "
-            f"must be of the same architecture, size and vocabulary: the same model, trained further"
+            f"model.teacher_path: {teacher} has other tensors than model.path ({model}); a teacher takes the model's "
+            "place while it scores, so it must be of the same architecture, size and vocabulary: the same model, "
+            "trained further"
         )
 
 
@@ -159,8 +177,8 @@ def check_critic(family: Family, model: Path, critic: Path) -> None:
     theirs = family_for(read_hf_config(critic)).vocab_size
     if theirs != family.vocab_size:
         raise UsageError(
-            f"critic.path: {critic} has a vocabulary of {theirs} tokens, model.path ({model}) one of {family.vocab_size}; the critic reads the policy's "
-            f"tokens, so it must be of the same tokenizer"
+            f"critic.path: {critic} has a vocabulary of {theirs} tokens, model.path ({model}) one of "
+            f"{family.vocab_size}; the critic reads the policy's tokens, so it must be of the same tokenizer"
         )
 
 
@@ -169,25 +187,37 @@ def check_model_directory(model: Path, *, setting: str = "model.path") -> None:
     if not model.is_dir():
         raise UsageError(f"{setting}: {model} is not a directory")
     if not (model / "config.json").is_file():
-        raise UsageError(f"{setting}: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool convert-ckpt`")
+        raise UsageError(
+            f"{setting}: {model} has no config.json; expected a Hugging Face model directory or one written by `rltool "
+            "convert-ckpt`"
+        )
 
 
 def check_files(config: TrainConfig) -> None:
     """Model directory and data files are there."""
     check_model_directory(config.model.path)
     if not config.data.train:
-        raise UsageError("data.train names no file; give a JSONL or Parquet file with prompts, or --set data.train=[\"prompts.jsonl\"]")
-    for setting, path in [("data.train", p) for p in config.data.train] + [(f"eval.sets.{n}", p) for n, p in config.eval.sets.items()]:
+        raise UsageError(
+            'data.train names no file; give a JSONL or Parquet file with prompts, or --set data.train=["prompts.jsonl"]'
+        )
+    for setting, path in [("data.train", p) for p in config.data.train] + [
+        (f"eval.sets.{n}", p) for n, p in config.eval.sets.items()
+    ]:
         if not Path(path).is_file():
             raise UsageError(f"{setting}: {path} does not exist")
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Read all data and import the reward here, where nothing has been started: a broken line is named by file and number.
+    """Read all data and import the reward here, where nothing has been started: a broken line is named by file and
+    number.
 
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
-    tokenizer = load_tokenizer(config.model.path, stop_token_ids=config.sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(
+        config.model.path,
+        stop_token_ids=config.sampling.stop_token_ids,
+        trust_remote_code=config.model.trust_remote_code,
+    )
     for path in (*config.data.train, *config.eval.sets.values()):
         load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
     if config.algorithm.loss == "policy" or config.eval.sets:
