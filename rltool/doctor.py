@@ -48,7 +48,7 @@ class Need:
     extra: str
     note: str = ""
     cpu_fix: str = ""
-    """What pip is told instead of the extra on a host without GPUs."""
+    """What pip installs instead of the extra on a host without GPUs."""
 
 
 FEATURES = (

@@ -51,7 +51,7 @@ class MissingLogprobs(EngineError):
 
 
 class TrainingStopped(RltoolError):
-    """The run cannot go on (log-probability gap, non-finite steps, failing rewards); a checkpoint was saved."""
+    """The run cannot go on (log-probability difference, non-finite steps, failing rewards); a checkpoint was saved."""
 
 
 class SaveFailed(RltoolError):

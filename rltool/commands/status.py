@@ -55,8 +55,9 @@ def _print(run: RunDirectory, report: RunReport) -> None:
     console.print(table)
     if report.training is not None:
         console.print(progress_line(report.training), highlight=False, markup=False, soft_wrap=True)
-        if report.training.get("engines"):
-            console.print(engine_table(report.training["engines"], "the run's engines"))
+        engines = report.training.get("engines")
+        if engines:
+            console.print(engine_table(engines, "the run's engines"))
     for row in rows:
         if row.log is not None:
             console.print(f"{row.role}: {row.log}", soft_wrap=True, highlight=False)

@@ -35,7 +35,7 @@ def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
 
 
 def progress_line(status: RunStatus) -> str:
-    """`step 12 of 100; 4 of 5 engines serve; prompt groups: ...`; what the driver did not tell is left out."""
+    """`step 12 of 100; 4 of 5 engines serve; prompt groups: ...`; what the driver did not report is left out."""
     parts = []
     if "step" in status:
         parts.append(f"step {status['step']}" + (f" of {status['steps']}" if "steps" in status else ""))
@@ -48,8 +48,9 @@ def progress_line(status: RunStatus) -> str:
         parts.append(f"prompt groups: {counts}")
     if "requests_in_flight" in status:
         parts.append(f"{status['requests_in_flight']} requests in flight")
-    if status.get("progress"):
-        parts.append(str(status["progress"]))
+    progress = status.get("progress")
+    if progress:
+        parts.append(str(progress))
     return "; ".join(parts)
 
 

@@ -1,5 +1,4 @@
-"""Merges a configuration from its sources: defaults < TOML files (in order) < --set < flags. Says where each value came
-from.
+"""Merges a configuration from its sources: defaults < TOML files (in order) < --set < flags. Keeps each value's origin.
 
 An unknown key is an error that names the nearest known one: a typo that is ignored costs a day of GPU time.
 """
@@ -98,7 +97,7 @@ def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
 
 
 def _put(
-    values: dict[str, Any], origins: dict[str, str], model: type[BaseModel], key: str, value: Any, origin: str
+    values: dict[str, Any], origins: dict[str, str], model: type[Config], key: str, value: Any, origin: str
 ) -> None:
     if key in model.renamed:
         raise ConfigError(f"{origin}: {key} is {model.renamed[key]} now: rename it there")

@@ -20,9 +20,9 @@ OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 class EngineGroup(Config):
     """Engines that are alike."""
 
-    count: int = Field(1, ge=1)
+    count: int = Field(default=1, ge=1)
     """How many engines."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
     """Tensor-parallel size: GPUs of each engine."""
 
 
@@ -44,16 +44,16 @@ class EnginesConfig(Config):
 class SamplingConfig(Config):
     """The distribution that the policy is sampled from, and how long prompts and responses may be."""
 
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0)
     """The policy trainer divides its logits by it as well."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy
     training."""
     top_k: int = -1
     """-1 keeps all tokens; else as for top_p."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""
-    max_response_tokens: int = Field(1024, ge=1)
+    max_response_tokens: int = Field(default=1024, ge=1)
     """Longer responses are cut, and counted as truncated."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside those of generation_config.json and the tokenizer's EOS."""
@@ -63,11 +63,11 @@ class RolloutConfig(Config):
     """How samples become batches. Synchronous, one step off-policy and asynchronous training differ in max_staleness
     alone."""
 
-    prompts_per_step: int = Field(32, ge=1)
+    prompts_per_step: int = Field(default=32, ge=1)
     """Prompt groups of one batch; with algorithm.loss sft the rows of one step."""
-    samples_per_prompt: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
     """Samples of each prompt, which form a group; at least 2 for the policy loss; sft takes each row once."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(default=0, ge=0)
     """Training steps between the weights that are trained and the oldest weights that a trained token was sampled from,
     at most. 0: synchronous; 1: one step off-policy, the next batch is generated while this one trains; more:
     asynchronous."""
@@ -75,7 +75,7 @@ class RolloutConfig(Config):
     """A group that is still running when it would become older than max_staleness: the batch waits for it, the group is
     sampled again from its prompt (which discards the longest answers: a bias, so their length is a metric), or its
     tokens that are too old get no loss."""
-    oversampling_factor: float = Field(1.0, ge=1)
+    oversampling_factor: float = Field(default=1.0, ge=1)
     """Groups started for a batch, over prompts_per_step. Above 1 the first prompts_per_step good groups make the batch;
     the surplus is dropped, or kept with partial_rollout."""
     partial_rollout: bool = False
@@ -86,7 +86,7 @@ class RolloutConfig(Config):
     """Groups that are not trained on. equal_rewards: groups whose rewards are all equal (DAPO's dynamic sampling).
     `package.module:function`: f(group: list[Sample]) -> str | None, the reason for dropping the group, or None. Another
     prompt takes the place of each."""
-    max_filtered_batches: int = Field(10, ge=1)
+    max_filtered_batches: int = Field(default=10, ge=1)
     """The run stops when so many batches' worth of groups were filtered out for one batch."""
     group_hook: OwnFunction | None = None
     """f(group: list[Sample]) -> None, called when a group is scored; sample.remove_sample = True takes a sample out of
@@ -97,7 +97,7 @@ class RolloutConfig(Config):
     batch_size: Literal["dynamic", "trim"] = "dynamic"
     """Where samples were dropped: dynamic trains on all that are left; trim cuts the batch to a multiple of the global
     batch size."""
-    requests_per_engine: int = Field(64, ge=1)
+    requests_per_engine: int = Field(default=64, ge=1)
     """Prompt groups in flight per serving engine."""
     adaptive_concurrency: bool = False
     """Lower and raise the requests in flight by the engines' own queue lengths and KV-cache usage; requests_per_engine
@@ -132,9 +132,9 @@ class RewardConfig(Config):
     function: ImportPath = "rltool.rollout.rewards:exact_match"
     """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the
     decoded response."""
-    max_failure_fraction: float = Field(0.1, ge=0, le=1)
+    max_failure_fraction: float = Field(default=0.1, ge=0, le=1)
     """Share of a batch's samples whose reward may raise or be non-finite; above it the run stops with a checkpoint."""
-    workers: int = Field(2, ge=1)
+    workers: int = Field(default=2, ge=1)
     """Processes for plain reward functions; async ones run on the rollout manager's event loop, all side by side."""
 
 
@@ -143,13 +143,13 @@ class EvalConfig(Config):
 
     sets: dict[str, Path] = Field(default_factory=dict)
     """name -> data file; results appear as eval/NAME/accuracy."""
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """0: only before the first and after the last step."""
-    samples_per_prompt: int = Field(1, ge=1)
+    samples_per_prompt: int = Field(default=1, ge=1)
     """Samples of each prompt; the accuracy is the mean reward over all of them."""
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """0 is greedy."""
-    max_prompts: int | None = Field(None, ge=1)
+    max_prompts: int | None = Field(default=None, ge=1)
     """Take only the first so many of each set."""
     stop_at: float | None = None
     """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
@@ -161,7 +161,7 @@ class WeightsConfig(Config):
     transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
     """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines
     share; nccl is not built yet."""
-    bucket_bytes: int = Field(256 * 1024 * 1024, ge=1)
+    bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
     advertise_host: str | None = None
     """Address of the trainer as engines see it; None: the local address of the route to each engine."""
@@ -173,30 +173,30 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
-    verify_tolerance: float = Field(1e-3, gt=0)
+    verify_tolerance: float = Field(default=1e-3, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection."""
 
 
 class DeadlinesConfig(Config):
     """Seconds after which a wait is given up. Each name stands in the error that it causes; none is infinite."""
 
-    preflight: float = Field(30.0, gt=0)
+    preflight: float = Field(default=30.0, gt=0)
     """For each given address to answer, before anything starts."""
-    placement: float = Field(300.0, gt=0)
+    placement: float = Field(default=300.0, gt=0)
     """For Ray to have the bundles; the error names what is missing."""
-    generate: float = Field(600.0, gt=0)
+    generate: float = Field(default=600.0, gt=0)
     """For one generation request, its retries and the wait for an engine that serves included."""
-    group: float = Field(3600.0, gt=0)
+    group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
-    reward: float = Field(60.0, gt=0)
+    reward: float = Field(default=60.0, gt=0)
     """For one call of the reward function; a later answer counts as a failure."""
-    batch: float = Field(7200.0, gt=0)
+    batch: float = Field(default=7200.0, gt=0)
     """For the next batch to be complete."""
-    evaluate: float = Field(7200.0, gt=0)
+    evaluate: float = Field(default=7200.0, gt=0)
     """For one evaluation of all sets."""
-    sync_step: float = Field(120.0, gt=0)
+    sync_step: float = Field(default=120.0, gt=0)
     """For each step of a weight sync; steps that engines and trainer share may take two or three times this."""
-    trainer_call: float = Field(7200.0, gt=0)
+    trainer_call: float = Field(default=7200.0, gt=0)
     """For one call to the trainer's ranks: log-probabilities, an optimizer step, a save."""
-    close: float = Field(60.0, gt=0)
+    close: float = Field(default=60.0, gt=0)
     """For the ranks and the rollout manager to end."""

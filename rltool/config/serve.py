@@ -20,24 +20,24 @@ class ServeConfig(Config):
     model: Path
     """Hugging Face model directory."""
     engine: EngineKind = "vllm"
-    num_engines: int = Field(1, ge=1)
+    num_engines: int = Field(default=1, ge=1)
     """Each has tp GPUs of its own."""
     gpus: tuple[int, ...] = ()
     """GPU indices of this host, given to engines in order, tp at a time. Empty with device cuda: 0 .. num_engines * tp
     - 1."""
-    tp: int = Field(1, ge=1)
+    tp: int = Field(default=1, ge=1)
     """Tensor-parallel size: GPUs per engine."""
     device: Device = "cuda"
     host: str = "127.0.0.1"
     """Address to listen on; another one than loopback is reachable from other hosts, guarded by the key, not
     encrypted."""
-    port: int = Field(0, ge=0, le=65535)
+    port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0 picks free ports."""
     served_name: str = "policy"
     """Name of the model in endpoints.json and on the servers' /v1/models."""
     dtype: str | None = None
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
-    max_model_len: int | None = Field(None, ge=1)
+    max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; None: the model's own, on a CPU under vLLM at most 2048."""
     seed: int = 0
     """Of the first engine; the others count up, or replicas would sample the same responses."""
@@ -48,7 +48,7 @@ class ServeConfig(Config):
     weight_backend: WeightBackend | None = None
     """How vLLM receives weights: nccl is its own, rltool the plugin's (gloo or disk). None: rltool on the CPU, nccl on
     GPUs."""
-    ready_timeout: float = Field(600.0, gt=0)
+    ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until all engines serve."""
     extra_args: tuple[str, ...] = ()
     """Passed to each engine's own command line untouched."""

@@ -41,23 +41,23 @@ class ModelConfig(Config):
 class TrainerConfig(Config):
     """The Megatron side. world_size is the number of ranks, one bundle each."""
 
-    world_size: int = Field(1, ge=1)
+    world_size: int = Field(default=1, ge=1)
     """Ranks, one Ray bundle each: a multiple of tensor_parallel x pipeline_parallel; the quotient is data parallel."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there are GPUs for the ranks (found by torch on this host, or declared by the cluster at
     ray.address), else cpu."""
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1)
     """Must divide the attention heads, their query groups and the feed-forward size."""
-    pipeline_parallel: int = Field(1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
     """Must divide the number of layers."""
-    context_parallel: int = Field(1, ge=1)
+    context_parallel: int = Field(default=1, ge=1)
     """Ranks that share the tokens of each sequence; keys and values are gathered, queries stay."""
-    expert_parallel: int = Field(1, ge=1)
-    """Ranks over which the experts of each layer are dealt; they are taken from the data- and context-parallel
+    expert_parallel: int = Field(default=1, ge=1)
+    """Ranks over which the experts of each layer are sharded; they are taken from the data- and context-parallel
     ranks."""
     sequence_parallel: bool = False
     """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
-    virtual_pipeline_parallel: int = Field(1, ge=1)
+    virtual_pipeline_parallel: int = Field(default=1, ge=1)
     """Interleaved pipeline stages; only 1 is accepted."""
     distributed_optimizer: bool = False
     """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
@@ -67,7 +67,7 @@ class TrainerConfig(Config):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass. selective: norms and the gated activation of the MLP (cheap);
     full: whole layers, only their inputs are kept, and the gated activation of the others."""
-    recompute_layers: int | None = Field(None, ge=1)
+    recompute_layers: int | None = Field(default=None, ge=1)
     """recompute = "full": how many layers of each pipeline stage, from its first; None: all."""
     recompute_head: bool = True
     """Compute the logits again in the backward pass. False: keep the probabilities of the loss tokens in the model's
@@ -78,20 +78,20 @@ class TrainerConfig(Config):
     compile: bool = True
     """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C
     compiler)."""
-    head_chunk_tokens: int = Field(2048, ge=1)
+    head_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"
     """What is balanced over data-parallel ranks. flops also counts attention, which grows with the square of the
     length."""
-    max_tokens_per_micro_batch: int = Field(4096, ge=1)
+    max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so
     many times as many tokens. A longer single sample is an error at the start of the step."""
-    cpus_per_rank: float = Field(1.0, gt=0)
+    cpus_per_rank: float = Field(default=1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
-    torch_threads: int | None = Field(None, ge=1)
+    torch_threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch in each rank. None: OMP_NUM_THREADS where it is set; else at most 4 on a GPU, and torch's
     own choice without one."""
-    rendezvous_timeout: float = Field(300.0, gt=0)
+    rendezvous_timeout: float = Field(default=300.0, gt=0)
     """Seconds for the ranks to find each other, and for any one collective."""
 
     @property
@@ -132,23 +132,23 @@ class TrainerConfig(Config):
 class OptimizerConfig(Config):
     """Adam with decoupled weight decay, Megatron's optimizer and schedule."""
 
-    lr: float = Field(1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0)
     """Learning rate after the warm-up."""
-    min_lr: float = Field(0.0, ge=0)
+    min_lr: float = Field(default=0.0, ge=0)
     """Where the decay ends; not above lr."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up from 0."""
     decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    decay_steps: int | None = Field(None, ge=1)
+    decay_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps until min_lr; None: all that the run takes."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Not applied to biases and norms."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.98, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    clip_grad: float = Field(1.0, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.98, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm limit; 0 does not clip."""
-    max_skipped_steps: int = Field(3, ge=1)
+    max_skipped_steps: int = Field(default=3, ge=1)
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
 
 
@@ -172,16 +172,16 @@ class AlgorithmConfig(Config):
     whiten_advantages: bool | None = None
     """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
     paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
-    gamma: float = Field(1.0, gt=0, le=1)
+    gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
-    gae_lambda: float = Field(0.95, ge=0, le=1)
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
-    value_clip: float = Field(0.2, gt=0)
+    value_clip: float = Field(default=0.2, gt=0)
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
-    overlong_buffer: int = Field(0, ge=0)
+    overlong_buffer: int = Field(default=0, ge=0)
     """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
     none."""
-    overlong_penalty: float = Field(1.0, gt=0)
+    overlong_penalty: float = Field(default=1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
     objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
@@ -189,23 +189,23 @@ class AlgorithmConfig(Config):
     algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
     ratio: Literal["token", "sequence"] = "token"
     """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
-    clip_low: float = Field(0.2, gt=0, le=1)
+    clip_low: float = Field(default=0.2, gt=0, le=1)
     """See clip_high."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(default=0.2, gt=0)
     """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(default=None, gt=1)
     """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
     limit."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, in nats."""
     loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
     """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean;
     group: mean over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr.
     GRPO)."""
-    loss_length: int | None = Field(None, ge=1)
+    loss_length: int | None = Field(default=None, ge=1)
     """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
 
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
@@ -220,20 +220,20 @@ class AlgorithmConfig(Config):
     """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
     first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
     the weights that sampled each token."""
-    mask_tokens_older_than: int | None = Field(None, ge=0)
+    mask_tokens_older_than: int | None = Field(default=None, ge=0)
     """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
 
     is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
     is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
-    is_cap: float = Field(2.0, gt=0)
+    is_cap: float = Field(default=2.0, gt=0)
     """Where the importance weight is truncated; inf: nowhere."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
     otherwise."""
-    is_mask_low: float = Field(0.5, ge=0)
+    is_mask_low: float = Field(default=0.5, ge=0)
     """See is_mask."""
-    is_mask_high: float = Field(2.0, gt=0)
+    is_mask_high: float = Field(default=2.0, gt=0)
     """See is_mask; above is_mask_low."""
 
     @model_validator(mode="after")
@@ -298,25 +298,25 @@ class CriticConfig(Config):
     path: Path | None = None
     """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with
     the policy's vocabulary; None: model.path."""
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Learning rate, constant."""
-    clip_grad: float = Field(1.0, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0)
     """Limit of the gradient norm of the critic; 0 does not clip."""
-    warmup_rollouts: int = Field(0, ge=0)
+    warmup_rollouts: int = Field(default=0, ge=0)
     """In the first so many steps of the run only the critic trains."""
-    updates_per_optimizer_step: int = Field(1, ge=1)
+    updates_per_optimizer_step: int = Field(default=1, ge=1)
     """Updates of the critic on the samples of each optimizer step of the policy."""
 
 
 class CheckpointConfig(Config):
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(default=0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
     async_save: bool = False
     """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory,
     which must hold that copy."""
-    keep_last: int = Field(0, ge=0)
+    keep_last: int = Field(default=0, ge=0)
     """How many of the newest checkpoints stay; older ones are deleted once a newer one is complete. 0 keeps all."""
-    keep_best: int = Field(0, ge=0)
+    keep_best: int = Field(default=0, ge=0)
     """How many of the best by best_metric stay beside those; needs keep_last above 0."""
     best_metric: str | None = None
     """Name of a metric, such as eval/heldout/accuracy. A checkpoint of a step that did not measure it is never among
@@ -326,7 +326,7 @@ class CheckpointConfig(Config):
     on_save_failure: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must
     succeed."""
-    save_hf_every: int = Field(0, ge=0)
+    save_hf_every: int = Field(default=0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False
     """Export Hugging Face weights after the last step."""
@@ -348,19 +348,19 @@ class CheckpointConfig(Config):
 class RayConfig(Config):
     address: str | None = None
     """Address of a running cluster; None starts a local one."""
-    num_cpus: float | None = Field(None, gt=0)
+    num_cpus: float | None = Field(default=None, gt=0)
     """CPUs declared to a local cluster; None: exactly what the plan needs."""
 
 
 class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
-    logprob_difference_limit: float = Field(0.1, gt=0)
+    logprob_difference_limit: float = Field(default=0.1, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
     optimizer step."""
-    profile_steps: str | None = Field(None, pattern=r"^\d+:\d+$")
+    profile_steps: str | None = Field(default=None, pattern=r"^\d+:\d+$")
     """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""
-    memory_snapshot: int | None = Field(None, ge=0)
+    memory_snapshot: int | None = Field(default=None, ge=0)
     """The step whose allocations on the GPU every rank records to RUN/profile; CUDA only."""
 
     @property
@@ -386,11 +386,11 @@ class TrainConfig(Config):
     model: ModelConfig
     seed: int = 0
     """Of data order, sampling and everything random in the trainer."""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Rollouts of the whole run."""
-    optimizer_steps_per_rollout: int = Field(1, ge=1)
+    optimizer_steps_per_rollout: int = Field(default=1, ge=1)
     """Must divide rollout.prompts_per_step: prompt groups stay together."""
-    global_batch_size: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x
     optimizer steps."""
     trainer: TrainerConfig = TrainerConfig()

@@ -22,6 +22,8 @@ def make_tiny_model(directory: Path, *, seed: int, layers: int = 4, hidden: int 
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = make_tokenizer()
+    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    assert isinstance(stop, int) and isinstance(pad, int)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -33,16 +35,14 @@ def make_tiny_model(directory: Path, *, seed: int, layers: int = 4, hidden: int 
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=stop,
+        pad_token_id=pad,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, eos_token_id=stop, pad_token_id=pad)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -5,9 +5,9 @@ What sglang-router 0.3.2 does with a key (found by trying it; tests/contract/tes
 - Started with `api_key`, it demands that key as a bearer token (401 otherwise) on /generate, /v1/completions and the
   other generating routes, on /workers in every form, /flush_cache and /get_loads.
 - It demands no key on /health, /liveness, /readiness, /v1/models, /get_server_info, /get_model_info and
-  /engine_metrics. They tell how many workers there are and what the model is called; /engine_metrics asks every
+  /engine_metrics. They show how many workers there are and what the model is called; /engine_metrics asks every
   worker's /metrics without a key, which a guarded engine refuses. The Prometheus port has no key either. All are bound
-  to loopback unless told otherwise.
+  to loopback unless set otherwise.
 - On /generate it forwards the *client's* Authorization header to the worker, not the worker's own key. So clients,
   router and all engines must share one key.
 - On its own requests to a worker (/server_info, /model_info, /flush_cache, the later health checks) it presents the

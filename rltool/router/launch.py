@@ -32,7 +32,7 @@ _PROBES_SIDE_BY_SIDE = 32
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """What to start a router for. `endpoints_file` is told of the router's URL; None: nobody is."""
+    """What to start a router for. The router's URL is written to `endpoints_file`; None: to none."""
 
     run: RunDirectory
     model: ModelEndpoints

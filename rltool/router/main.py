@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 SHUTDOWN_GRACE_SECONDS = 5
-"""sglang-router waits this long for requests in flight when told to end; its default of 180 s outlasts our patience."""
+"""Seconds that a stopped sglang-router waits for requests in flight; its default of 180 s outlasts our patience."""
 
 BALANCE_REQUESTS = 4
 BALANCE_RATIO = 1.1
@@ -37,11 +37,12 @@ def main() -> None:
     from sglang_router.launch_router import launch_router
     from sglang_router.router_args import RouterArgs
 
+    # Annotated argparse.Namespace; its code and docstring take RouterArgs as well.
     launch_router(
-        RouterArgs(
+        RouterArgs(  # pyright: ignore[reportArgumentType]
             host=arguments.host,
             port=arguments.port,
-            # Its command line binds this one to 0.0.0.0 unless told otherwise, and it knows no key.
+            # Its command line binds this one to 0.0.0.0 by default, and it knows no key.
             prometheus_host="127.0.0.1",
             prometheus_port=arguments.prometheus_port,
             policy=arguments.policy,

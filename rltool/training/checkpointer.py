@@ -62,7 +62,7 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """A checkpoint of this state: complete on return, or on its way with checkpoint.async_save.
 
-        An earlier one is waited for first. Failures of either are dealt with as checkpoint.on_save_failure says:
+        An earlier one is waited for first. Failures of either are handled as checkpoint.on_save_failure says:
         SaveFailed, or a warning that is counted.
         """
         started = time.perf_counter()

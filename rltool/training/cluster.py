@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
 from rltool.config.train import RayConfig
@@ -96,7 +97,7 @@ def check_versions() -> None:
     wrong = []
     for node in ray.nodes():
         if node["Alive"]:
-            strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             found = ray.get(version.options(scheduling_strategy=strategy).remote(), timeout=120)
             if found != rltool.__version__:
                 wrong.append(f"{node['NodeManagerAddress']} has rltool {found}")

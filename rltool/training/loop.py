@@ -33,11 +33,15 @@ from rltool.training.trainer_group import TrainerGroup
 class Engines(Protocol):
     """What the loop asks of the rollout side; absent in train-only and in supervised training without evaluation."""
 
-    weight_version: str
+    @property
+    def weight_version(self) -> str:
+        """Of the weights that the engines were given last."""
+        ...
 
     def sync_weights(self, step: int) -> dict[str, float]:
         """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
         time/sync_seconds."""
+        ...
 
     def evaluate(self) -> dict[str, float]: ...
 
@@ -62,6 +66,7 @@ class Checkpoints(Protocol):
 
     def check(self) -> dict[str, float]:
         """At a step boundary: what has come of it, as checkpoint/* metrics, or SaveFailed."""
+        ...
 
     def finish(self, progress: Progress) -> None:
         """On return there is a complete checkpoint of this state; else SaveFailed."""

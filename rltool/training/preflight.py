@@ -66,12 +66,15 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
             )
 
     results = asyncio.run(probe_all())
+    infos: list[EngineInfo] = []
     problems = []
     for endpoint, result in zip(endpoints.engines, results, strict=True):
         if isinstance(result, (EngineError, UsageError)):
             problems.append(f"{endpoint.url}: {result}")
         elif isinstance(result, BaseException):
             raise result
+        else:
+            infos.append(result)
     if problems:
         raise UsageError(
             "--rollout-external: "
@@ -88,10 +91,10 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
                 "weight_backend": r.weight_backend,
             }
         )
-        for e, r in zip(endpoints.engines, results, strict=True)
+        for e, r in zip(endpoints.engines, infos, strict=True)
     )
     return ProbedFleet(
-        endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, results, strict=True)}
+        endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, infos, strict=True)}
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from rltool.errors import RltoolError
 
@@ -42,7 +43,7 @@ def get_all(
             while_waiting(waited)
     try:
         return ray.get(list(refs))
-    except ray.exceptions.RayError as error:
+    except RayError as error:
         raise unwrapped(error) from error
 
 
@@ -51,18 +52,18 @@ def _raise_if_died(done: Sequence[ray.ObjectRef]) -> None:
     for ref in done:
         try:
             ray.get(ref)
-        except ray.exceptions.RayActorError as error:
+        except RayActorError as error:
             raise unwrapped(error) from error
-        except ray.exceptions.RayError:
-            pass  # an error of its own, which its peers may share: told when all have ended
+        except RayError:
+            pass  # an error of its own, which its peers may share: raised when all have ended
 
 
 def unwrapped(error: BaseException) -> BaseException:
     """Our own error inside Ray's wrapper, or one that says which process died; any other is returned as it is."""
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         return RltoolError(
             f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`"
         )
-    if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, RltoolError):
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RltoolError):
         return error.cause
     return error

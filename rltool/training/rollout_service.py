@@ -222,7 +222,7 @@ class RolloutService:
         for url, reason in (await aborting).items():
             self._say(f"aborting requests at {url}: {reason}")
 
-    # -- what the driver says
+    # -- the driver's calls
 
     async def next_batch(self, step: int) -> Rollout:
         """The batch of training step `step`, all of it within the staleness bound. A long poll.

@@ -1,12 +1,11 @@
-"""The driver's handle to the rollout manager: the five things that a driver says to it, each with a deadline that has a
-name."""
+"""The driver's handle to the rollout manager: the driver's calls, each with a deadline that has a name."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rich.console import Console
 
@@ -55,7 +54,7 @@ class Rollouts:
         self._started = True
         self.console.print(summary, highlight=False, soft_wrap=True)
 
-    # -- what the loop says
+    # -- the loop's calls
 
     def sync_weights(self, step: int) -> dict[str, float]:
         """Bring the engines to the weights after `step` training steps. Returns weights/* and time/sync_seconds.
@@ -100,16 +99,13 @@ class Rollouts:
     def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         self._call(self._actor.load_state_dict.remote(state, directory), self.config.deadlines.close, "deadlines.close")
 
-    # -- what a person says (training.run_server.RunControl), from threads of its own
+    # -- a person's requests (training.run_server.RunControl), from threads of its own
 
     def status(self) -> RunStatus:
-        return {
-            **self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight"),
-            "steps": self.config.steps,
-        }
+        return cast(RunStatus, {**self._manager_status(), "steps": self.config.steps})
 
     def engines(self) -> list[EngineStatus]:
-        return self.status()["engines"]
+        return self._manager_status()["engines"]
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
         endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
@@ -138,6 +134,9 @@ class Rollouts:
     def _call(self, ref: Any, deadline: float, name: str) -> Any:
         return get_all([ref], deadline, name)[0]
 
+    def _manager_status(self) -> dict[str, Any]:
+        return self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight")
+
     def _interruptible(self, ref: Any, deadline: float, name: str) -> Any:
         """A wait whose loss costs nothing: a signal aborts the requests at the engines and ends it with
         StopRequested."""
@@ -148,12 +147,12 @@ class Rollouts:
             if time.monotonic() - shown < PROGRESS_SECONDS:
                 return
             shown = time.monotonic()
-            counts = self.status()["groups"]
+            counts = self._manager_status()["groups"]
             self.console.print(
                 f"rollout: {waited:.0f} s, {counts['ready']} of {self.config.rollout.prompts_per_step} groups ready, "
                 f"{counts['running']} running",
                 highlight=False,
-            )  # fmt: skip
+            )
             self._show_events()
 
         try:

@@ -59,9 +59,11 @@ class RunControl(Protocol):
 
         key_file None: the run's own key file for engines that were given as bare addresses, if it has one.
         """
+        ...
 
     def remove_engine(self, url: str) -> EngineStatus:
         """Returns when the engine gets no new request (DRAINING), not when it has finished those that it has."""
+        ...
 
 
 @dataclass(frozen=True)

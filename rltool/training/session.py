@@ -1,5 +1,4 @@
-"""Puts a run together: cluster, placement, trainer ranks, rollout manager, loop; and takes it apart in the reverse
-order."""
+"""Puts a run together: cluster, placement, trainer ranks, rollout manager, loop; and takes it apart in reverse."""
 
 from __future__ import annotations
 

@@ -37,10 +37,12 @@ class BatchSource(Protocol):
 
     def next_batch(self, step: int) -> SourcedBatch:
         """The batch of training step `step`; steps are asked for in their order."""
+        ...
 
     def state_dict(self, done: int) -> SourceState:
         """What a checkpoint after `done` training steps keeps: a batch that was given out for a later step is not
         trained."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         """directory: of the checkpoint that `state` comes from."""

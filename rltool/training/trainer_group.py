@@ -14,7 +14,7 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
-from rltool.training.devices import RankDevice, check_rank_devices
+from rltool.training.devices import Device, RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
 from rltool.training.rank_handles import RankHandles
 from rltool.training.ray_calls import get_all
@@ -33,7 +33,7 @@ class TrainerGroup:
         trainer = config.trainer.model_copy(update={"device": plan.device})
         config = config.model_copy(update={"trainer": trainer})
         self.config = config
-        self.device = plan.device
+        self.device: Device = plan.device
         self.devices: list[RankDevice] = []
         self.ranks = []
         for rank, bundle in enumerate(plan.trainer):
