@@ -14,7 +14,7 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, Gen
 from rltool.errors import UsageError
 
 PauseMode = Literal["keep", "wait", "abort"]
-Medium = Literal["gloo", "disk", "nccl"]
+Transport = Literal["gloo", "disk", "nccl"]
 
 
 class Dialect(Protocol):
@@ -65,7 +65,7 @@ class Dialect(Protocol):
     # -- weights
     def init_transfer(
         self,
-        medium: Medium,
+        transport: Transport,
         *,
         address: str,
         port: int,
@@ -79,7 +79,7 @@ class Dialect(Protocol):
     def begin_update(self) -> list[HttpRequest]: ...
 
     def update_bucket(
-        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
     ) -> list[HttpRequest]:
         """Announce one bucket; gloo: received while this request is open.
 
@@ -100,7 +100,7 @@ class Dialect(Protocol):
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
 
 
-def refuse_nccl(medium: Medium) -> None:
-    """UsageError for the medium that no dialect takes yet."""
-    if medium == "nccl":
+def refuse_nccl(transport: Transport) -> None:
+    """UsageError for the transport that no dialect takes yet."""
+    if transport == "nccl":
         raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")

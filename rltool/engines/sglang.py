@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
 from rltool.engines.types import (
     SEED_MODULUS,
     Bucket,
@@ -197,7 +197,7 @@ class SglangDialect:
 
     def init_transfer(
         self,
-        medium: Medium,
+        transport: Transport,
         *,
         address: str,
         port: int,
@@ -211,8 +211,8 @@ class SglangDialect:
 
         Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
         """
-        refuse_nccl(medium)
-        if medium == "disk":
+        refuse_nccl(transport)
+        if transport == "disk":
             return []
         body = {
             "master_address": address,
@@ -229,15 +229,15 @@ class SglangDialect:
         return [HttpRequest("POST", "/begin_weight_update", {})]
 
     def update_bucket(
-        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
     ) -> list[HttpRequest]:
         """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the
         version.
 
         The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
         """
-        refuse_nccl(medium)
-        if medium == "disk":
+        refuse_nccl(transport)
+        if transport == "disk":
             return _load_directory(path)
         _check_alignment(bucket)
         body = {

@@ -1,16 +1,17 @@
 """The wire contract of weight transfer into rltool's vLLM plugin; both sides import this file. Needs torch alone.
 
 gloo
-    The trainer is rank 0, hosts the TCPStore (`host_store`) and tells each engine over HTTP to join: init info {medium: "gloo",
-    address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset plus its rank in the engine.
-    Then trainer and workers call `open_group` side by side. A bucket is announced by update info {names, dtypes, shapes} and
-    travels, while that request is open, as ONE broadcast of a flat uint8 tensor (the tensors' bytes back to
-    back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
+    The trainer is rank 0, hosts the TCPStore (`host_store`) and asks each engine over HTTP to join: init info
+    {transport: "gloo", address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset
+    plus its rank in the engine. Then trainer and workers call `open_group` side by side. A bucket is announced by
+    update info {names, dtypes, shapes} and travels, while that request is open, as ONE broadcast of a flat uint8 tensor
+    (the tensors' bytes back to back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
 disk
-    Init info {medium: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has its
-    absolute `path` as well, which the engine must see under the same name.
+    Init info {transport: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has
+    its absolute `path` as well, which the engine must see under the same name.
 
-Either way the update is bracketed by start and finish; the version travels with finish and is set only when that succeeds.
+Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
+succeeds.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Dialect
-from rltool.engines.dialect import Medium as Transport
+from rltool.engines.dialect import Dialect, Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
