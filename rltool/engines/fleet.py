@@ -6,7 +6,7 @@
   been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
 - Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the state
   does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
-- Decisions (`serving`, `syncable`, `to_probe`, `trials_due`, `membership_epoch`, `take_transitions`) are read by the owner,
+- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `membership_epoch`, `take_transitions`) are read by the owner,
   who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again, logs.
 
 Three rules decide everything else.
@@ -17,7 +17,7 @@ Three rules decide everything else.
    restarted under its old URL answers its health route at once, with the weights of the checkpoint on disk. A router takes
    it back; the batch that it then samples is off-policy by the whole run, and nothing raises.)
 2. Probes and requests fail apart. A wedged engine answers probes for ever, so no healthy probe forgives failed requests:
-   a trial request does. Nor does a pause of ours, during which an engine may well refuse both, count as failure.
+   a canary request does. Nor does a pause of ours, during which an engine may well refuse both, count as failure.
 3. DRAINING has no way back. Who told an engine to leave is not overruled by a probe that finds it healthy.
 """
 
@@ -74,16 +74,16 @@ class FleetPolicy:
     incidents_to_suspect: int = 2
     """The client has already repeated a request before it reports a failure, so one incident is several attempts."""
     incidents_to_dead: int = 5
-    """Beyond `incidents_to_suspect` these are trials of one token: three of them in a row is not a poisoned prompt."""
-    trial_seconds: float = 10.0
-    """Pause between two trial requests to an engine that answers probes but fails requests."""
+    """Beyond `incidents_to_suspect` these are canary requests of one token: three in a row is not a poisoned prompt."""
+    canary_seconds: float = 10.0
+    """Pause between two canary requests to an engine that answers probes but fails requests."""
     start_seconds: float = 900.0
     """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten minutes."""
     pause_seconds: float = 1800.0
     """A pause that lasts longer was forgotten by a sync that died; the engine is then given to the next full sync."""
 
     def __post_init__(self) -> None:
-        for name in ("probe_seconds", "trial_seconds", "start_seconds", "pause_seconds"):
+        for name in ("probe_seconds", "canary_seconds", "start_seconds", "pause_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
         for first, second in (("probes_to_suspect", "probes_to_dead"), ("incidents_to_suspect", "incidents_to_dead")):
@@ -112,7 +112,7 @@ class Member:
     incidents: int = 0
     """Failed requests in a row, those that broke together counted once."""
     last_incident_at: float | None = None
-    last_trial_at: float | None = None
+    last_canary_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,15 @@ class Fleet:
         """Engines whose health matters, to be probed every `probe_seconds`. The paused and the leaving are left alone."""
         return tuple(m.url for m in self.members() if m.state not in (State.PAUSED, State.DRAINING))
 
-    def trials_due(self) -> tuple[str, ...]:
-        """Engines that answer probes but fail requests. The owner sends each a generation of one token and reports the outcome.
+    def canaries_due(self) -> tuple[str, ...]:
+        """Engines that answer probes but fail requests, each due for a canary request: a generation of one token.
 
-        Handing a trial out starts its `trial_seconds`.
+        The owner sends it and reports the outcome. Handing one out starts its `canary_seconds`.
         """
         now = self._clock()
-        due = [m for m in self.members() if self._awaits_trial(m) and self._trial_interval_is_over(m, now)]
+        due = [m for m in self.members() if self._awaits_canary(m) and self._canary_interval_is_over(m, now)]
         for member in due:
-            self._update(member, last_trial_at=now)
+            self._update(member, last_canary_at=now)
         return tuple(m.url for m in due)
 
     def take_transitions(self) -> tuple[Transition, ...]:
@@ -284,13 +284,13 @@ class Fleet:
         self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
 
     def request_succeeded(self, url: str, *, sent_at: float) -> None:
-        """A generation (or a trial) came back whole."""
+        """A generation (or a canary request) came back whole."""
         member = self._observable(url, sent_at)
         if member is None or member.state in (State.STARTING, State.PAUSED):
             return
         member = self._update(member, incidents=0, last_incident_at=None)
         if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
-            self._rejoin(member, "a trial request succeeded")
+            self._rejoin(member, "a canary request succeeded")
 
     def request_failed(self, url: str, reason: str, *, sent_at: float) -> None:
         """A generation failed after the client's retries: 5xx, broken connection or deadline. Never a 4xx, which is the caller's fault.
@@ -341,12 +341,12 @@ class Fleet:
     def _is_wedged(self, member: Member) -> bool:
         return member.incidents >= self.policy.incidents_to_suspect
 
-    def _awaits_trial(self, member: Member) -> bool:
+    def _awaits_canary(self, member: Member) -> bool:
         out_of_work = member.state in (State.SUSPECT, State.DEAD)
         return out_of_work and self._is_wedged(member) and member.probe_failures == 0
 
-    def _trial_interval_is_over(self, member: Member, now: float) -> bool:
-        return member.last_trial_at is None or now - member.last_trial_at >= self.policy.trial_seconds
+    def _canary_interval_is_over(self, member: Member, now: float) -> bool:
+        return member.last_canary_at is None or now - member.last_canary_at >= self.policy.canary_seconds
 
     @staticmethod
     def _in_group(member: Member) -> bool:

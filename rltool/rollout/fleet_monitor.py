@@ -100,7 +100,7 @@ class FleetMonitor:
             await asyncio.sleep(self._fleet.policy.probe_seconds)
             try:
                 await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
-                await asyncio.gather(*(self._canary(url) for url in self._fleet.trials_due()))
+                await asyncio.gather(*(self._canary(url) for url in self._fleet.canaries_due()))
                 self._fleet.tick()
                 await self.carry_out()
             except Exception as error:  # a reply that nobody expected must not end the probing of all
