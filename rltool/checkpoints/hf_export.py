@@ -60,9 +60,11 @@ def write_hf_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from `source`.
+    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from
+    `source`.
 
-    check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final` exists.
+    check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final`
+    exists.
     """
     partial = directories.begin(Path(final))
     try:

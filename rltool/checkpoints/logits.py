@@ -54,10 +54,9 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
 
 
 @torch.no_grad()
-def transformers_logits(
-    family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor
-) -> Tensor:
-    """[T, vocabulary] fp32 by transformers, sequence by sequence, for the weights of `directory` rounded to `dtype` first."""
+def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[T, vocabulary] fp32 by transformers, sequence by sequence,
+    for the weights of `directory` rounded to `dtype` first."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -76,7 +75,9 @@ def transformers_logits(
 
         inner = model.model
         _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)
-        rows = [model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())]
+        rows = [
+            model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())
+        ]
     return torch.cat(rows)
 
 

@@ -1,7 +1,8 @@
 """torch_dist directories parameter by parameter, without a model in memory: for models larger than that.
 
-Megatron says, from a model whose parameters have no memory, under which keys and offsets each parameter lies. Writing then
-follows torch.distributed.checkpoint's plan, whose tensors are made when they are written; reading is per parameter, too.
+Megatron says, from a model whose parameters have no memory, under which keys and offsets each parameter lies. Writing
+then follows torch.distributed.checkpoint's plan, whose tensors are made when they are written; reading is per
+parameter, too.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class TorchDistReader:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The merged tensor of this parameter, cast to the layout's dtype. CheckpointDamaged when a part is not there."""
+        """The merged tensor of this parameter, cast to the layout's dtype.
+        CheckpointDamaged when a part is not there."""
         memory = torch.empty(parameter.merged_shape, dtype=self._layout.dtype)
         planner = _FillPieces(self._layout.pieces(parameter, memory), self._metadata, self._directory)
         self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -161,7 +163,8 @@ class _LazyPlanner(SavePlanner):
         place = (write_item.index.fqn, tuple(write_item.index.offset))
         parameter = self._owner[place]
         if self._written is not None:
-            # Torch's writer keeps the last tensor of each key until the file is finished: a layer, and embedding and head.
+            # Torch's writer keeps the last tensor of each key until the file is finished: a layer, and embedding and
+            # head.
             self._written.untyped_storage().resize_(0)
         if self._merged is None or self._merged[0] != parameter.name:
             self._merged = None

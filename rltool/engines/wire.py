@@ -30,10 +30,20 @@ from rltool.engines.types import Bucket, TensorMeta
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
+}
 """The dtypes that may travel, by the name that TensorMeta uses."""
 
 
@@ -60,11 +70,12 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
-    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its own.
+    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its
+    own.
 
     One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
-    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on every
-    bucket without talking about it.
+    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on
+    every bucket without talking about it.
     """
     buckets: list[Bucket] = []
     current: list[TensorMeta] = []
@@ -99,8 +110,9 @@ def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tens
 def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (`.port` tells which).
 
-    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead. Only
-    where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all of them.
+    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead.
+    Only where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all
+    of them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -125,12 +137,19 @@ def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
 
 
 def open_group(
-    address: str, port: int, rank: int, world_size: int, group: str, timeout_seconds: float, *, store: Store | None = None
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    group: str,
+    timeout_seconds: float,
+    *,
+    store: Store | None = None,
 ) -> ProcessGroupGloo:
     """Join the transfer group `group` as `rank` of `world_size`; blocks until all have joined or the timeout raises.
 
-    The trainer (rank 0) hosts the store at address:port, unless it passes one that it hosts already; the others connect to it.
-    Gloo listens on the interface that leads to the address. Every later broadcast has the same timeout.
+    The trainer (rank 0) hosts the store at address:port, unless it passes one that it hosts already; the others connect
+    to it. Gloo listens on the interface that leads to the address. Every later broadcast has the same timeout.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if store is None and rank == 0:

@@ -69,7 +69,8 @@ class TensorFile:
         return tuple(self._entries[name]["shape"])
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that contradict."""
+        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that
+        contradict."""
         entry = self._entries[name]
         (begin, end), shape = entry["data_offsets"], entry["shape"]
         if entry["dtype"] not in _DTYPES:
@@ -105,7 +106,9 @@ def write_tensor_file(
         stream.write(len(text).to_bytes(8, "little") + text)
         for (name, dtype, shape), tensor in zip(layout, tensors, strict=True):
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced")
+                raise ValueError(
+                    f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced"
+                )
             if tensor.nbytes:
                 contiguous = tensor.detach().cpu().contiguous()
                 stream.write(_bytes_of(contiguous))
