@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
-from rltool.engines.types import TensorMeta
+from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.megatron.hf_weights import INDEX, SINGLE
 from rltool.models.tensor_files import write_tensor_file
@@ -33,7 +33,7 @@ def write_tensors(
     """Safetensors files from tensors that come in the order of `metadata`; each is written as it comes."""
     shards, stream = plan_buckets(metadata, max_shard_bytes), iter(tensors)
 
-    def announced(shard: list[TensorMeta]) -> Iterator[Tensor]:
+    def announced(shard: Bucket) -> Iterator[Tensor]:
         for expected in shard:
             meta, tensor = next(stream)
             if meta != expected:

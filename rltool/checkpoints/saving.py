@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -41,7 +41,8 @@ class CheckpointSaver:
     def __init__(self, trainer: MegatronTrainer, *, asynchronous: bool, critic: Critic | None = None) -> None:
         self._trainer, self._critic = trainer, critic
         self._asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
+        # Declared as what it is to ranks outside of the group as well, of which there are none.
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=DEADLINE))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 

@@ -26,17 +26,21 @@ class Dialect(Protocol):
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
         """The HTTP requests that together yield request.n samples (one request where the engine can do n with
         seeds)."""
+        ...
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         """Exactly request.n completions, or EngineError / MissingLogprobs."""
+        ...
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
         """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort`
         takes."""
+        ...
 
     # -- probing
     def probe(self) -> Mapping[str, HttpRequest]:
         """Named read-only requests; replies go to parse_probe. A key that ends in '?' may answer 404 (reply None)."""
+        ...
 
     def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo: ...
 
@@ -44,6 +48,7 @@ class Dialect(Protocol):
 
     def load(self) -> HttpRequest:
         """How much the engine has to do; cheap enough to be asked every second. The reply goes to parse_load."""
+        ...
 
     def parse_load(self, reply: Any) -> EngineLoad: ...
 
@@ -61,6 +66,7 @@ class Dialect(Protocol):
         request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
         for the end repeats the abort.
         """
+        ...
 
     # -- weights
     def init_transfer(
@@ -75,6 +81,7 @@ class Dialect(Protocol):
         timeout_seconds: float,
     ) -> list[HttpRequest]:
         """Join the transfer group. The gloo request blocks in the engine until the trainer has joined as rank 0."""
+        ...
 
     def begin_update(self) -> list[HttpRequest]: ...
 
@@ -87,12 +94,14 @@ class Dialect(Protocol):
         before its first file is announced. A server that reads file by file gets a request for each; one that loads
         whole directories gets none but for the last file, and so the list is empty for the others.
         """
+        ...
 
     def finish_update(self, version: str) -> list[HttpRequest]: ...
 
     def shutdown_transfer(self, group: str) -> list[HttpRequest]:
         """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be
         there."""
+        ...
 
     # -- launching
     def argv(self, launch: EngineLaunch) -> list[str]: ...

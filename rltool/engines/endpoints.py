@@ -1,7 +1,7 @@
 """Where engines are: endpoints.json, and the addresses that a person types.
 
-Every fleet has two kinds of address that are never mixed. `engines` is the control plane: each of these URLs is told
-about weights, pauses and health. `data_url`, where present, is the router to which generation goes.
+Every fleet has two kinds of address that are never mixed. `engines` is the control plane: each of these URLs receives
+weights, pauses and health checks. `data_url`, where present, is the router to which generation goes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ModelEndpoints(Config):
     engines: tuple[EngineEndpoint, ...] = ()
 
     def data_endpoint(self) -> EngineEndpoint | None:
-        """The router, addressed like an engine that speaks SGLang's /generate; None where there is none.
+        """The router, addressed like an engine of the SGLang dialect; None where there is none.
 
         It demands the key of the first engine: serve-engines makes one key for engines, router and client. plugin:
         where all engines behind it are known to be vLLM servers with rltool's plugin.
@@ -196,6 +196,7 @@ def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
         if address.url is not None:
             engines.append(EngineEndpoint(url=address.url))
             continue
+        assert address.file is not None  # an address is one or the other
         found = _model_of(Endpoints.load(address.file), address.file, model)
         engines.extend(engine if found.update_weights else _frozen(engine) for engine in found.engines)
         if found.data_url is not None:

@@ -1,4 +1,4 @@
-"""The SGLang dialect (0.5.23). Also what sglang-router speaks, and vLLM servers with rltool's plugin.
+"""The SGLang dialect (0.5.23). Also that of sglang-router, and of vLLM servers with rltool's plugin.
 
 Sources: sglang/srt/entrypoints/http_server.py (routes), managers/io_struct.py (bodies), managers/scheduler.py (pauses),
 managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but
@@ -325,7 +325,7 @@ def parse_reply(reply: Any) -> Completion:
     if isinstance(reply, list) and len(reply) == 1:
         reply = reply[0]
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(meta, dict) or "output_ids" not in reply:
+    if not isinstance(reply, dict) or not isinstance(meta, dict) or "output_ids" not in reply:
         raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
     reason = (meta.get("finish_reason") or {}).get("type")
     if reason not in ("stop", "length", "abort"):

@@ -23,7 +23,15 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+# Public names, which torch's type information takes for private ones.
+from torch.distributed import (
+    BroadcastOptions,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroupGloo,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from rltool.engines.types import Bucket, TensorMeta
 
@@ -156,7 +164,7 @@ def open_group(
         store = host_store(address, port, timeout_seconds)
     elif store is None:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
@@ -168,7 +176,7 @@ def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
         return
     options = BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([flat], options).wait()
+    group.broadcast([flat], options).wait()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
 
 
 def local_address(host: str, port: int) -> str:

@@ -6,8 +6,9 @@ import ctypes
 import json
 import math
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Raises TensorFileDamaged for a file that is cut off or no safetensors file."""
         self.path = path
-        self._stream: BinaryIO = path.open("rb")
+        self._stream: BufferedReader = path.open("rb")
         try:
             self._entries, self._start = self._read_header()
         except BaseException:

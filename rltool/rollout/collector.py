@@ -39,15 +39,19 @@ class GroupWork(Protocol):
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         """Fill its samples in place. Once `interrupted` says True, come back with what there is."""
+        ...
 
     async def finish(self, group: Group) -> str | None:
         """Score and filter its samples, in place. Returns why the group is dropped, or None."""
+        ...
 
     async def abort(self, groups: Collection[int]) -> None:
         """Have the engines return what they have of these groups' requests."""
+        ...
 
     def keeps_partial_groups(self) -> bool:
         """Whether an interrupted group can go on where it stood (not so with state in a custom function)."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,11 @@ class VersionJudge(Protocol):
 
     def refusal(self, version: str) -> str | None:
         """Why tokens of this version are not trained on, or None."""
+        ...
 
     def is_behind(self, version: str, published: int) -> bool:
         """Whether an engine that sampled with this version has missed a sync that `published` names."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The task that keeps the fleet's facts fresh and carries out what it decides: probes, canary requests, router
+"""The task that keeps the fleet's facts up to date and carries out what it decides: probes, canary requests, router
 membership, log.
 
 The fleet (engines/fleet.py) is pure; this is its I/O. Rules of what a failure means stand there.

@@ -114,7 +114,7 @@ async def continue_aborted(sample: Sample, context: GenerateContext) -> None:
             prompt_ids=(*sample.prompt_ids, *sample.response_ids),
             sampling=replace(context.sampling, max_tokens=left),
             request_id=uuid.uuid4().hex,
-            # a fresh seed: with the first one the engine would draw the numbers of the first tokens again
+            # a new seed: with the first one the engine would draw the numbers of the first tokens again
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
         )
         [completion] = await _ask(sample, request, context)

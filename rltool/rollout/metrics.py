@@ -48,7 +48,7 @@ def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 def zero_std_group_fraction(samples: Sequence[Sample]) -> float:
     """Share of prompt groups whose rewards are all equal: they have no advantage and teach nothing."""
-    groups: dict[int, set[float]] = defaultdict(set)
+    groups: dict[int, set[float | None]] = defaultdict(set)
     for sample in samples:
         groups[sample.group_id].add(sample.reward)
     return _mean([float(len(values) == 1) for values in groups.values()])
@@ -67,7 +67,7 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
     lacking = next((sample for sample in samples if sample.reward is None), None)
     if lacking is not None:
         raise ValueError(f"sample {lacking.group_id}/{lacking.index} has no reward; drop it before the metrics")
-    return [sample.reward for sample in samples]
+    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def _mean(values: Sequence[float]) -> float:

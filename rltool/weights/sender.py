@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
 from rltool.config.train import WeightsConfig
 from rltool.engines import wire
@@ -144,6 +144,7 @@ def write_to_disk(stream: Stream, buckets: Sequence[Bucket], directory: Path, mo
     started = time.perf_counter()
     writer = DiskWriter(directory, model_files)
     for bucket, flat in fill_buckets(stream, buckets):
+        assert flat is not None, "only the rank that has the tensors writes them"
         writer.write(bucket, flat)
     writer.finish()
     return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started)

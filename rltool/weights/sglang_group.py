@@ -10,12 +10,17 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+# Public names, which torch's type information takes for private ones.
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroupGloo,
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 TRAINER_RANK = 0
 
 
-def open_sglang_group(store: TCPStore, world_size: int, group: str, timeout: float) -> ProcessGroup:
+def open_sglang_group(store: TCPStore, world_size: int, group: str, timeout: float) -> ProcessGroupGloo:
     """Join `group` as rank 0 over a store that the trainer hosts. Blocks until all `world_size` ranks are there.
 
     world_size: 1 + the engine's world size. timeout: seconds, for joining and then for each broadcast; RuntimeError (of

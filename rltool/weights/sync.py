@@ -128,7 +128,8 @@ class WeightSync:
     ) -> None:
         self.client, self.fleet, self.endpoints, self.infos, self.ranks = client, fleet, endpoints, infos, ranks
         self.config, self.check = config, check
-        self.transport, self.deadline, self.disk_root = transport, step_deadline, disk_root
+        self.transport: Transport = transport
+        self.deadline, self.disk_root = step_deadline, disk_root
         self._buckets: list[Bucket] = []
         self._connected: dict[str, str | None] = {}  # URL -> boot id of the process that joined
 
