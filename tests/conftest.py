@@ -11,9 +11,14 @@ from tests.tiny_models import write_tiny_qwen2
 
 
 def pytest_configure() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and so do nohup and some CI runners with others. Children inherit that, and
-    tests that interrupt them would wait for ever."""
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL), (signal.SIGQUIT, signal.SIG_DFL)):
+    """A shell starts its background jobs with SIGINT ignored, and so do nohup and some CI runners with others. Children
+    inherit that, and tests that interrupt them would wait for ever."""
+    for number, usual in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+        (signal.SIGHUP, signal.SIG_DFL),
+        (signal.SIGQUIT, signal.SIG_DFL),
+    ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
 

@@ -1,4 +1,5 @@
-"""Tiny HF checkpoints with their own tokenizer, for tests that need a model directory. head_dim 32 is vLLM's smallest on the CPU."""
+"""Tiny HF checkpoints with their own tokenizer, for tests that need a model directory. head_dim 32 is vLLM's smallest
+on the CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def write_tiny_qwen2(directory: Path, *, tied: bool, seed: int = 0, layers: int 
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
         with torch.no_grad():
-            # Transformers' initialisation is nearly uniform over the vocabulary: wider weights make a difference visible.
+            # Transformers' initialisation is nearly uniform over the vocabulary: wider weights make a difference
+            # visible.
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)

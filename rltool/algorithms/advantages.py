@@ -100,7 +100,7 @@ def whiten(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Mean 0 and (unbiased) standard deviation 1 over all loss tokens: (A - mean) / (std + 1e-8). [T] -> [T] float32.
 
     Call it with the whole rollout. Whitened per rank, each rank would have a mean of its own, and the result would
-    depend on how samples were dealt. Fewer than two loss tokens: 0.
+    depend on how samples were sharded. Fewer than two loss tokens: 0.
     """
     chosen = loss_mask > 0
     values = advantages[chosen].double()

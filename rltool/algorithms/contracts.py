@@ -59,8 +59,8 @@ def check_loss_function(path: str, *, algorithm: AlgorithmConfig | None = None) 
 
     f returns one loss per token, [R], finite also for tokens whose probability changed wildly, with a finite gradient
     in logprobs that is not 0 everywhere. A sample's losses must not depend on the other samples of the micro-batch: how
-    samples are dealt to micro-batches and ranks is not part of the algorithm. Weights, reduction and masks are not the
-    function's.
+    samples are sharded over micro-batches and ranks is not part of the algorithm. Weights, reduction and masks are not
+    the function's.
     """
     function = load_callable(path, setting="path")
     algorithm = algorithm or AlgorithmConfig()

@@ -1,4 +1,5 @@
-"""How every torch_dist directory of ours ends: all files hashed, the manifest, everything durable, the name. Pure files."""
+"""How every torch_dist directory of ours ends: all files hashed, the manifest, everything durable,
+the name. Pure files."""
 
 from __future__ import annotations
 
@@ -27,8 +28,11 @@ class Saved:
 
 
 def finish(partial: Path, final: Path, manifest: Manifest, described: dict[str, Any] | None = None) -> None:
-    """Hashes every file, writes the manifest, makes all of it durable and gives it its name. described: files hashed already."""
+    """Hashes every file, writes the manifest, makes all of it durable and gives it its name.
+    described: files hashed already."""
     versions = {name: version(name) for name in ("rltool", "megatron-core", "torch")}
-    complete = Manifest(**{**vars(manifest), "versions": versions, "files": manifests.describe_files(partial, described)})
+    complete = Manifest(
+        **{**vars(manifest), "versions": versions, "files": manifests.describe_files(partial, described)}
+    )
     directories.write_text(partial / manifests.FILE, manifests.to_text(complete))
     directories.commit(partial, final)

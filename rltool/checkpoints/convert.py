@@ -59,7 +59,8 @@ def hf_to_torch_dist(
 ) -> Conversion:
     """Writes `target` from a Hugging Face directory. dtype: None keeps that of config.json.
 
-    UsageError for what cannot be converted (named), ConversionMismatch when verification fails; then there is no target.
+    UsageError for what cannot be converted (named), ConversionMismatch when verification fails; then there is no
+    target.
     """
     started = time.monotonic()
     config = read_hf_config(source)
@@ -164,8 +165,8 @@ def _single_process() -> Iterator[Runtime]:
 def _return_freed_memory() -> None:
     """Makes glibc give every freed tensor back to the system. Elsewhere nothing is done.
 
-    Left alone, it raises the size from which it does so to 32 MiB and keeps smaller blocks in a heap, which freed tensors of
-    many sizes fragment until most of the model is resident: 1.2 GB in place of 0.2 GB for a model of 1.5 GB.
+    Left alone, it raises the size from which it does so to 32 MiB and keeps smaller blocks in a heap, which freed
+    tensors of many sizes fragment until most of the model is resident: 1.2 GB in place of 0.2 GB for a model of 1.5 GB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -32,7 +32,8 @@ def partial_of(final: Path) -> Path:
 
 
 def begin(final: Path) -> Path:
-    """An empty directory beside `final` to write into; what a crash left there is removed. Raises UsageError if `final` exists.
+    """An empty directory beside `final` to write into; what a crash left there is removed. Raises UsageError if `final`
+    exists.
 
     Its name starts with a dot and ends with ".partial": it is never taken for a checkpoint.
     """
@@ -87,7 +88,8 @@ def set_latest(directory: Path) -> None:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """The complete checkpoints step_N below the directory, by ascending step. Leftovers of a crash are not among them."""
+    """The complete checkpoints step_N below the directory, by ascending step.
+    Leftovers of a crash are not among them."""
     if not Path(directory).is_dir():
         return []
     named = [(int(match[1]), path) for path in Path(directory).iterdir() if (match := _STEP.fullmatch(path.name))]
@@ -97,8 +99,8 @@ def list_checkpoints(directory: Path) -> list[Path]:
 def latest_checkpoint(directory: Path) -> Path | None:
     """The complete checkpoint of the highest step, or None.
 
-    Not where `latest` points: a crash between rename and pointer leaves that one checkpoint behind. The pointer is for people and
-    scripts. To go back to an older checkpoint, move the newer ones away.
+    Not where `latest` points: a crash between rename and pointer leaves that one checkpoint behind. The pointer is for
+    people and scripts. To go back to an older checkpoint, move the newer ones away.
     """
     complete = list_checkpoints(directory)
     return complete[-1] if complete else None
@@ -133,7 +135,8 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def remove_unread(directory: Path) -> bool:
-    """Deletes a checkpoint unless somebody is `reading` it; then False. Also one that is damaged, or has lost its manifest."""
+    """Deletes a checkpoint unless somebody is `reading` it; then False.
+    Also one that is damaged, or has lost its manifest."""
     try:
         descriptor = os.open(Path(directory) / manifest.FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -158,7 +161,8 @@ def _lock(descriptor: int, kind: int) -> None:
 
 
 def remove(directory: Path) -> None:
-    """Deletes it, if it is there. Under another name first: a crash meanwhile leaves nothing that could be taken for it."""
+    """Deletes it, if it is there. Under another name first: a crash meanwhile leaves nothing that could be taken for
+    it."""
     doomed = directory.parent / f".{directory.name}.deleting"
     shutil.rmtree(doomed, ignore_errors=True)
     try:
@@ -170,7 +174,8 @@ def remove(directory: Path) -> None:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Removes what a crash in a save or a deletion left among the checkpoints of a run that nobody else is writing to. Returns it."""
+    """Removes what a crash in a save or a deletion left among the checkpoints of a run that nobody else is writing to.
+    Returns it."""
     if not Path(directory).is_dir():
         return []
     found = sorted(path for path in Path(directory).iterdir() if _LEFTOVER.fullmatch(path.name))

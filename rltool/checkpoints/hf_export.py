@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
-from rltool.engines.types import TensorMeta
+from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.megatron.hf_weights import INDEX, SINGLE
 from rltool.models.tensor_files import write_tensor_file
@@ -33,7 +33,7 @@ def write_tensors(
     """Safetensors files from tensors that come in the order of `metadata`; each is written as it comes."""
     shards, stream = plan_buckets(metadata, max_shard_bytes), iter(tensors)
 
-    def announced(shard: list[TensorMeta]) -> Iterator[Tensor]:
+    def announced(shard: Bucket) -> Iterator[Tensor]:
         for expected in shard:
             meta, tensor = next(stream)
             if meta != expected:
@@ -60,9 +60,11 @@ def write_hf_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from `source`.
+    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from
+    `source`.
 
-    check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final` exists.
+    check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final`
+    exists.
     """
     partial = directories.begin(Path(final))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
     """[T, vocabulary] fp32 by Megatron, for packed sequences."""
     with runtime.mode(), _parameters_without_memory():
         model = build_model(family, runtime.coordinates, torch.float32, torch.device("meta"))
-        model.rotary_pos_emb = rotary_positions(family, runtime.device)
+        # Called like Megatron's class, without being one.
+        model.rotary_pos_emb = rotary_positions(family, runtime.device)  # pyright: ignore[reportAttributeAccessIssue]
     names = {id(parameter): name for name, parameter in global_names(model).items()}
     wanted = {
         (module, leaf): family.parameter(names[id(parameter)])
@@ -40,7 +41,8 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
                 if (part, leaf) in wanted:
                     _replace(part, leaf, read(wanted[part, leaf]).float())
 
-    _in_turn([model.embedding, *model.decoder.layers, model.decoder.final_layernorm], fill, _drop)
+    layers = [model.embedding, *model.decoder.layers, model.decoder.final_layernorm]
+    _in_turn(cast("list[nn.Module]", layers), fill, _drop)
     if family.tied_embeddings:
         # Megatron hands over the embedding's parameter, which has no memory by then.
         embedding = family.parameter(EMBEDDING)
@@ -54,10 +56,9 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
 
 
 @torch.no_grad()
-def transformers_logits(
-    family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor
-) -> Tensor:
-    """[T, vocabulary] fp32 by transformers, sequence by sequence, for the weights of `directory` rounded to `dtype` first."""
+def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """[T, vocabulary] fp32 by transformers, sequence by sequence,
+    for the weights of `directory` rounded to `dtype` first."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -76,7 +77,9 @@ def transformers_logits(
 
         inner = model.model
         _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)
-        rows = [model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())]
+        rows = [
+            model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())
+        ]
     return torch.cat(rows)
 
 

@@ -127,7 +127,7 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
     """Raises CheckpointDamaged naming the first file that is missing, extra, or has another size or hash.
 
     Called before anything is loaded: torch_dist files are pickles inside, and only what was written here is unpickled.
-    parts: over how many callers the hashing is dealt, of which this is number `part`; each does all the rest.
+    parts: over how many callers the hashing is sharded, of which this is number `part`; each does all the rest.
     """
     directory = Path(directory)
     for name, expected in manifest.files.items():

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -31,31 +31,38 @@ DEADLINE = timedelta(hours=1)
 
 
 class CheckpointSaver:
-    """One rank's side of all saves of a run. Every rank calls the same methods in the same order, from the trainer's thread.
+    """One rank's side of all saves of a run. Every rank calls the same methods in the same order, from the trainer's
+    thread.
 
-    The thread that writes talks to the other ranks' over a process group of its own: a collective of a training group from a
-    second thread could meet another rank's training in the wrong order.
+    The thread that writes talks to the other ranks' over a process group of its own: a collective of a training group
+    from a second thread could meet another rank's training in the wrong order.
     """
 
     def __init__(self, trainer: MegatronTrainer, *, asynchronous: bool, critic: Critic | None = None) -> None:
         self._trainer, self._critic = trainer, critic
         self._asynchronous = asynchronous
-        self._group = dist.new_group(backend="gloo", timeout=DEADLINE)
+        # Declared as what it is to ranks outside of the group as well, of which there are none.
+        self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=DEADLINE))
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
     def save(
-        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float] | None = None, files: Mapping[str, bytes] | None = None
+        self,
+        directory: Path,
+        extra: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Model, optimizer, schedule and random state of this moment into `directory`, which must not exist; then `latest` points at it.
+        """Model, optimizer, schedule and random state of this moment into `directory`, which must not exist; then
+        `latest` points at it.
 
-        extra: what else the run needs to resume; JSON. Its "step", "weight_version" and "config" also go into the manifest, as
-        do `metrics`. files: name -> content of further files, such as samples that were not trained on. The directory must be one that
-        all ranks see.
+        extra: what else the run needs to resume; JSON. Its "step", "weight_version" and "config" also go into the
+        manifest, as do `metrics`. files: name -> content of further files, such as samples that were not trained on.
+        The directory must be one that all ranks see.
 
-        Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` tells how it ended. An
-        earlier save is waited for first, and raises here if it failed and nobody has asked. SaveFailed: nothing of that name
-        appears, and the last good one stays.
+        Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` tells how it
+        ended. An earlier save is waited for first, and raises here if it failed and nobody has asked. SaveFailed:
+        nothing of that name appears, and the last good one stays.
         """
         if self._writing is not None:
             self.wait()
@@ -87,7 +94,8 @@ class CheckpointSaver:
         return self._writing is None or self._writing.done()
 
     def wait(self) -> Saved | None:
-        """Waits for the save in flight. The checkpoint that it made, once; None when there is none. Raises SaveFailed, once."""
+        """Waits for the save in flight. The checkpoint that it made, once; None when there is none.
+        Raises SaveFailed, once."""
         if self._writing is None:
             return None
         writing, self._writing = self._writing, None
@@ -100,7 +108,8 @@ class CheckpointSaver:
     def _completion(
         self, final: Path, partial: Path, extra: dict[str, Any], metrics: dict[str, float], files: Mapping[str, bytes]
     ) -> Callable[[dict[str, Any]], None]:
-        """What rank 0 does when all files of the state are there. Everything in it is fixed now, at the step of the save."""
+        """What rank 0 does when all files of the state are there.
+        Everything in it is fixed now, at the step of the save."""
         trainer, text = self._trainer, json.dumps(extra)
         manifest = Manifest(
             kind="training",
@@ -126,7 +135,15 @@ class CheckpointSaver:
 
     # -- in the thread that writes
 
-    def _write(self, plan: SavePlan, staged: _Failure | None, final: Path, partial: Path, complete: Callable[[dict[str, Any]], None], started: float) -> Saved:
+    def _write(
+        self,
+        plan: SavePlan,
+        staged: _Failure | None,
+        final: Path,
+        partial: Path,
+        complete: Callable[[dict[str, Any]], None],
+        started: float,
+    ) -> Saved:
         share = staged or _attempt(lambda: _write_share(plan, partial), plan.bytes)
         rank, world = self._trainer.coordinates.rank, self._trainer.coordinates.layout.world_size
         shares: list[Any] = [None] * world
@@ -147,7 +164,8 @@ class CheckpointSaver:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong, as text: exceptions of other ranks are not unpickled. bytes: of the tensors that should have been written."""
+    """What went wrong, as text: exceptions of other ranks are not unpickled.
+    bytes: of the tensors that should have been written."""
 
     text: str
     bytes: int
@@ -156,7 +174,8 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Share:
-    """A rank's part that is on disk: what Megatron knows of it, and its files for the manifest. bytes: of its tensors."""
+    """A rank's part that is on disk: what Megatron knows of it, and its files for the manifest.
+    bytes: of its tensors."""
 
     results: list[Any]
     files: dict[str, dict[str, Any]]
@@ -172,12 +191,15 @@ def _attempt(action: Callable[[], Any], size: int) -> Any:
 
 
 def _failure(error: Exception, size: int) -> _Failure:
-    """Torch's file writer, interrupted by a full disk, raises a RuntimeError about positions; the OSError is what that came of."""
+    """Torch's file writer, interrupted by a full disk, raises a RuntimeError about positions;
+    the OSError is what that came of."""
     link: BaseException | None = error
     while link is not None and not isinstance(link, OSError):
         link = link.__cause__ or link.__context__
     why = link or error
-    return _Failure(f"{type(why).__name__}: {why}", size, isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT))
+    return _Failure(
+        f"{type(why).__name__}: {why}", size, isinstance(why, OSError) and why.errno in (errno.ENOSPC, errno.EDQUOT)
+    )
 
 
 def _begin(final: Path) -> None:
@@ -204,10 +226,15 @@ def _complete(plan: SavePlan, shares: list[_Share], complete: Callable[[dict[str
 
 
 def _explain(failure: _Failure, final: Path, size: int) -> str:
-    """The error as its reader needs it: where, why, and for a full disk how much was to be written and how much room there is."""
+    """The error as its reader needs it: where, why, and for a full disk how much was to be written and how much room
+    there is."""
     text = f"checkpoint {final} was not written: {failure.text}. The checkpoints before it are untouched"
     if not failure.disk_full:
         return text
     there = next(place for place in final.parents if place.exists())
     needed = f"this one needs {size:,} bytes and a little more, and " if size else ""
-    return f"{text}; {needed}{shutil.disk_usage(there).free:,} bytes are free in {there} now. Free space there, or keep fewer with checkpoint.keep_last"
+    free = shutil.disk_usage(there).free
+    return (
+        f"{text}; {needed}{free:,} bytes are free in {there} now. "
+        "Free space there, or keep fewer with checkpoint.keep_last"
+    )

@@ -1,7 +1,8 @@
 """torch_dist directories parameter by parameter, without a model in memory: for models larger than that.
 
-Megatron says, from a model whose parameters have no memory, under which keys and offsets each parameter lies. Writing then
-follows torch.distributed.checkpoint's plan, whose tensors are made when they are written; reading is per parameter, too.
+Megatron says, from a model whose parameters have no memory, under which keys and offsets each parameter lies. Writing
+then follows torch.distributed.checkpoint's plan, whose tensors are made when they are written; reading is per
+parameter, too.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -78,12 +79,13 @@ class TorchDistReader:
 
     def __init__(self, layout: ShardedLayout, directory: Path) -> None:
         self._layout, self._directory = layout, directory
-        self._reader = dcp.FileSystemReader(directory)
+        self._reader = FileSystemReader(directory)
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The merged tensor of this parameter, cast to the layout's dtype. CheckpointDamaged when a part is not there."""
+        """The merged tensor of this parameter, cast to the layout's dtype.
+        CheckpointDamaged when a part is not there."""
         memory = torch.empty(parameter.merged_shape, dtype=self._layout.dtype)
         planner = _FillPieces(self._layout.pieces(parameter, memory), self._metadata, self._directory)
         self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -101,9 +103,9 @@ class _StreamedSave(TorchDistSaveShardedStrategy):
         # The state dict has the tensors without memory and is ignored but for the objects: the planner knows the rest.
         objects = [entry for entry in sharded_state_dict.values() if isinstance(entry, ShardedObject)]
         self._planner.objects = {entry.unique_key: entry for entry in objects}
-        # Not by dcp.save: it wraps every error in a CheckpointException with the traceback as its text.
+        # Not by torch's own `save`: it wraps every error in a CheckpointException with the traceback as its text.
         # Without copying ahead, also where there is a GPU: each tensor is written before the next is asked for.
-        writer = dcp.FileSystemWriter(checkpoint_dir, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
+        writer = FileSystemWriter(checkpoint_dir, thread_count=1, per_thread_copy_ahead=0, sync_files=False)
         planner = self._planner
         writer.set_up_storage_writer(is_coordinator=True)
         (plan,), metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
@@ -158,10 +160,11 @@ class _LazyPlanner(SavePlanner):
             stream = io.BytesIO()
             torch.save([self.objects[write_item.index.fqn].data], stream)
             return stream
-        place = (write_item.index.fqn, tuple(write_item.index.offset))
+        place = _place(write_item.index)
         parameter = self._owner[place]
         if self._written is not None:
-            # Torch's writer keeps the last tensor of each key until the file is finished: a layer, and embedding and head.
+            # Torch's writer keeps the last tensor of each key until the file is finished: a layer, and embedding and
+            # head.
             self._written.untyped_storage().resize_(0)
         if self._merged is None or self._merged[0] != parameter.name:
             self._merged = None
@@ -170,9 +173,9 @@ class _LazyPlanner(SavePlanner):
         (piece,) = [piece for piece in pieces if (piece.key, tuple(piece.global_offset)) == place]
         if len(pieces) == 1:
             self._merged = None
-            self._written = piece.data.detach()
+            self._written = _data(piece).detach()
         else:
-            self._written = piece.data.detach().clone()
+            self._written = _data(piece).detach().clone()
         return self._written.reshape(_extent(piece))
 
 
@@ -180,11 +183,21 @@ def _extent(piece: ShardedTensor) -> tuple[int, ...]:
     return (*(1,) * piece.prepend_axis_num, *piece.local_shape)
 
 
+def _data(piece: ShardedTensor) -> Tensor:
+    assert piece.data is not None, f"{piece.key} came without its tensor"
+    return piece.data
+
+
+def _place(index: MetadataIndex) -> Place:
+    assert index.offset is not None, f"{index.fqn} is no piece of a tensor"
+    return index.fqn, tuple(index.offset)
+
+
 class _FillPieces(LoadPlanner):
     """Reads whatever overlaps with the pieces, however the checkpoint was cut, into the memory that they view."""
 
     def __init__(self, pieces: list[ShardedTensor], metadata: Metadata, directory: Path) -> None:
-        self._targets = {(piece.key, tuple(piece.global_offset)): piece.data.view(_extent(piece)) for piece in pieces}
+        self._targets = {(piece.key, tuple(piece.global_offset)): _data(piece).view(_extent(piece)) for piece in pieces}
         self._metadata, self._directory = metadata, directory
 
     def create_local_plan(self) -> LoadPlan:
@@ -192,14 +205,16 @@ class _FillPieces(LoadPlanner):
         for (key, offset), target in self._targets.items():
             stored = self._metadata.state_dict_metadata.get(key)
             chunk = ChunkStorageMetadata(torch.Size(offset), target.shape)
-            found = create_read_items_for_chunk_list(key, stored, [chunk]) if stored is not None else []
+            found: list[ReadItem] = []
+            if isinstance(stored, TensorStorageMetadata):
+                found = create_read_items_for_chunk_list(key, stored, [chunk])
             if sum(item.lengths.numel() for item in found) != target.numel():
                 raise CheckpointDamaged(f"{self._directory}: {key} at {offset} is not there, or not all of it")
             items += found
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self._targets[read_item.dest_index.fqn, tuple(read_item.dest_index.offset)]
+        target = self._targets[_place(read_item.dest_index)]
         for dim, (begin, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, begin, length)
         return target

@@ -68,7 +68,7 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
         if critic is not None:
             state["critic"] = critic.sharded_state(loading=True)
         with trainer.runtime.mode():
-            loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
+            loaded = _load(state, directory)
         trainer.restore(loaded)
         if critic is not None:
             critic.restore(loaded["critic"])
@@ -133,8 +133,16 @@ def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: s
     """
     with runtime.mode():
         state = {"model": {name: value for name, value in model_state(model).items() if name.split(".")[0] != without}}
-        loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
-        model.load_state_dict(loaded["model"], strict=without is None)
+        model.load_state_dict(_load(state, directory)["model"], strict=without is None)
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What the checkpoint holds in the places that `state` names. Raises where it holds more, or less."""
+    loaded = dist_checkpointing.load(state, str(Path(directory) / STATE), strict="raise_unexpected")
+    assert isinstance(
+        loaded, dict
+    )  # Megatron returns a tuple for the values of `strict` that report, in place of raising
+    return loaded
 
 
 def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest:

@@ -1,4 +1,5 @@
-"""Is what was written the same model? Tensor by tensor, and by its logits against transformers. One layer in memory at a time."""
+"""Is what was written the same model? Tensor by tensor, and by its logits against transformers.
+One layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class ConversionMismatch(RltoolError):
 
 
 def compare_tensors(family: Family, read: Read, hf_directory: Path, dtype: torch.dtype) -> int:
-    """Every tensor of the torch_dist side in `dtype` against the Hugging Face directory's, bit by bit. Returns their number.
+    """Every tensor of the torch_dist side in `dtype` against the Hugging Face directory's, bit by bit. Returns their
+    number.
 
     Raises ConversionMismatch naming the first that differs. What the directory holds in another precision is rounded to
     `dtype` first.
@@ -46,8 +48,8 @@ def compare_tensors(family: Family, read: Read, hf_directory: Path, dtype: torch
 def compare_logits(family: Family, runtime: Runtime, read: Read, hf_directory: Path, dtype: torch.dtype) -> float:
     """Largest |difference| of Megatron's fp32 logits and transformers' on a fixed prompt.
 
-    read: the weights for Megatron; hf_directory: those for transformers, rounded to `dtype` first; both compute in fp32.
-    Raises ConversionMismatch above LOGIT_TOLERANCE.
+    read: the weights for Megatron; hf_directory: those for transformers, rounded to `dtype` first; both compute in
+    fp32. Raises ConversionMismatch above LOGIT_TOLERANCE.
     """
     longest = min(max(PROMPT_LENGTHS), family.max_position_embeddings)
     lengths = torch.tensor([min(length, longest) for length in PROMPT_LENGTHS])
@@ -58,7 +60,7 @@ def compare_logits(family: Family, runtime: Runtime, read: Read, hf_directory: P
     if not difference <= LOGIT_TOLERANCE:
         raise ConversionMismatch(
             f"logits differ from transformers' by {difference:.3g} in fp32 on a prompt of {len(tokens)} tokens "
-            f"(allowed: {LOGIT_TOLERANCE:g}), although every tensor is equal: this config.json uses something that is not "
-            "implemented; please report it with the file"
+            f"(allowed: {LOGIT_TOLERANCE:g}), although every tensor is equal: "
+            "this config.json uses something that is not implemented; please report it with the file"
         )
     return difference

@@ -22,8 +22,8 @@ from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateReq
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
-"""Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call, which takes
-seconds."""
+"""Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call,
+which takes seconds."""
 HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
 ABORTS_SIDE_BY_SIDE = 64
@@ -39,13 +39,13 @@ class RetryPolicy:
     attempts: int = 6
     """One more than sglang-router's own five: a worker that died is out of the router's rotation by then."""
     first_delay: float = 0.2
-    """Seconds; doubled each time. The sum, about 6 s, outlasts a router's restart, not an engine's: that is the fleet's
-    matter."""
+    """Seconds; doubled each time. The sum, about 6 s, outlasts a router's restart, not an engine's:
+    that is the fleet's matter."""
     longest_delay: float = 4.0
 
     def delay(self, attempt: int, rng: random.Random) -> float:
-        """Seconds to wait after failed `attempt` (from 0): exponential, with jitter so that 64 clients do not return
-        together."""
+        """Seconds to wait after failed `attempt` (from 0): exponential,
+        with jitter so that 64 clients do not return together."""
         return min(self.first_delay * 2**attempt, self.longest_delay) * rng.uniform(0.5, 1.0)
 
 
@@ -155,8 +155,8 @@ class EngineClient:
         """
         speaks = _dialect_of(endpoint)
         key = endpoint.read_key()
-        # Not a TaskGroup: in Python 3.11 one whose task fails leaves its parent counted as cancelled, and a timeout around
-        # this call would then end in CancelledError, in place of TimeoutError.
+        # Not a TaskGroup: in Python 3.11 one whose task fails leaves its parent counted as cancelled, and a timeout
+        # around this call would then end in CancelledError, in place of TimeoutError.
         tasks = [
             asyncio.ensure_future(
                 self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts)
@@ -173,8 +173,8 @@ class EngineClient:
         return speaks.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
-        """What `abort` must be given to end `generate(endpoint, request)`, at whichever engine a router has sent it
-        to."""
+        """What `abort` must be given to end `generate(endpoint, request)`,
+        at whichever engine a router has sent it to."""
         return _dialect_of(endpoint).request_ids(request)
 
     async def abort(self, engine: EngineEndpoint, request_ids: Sequence[str], *, timeout: float) -> None:
@@ -205,8 +205,8 @@ class EngineClient:
                 raise outcome
 
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest], *, timeout: float) -> list[Any]:
-        """Send control calls in order, each once; `timeout` is for all of them. The first that fails ends it by
-        raising."""
+        """Send control calls in order, each once; `timeout` is for all of them.
+        The first that fails ends it by raising."""
         key = endpoint.read_key()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -217,8 +217,8 @@ class EngineClient:
         return replies
 
     async def probe(self, endpoint: EngineEndpoint, *, timeout: float = PROBE_SECONDS) -> EngineInfo:
-        """Ask a live engine what it is. An endpoint without a dialect is asked for that first. Changes nothing
-        there."""
+        """Ask a live engine what it is. An endpoint without a dialect is asked for that first.
+        Changes nothing there."""
         if endpoint.dialect is None:
             name = await self.detect_dialect(endpoint.url, endpoint.read_key(), timeout=timeout)
             endpoint = endpoint.model_copy(update={"dialect": name})

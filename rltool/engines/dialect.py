@@ -14,7 +14,7 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, Gen
 from rltool.errors import UsageError
 
 PauseMode = Literal["keep", "wait", "abort"]
-Medium = Literal["gloo", "disk", "nccl"]
+Transport = Literal["gloo", "disk", "nccl"]
 
 
 class Dialect(Protocol):
@@ -26,17 +26,21 @@ class Dialect(Protocol):
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
         """The HTTP requests that together yield request.n samples (one request where the engine can do n with
         seeds)."""
+        ...
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         """Exactly request.n completions, or EngineError / MissingLogprobs."""
+        ...
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
         """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort`
         takes."""
+        ...
 
     # -- probing
     def probe(self) -> Mapping[str, HttpRequest]:
         """Named read-only requests; replies go to parse_probe. A key that ends in '?' may answer 404 (reply None)."""
+        ...
 
     def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo: ...
 
@@ -44,6 +48,7 @@ class Dialect(Protocol):
 
     def load(self) -> HttpRequest:
         """How much the engine has to do; cheap enough to be asked every second. The reply goes to parse_load."""
+        ...
 
     def parse_load(self, reply: Any) -> EngineLoad: ...
 
@@ -61,11 +66,12 @@ class Dialect(Protocol):
         request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
         for the end repeats the abort.
         """
+        ...
 
     # -- weights
     def init_transfer(
         self,
-        medium: Medium,
+        transport: Transport,
         *,
         address: str,
         port: int,
@@ -75,11 +81,12 @@ class Dialect(Protocol):
         timeout_seconds: float,
     ) -> list[HttpRequest]:
         """Join the transfer group. The gloo request blocks in the engine until the trainer has joined as rank 0."""
+        ...
 
     def begin_update(self) -> list[HttpRequest]: ...
 
     def update_bucket(
-        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
     ) -> list[HttpRequest]:
         """Announce one bucket; gloo: received while this request is open.
 
@@ -87,12 +94,14 @@ class Dialect(Protocol):
         before its first file is announced. A server that reads file by file gets a request for each; one that loads
         whole directories gets none but for the last file, and so the list is empty for the others.
         """
+        ...
 
     def finish_update(self, version: str) -> list[HttpRequest]: ...
 
     def shutdown_transfer(self, group: str) -> list[HttpRequest]:
         """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be
         there."""
+        ...
 
     # -- launching
     def argv(self, launch: EngineLaunch) -> list[str]: ...
@@ -100,7 +109,7 @@ class Dialect(Protocol):
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
 
 
-def refuse_nccl(medium: Medium) -> None:
-    """UsageError for the medium that no dialect takes yet."""
-    if medium == "nccl":
+def refuse_nccl(transport: Transport) -> None:
+    """UsageError for the transport that no dialect takes yet."""
+    if transport == "nccl":
         raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")

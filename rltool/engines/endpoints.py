@@ -1,7 +1,7 @@
 """Where engines are: endpoints.json, and the addresses that a person types.
 
-Every fleet has two kinds of address that are never mixed. `engines` is the control plane: each of these URLs is told about
-weights, pauses and health. `data_url`, where present, is the router to which generation goes.
+Every fleet has two kinds of address that are never mixed. `engines` is the control plane: each of these URLs receives
+weights, pauses and health checks. `data_url`, where present, is the router to which generation goes.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class ModelEndpoints(Config):
     engines: tuple[EngineEndpoint, ...] = ()
 
     def data_endpoint(self) -> EngineEndpoint | None:
-        """The router, addressed like an engine that speaks SGLang's /generate; None where there is none.
+        """The router, addressed like an engine of the SGLang dialect; None where there is none.
 
-        It demands the key of the first engine: serve-engines makes one key for engines, router and client. plugin: where all
-        engines behind it are known to be vLLM servers with rltool's plugin.
+        It demands the key of the first engine: serve-engines makes one key for engines, router and client. plugin:
+        where all engines behind it are known to be vLLM servers with rltool's plugin.
         """
         if self.data_url is None:
             return None
@@ -90,7 +90,9 @@ class Endpoints(Config):
         try:
             endpoints = cls.model_validate_json(path.read_text())
         except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror or error}; serve-engines writes this file") from error
+            raise UsageError(
+                f"cannot read {path}: {error.strerror or error}; serve-engines writes this file"
+            ) from error
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}" for e in error.errors())
             raise UsageError(f"{path} is not an endpoints file of this version: {problems}") from error
@@ -184,9 +186,9 @@ def _bracketed(host: str, malformed) -> str:
 def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
     """The engines of `model` behind everything that was typed; files are read, bare URLs have an unknown dialect.
 
-    A file that holds one model only is taken whatever that model is called. Raises UsageError: nothing typed, a file without
-    that model or without engines, an engine named twice, two different routers. Engines of a file whose model has
-    update_weights = false do not take weights; the result's update_weights tells whether any engine does.
+    A file that holds one model only is taken whatever that model is called. Raises UsageError: nothing typed, a file
+    without that model or without engines, an engine named twice, two different routers. Engines of a file whose model
+    has update_weights = false do not take weights; the result's update_weights tells whether any engine does.
     """
     engines: list[EngineEndpoint] = []
     data_urls: set[str] = set()
@@ -194,6 +196,7 @@ def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
         if address.url is not None:
             engines.append(EngineEndpoint(url=address.url))
             continue
+        assert address.file is not None  # an address is one or the other
         found = _model_of(Endpoints.load(address.file), address.file, model)
         engines.extend(engine if found.update_weights else _frozen(engine) for engine in found.engines)
         if found.data_url is not None:
@@ -205,7 +208,9 @@ def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
     if twice:
         raise UsageError(f"these engines are named twice: {', '.join(twice)}")
     if len(data_urls) > 1:
-        raise UsageError(f"the endpoints files name different routers: {', '.join(sorted(data_urls))}; one model has one router")
+        raise UsageError(
+            f"the endpoints files name different routers: {', '.join(sorted(data_urls))}; one model has one router"
+        )
     takers = any(engine.takes_weights for engine in engines)
     return ModelEndpoints(update_weights=takers, data_url=next(iter(data_urls), None), engines=tuple(engines))
 

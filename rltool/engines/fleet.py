@@ -1,23 +1,25 @@
-"""Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: whoever owns those
-(the rollout manager) tells the fleet *facts*, gives it *commands*, and asks it for *decisions*.
+"""Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: whoever owns
+those (the rollout manager) tells the fleet *facts*, gives it *commands*, and asks it for *decisions*.
 
-- Facts (`probe_succeeded`, `probe_failed`, `request_succeeded`, `request_failed`, `process_exited`) are what was observed.
-  They come from concurrent tasks, so they are accepted in every state, and ignored when they are about an engine that has
-  been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
-- Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the state
-  does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
-- Decisions (`serving`, `syncable`, `to_probe`, `trials_due`, `membership_epoch`, `take_transitions`) are read by the owner,
-  who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again, logs.
+- Facts (`probe_succeeded`, `probe_failed`, `request_succeeded`, `request_failed`, `process_exited`) are what was
+  observed. They come from concurrent tasks, so they are accepted in every state, and ignored when they are about an
+  engine that has been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
+- Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the
+  state does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
+- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `membership_epoch`, `take_transitions`) are read by the
+  owner, who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again,
+  logs.
 
 Three rules decide everything else.
 
-1. An engine that takes weights serves only at the fleet's version. **There is no transition from STALE to READY**, and none
-   from STARTING or DEAD to READY for such an engine: a healthy probe says that a server answers, and the version it echoes is
-   a label, not proof of what is in its memory. The one way back is a full sync: STALE -> PAUSED -> READY. (The trap: a worker
-   restarted under its old URL answers its health route at once, with the weights of the checkpoint on disk. A router takes
-   it back; the batch that it then samples is off-policy by the whole run, and nothing raises.)
-2. Probes and requests fail apart. A wedged engine answers probes for ever, so no healthy probe forgives failed requests:
-   a trial request does. Nor does a pause of ours, during which an engine may well refuse both, count as failure.
+1. An engine that takes weights serves only at the fleet's version. **There is no transition from STALE to READY**, and
+   none from STARTING or DEAD to READY for such an engine: a healthy probe says that a server answers, and the version
+   it echoes is a label, not proof of what is in its memory. The one way back is a full sync: STALE -> PAUSED -> READY.
+   (The trap: a worker restarted under its old URL answers its health route at once, with the weights of the checkpoint
+   on disk. A router takes it back; the batch that it then samples is off-policy by the whole run, and nothing raises.)
+2. Probes and requests fail apart. A wedged engine answers probes for ever, so no healthy probe forgives failed
+   requests: a canary request does. Nor does a pause of ours, during which an engine may well refuse both, count as
+   failure.
 3. DRAINING has no way back. Who told an engine to leave is not overruled by a probe that finds it healthy.
 """
 
@@ -52,13 +54,15 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.DEAD: frozenset({State.READY, State.STALE, State.STARTING}),
     State.DRAINING: frozenset(),
 }
-"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone, PAUSED and STALE for the others."""
+"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone,
+PAUSED and STALE for the others."""
 
 IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE})
 
 
 class IllegalTransition(RuntimeError):
-    """The owner gave a command that the engine's state does not allow. A programming error, so it is shown with its traceback."""
+    """The owner gave a command that the engine's state does not allow.
+    A programming error, so it is shown with its traceback."""
 
 
 @dataclass(frozen=True)
@@ -66,24 +70,28 @@ class FleetPolicy:
     """Thresholds. Failures are counted in a row: one success sets its own count, and only that, back to 0."""
 
     probe_seconds: float = 5.0
-    """How often the owner probes. A probe is one small GET; a dead engine is noticed within `probes_to_suspect` of these."""
+    """How often the owner probes. A probe is one small GET; a dead engine is noticed within `probes_to_suspect` of
+    these."""
     probes_to_suspect: int = 2
-    """One lost probe is a busy event loop (a server that tokenises or compiles misses one now and then); two are a sign."""
+    """One lost probe is a busy event loop (a server that tokenises or compiles misses one now and then);
+    two are a sign."""
     probes_to_dead: int = 6
-    """Half a minute at the default interval: longer than a stall while graphs are captured or a host swaps, shorter than a step."""
+    """Half a minute at the default interval: longer than a stall while graphs are captured or a host swaps,
+    shorter than a step."""
     incidents_to_suspect: int = 2
     """The client has already repeated a request before it reports a failure, so one incident is several attempts."""
     incidents_to_dead: int = 5
-    """Beyond `incidents_to_suspect` these are trials of one token: three of them in a row is not a poisoned prompt."""
-    trial_seconds: float = 10.0
-    """Pause between two trial requests to an engine that answers probes but fails requests."""
+    """Beyond `incidents_to_suspect` these are canary requests of one token: three in a row is not a poisoned prompt."""
+    canary_seconds: float = 10.0
+    """Pause between two canary requests to an engine that answers probes but fails requests."""
     start_seconds: float = 900.0
-    """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten minutes."""
+    """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten
+    minutes."""
     pause_seconds: float = 1800.0
     """A pause that lasts longer was forgotten by a sync that died; the engine is then given to the next full sync."""
 
     def __post_init__(self) -> None:
-        for name in ("probe_seconds", "trial_seconds", "start_seconds", "pause_seconds"):
+        for name in ("probe_seconds", "canary_seconds", "start_seconds", "pause_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
         for first, second in (("probes_to_suspect", "probes_to_dead"), ("incidents_to_suspect", "incidents_to_dead")):
@@ -112,12 +120,13 @@ class Member:
     incidents: int = 0
     """Failed requests in a row, those that broke together counted once."""
     last_incident_at: float | None = None
-    last_trial_at: float | None = None
+    last_canary_at: float | None = None
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One line for the log, and the owner's cue to tell the router. `before` is None for a new engine, `after` for a removed one."""
+    """One line for the log, and the owner's cue to tell the router.
+    `before` is None for a new engine, `after` for a removed one."""
 
     at: float
     url: str
@@ -129,8 +138,8 @@ class Transition:
 class Fleet:
     """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner.
 
-    membership_epoch grows by at least one whenever a transfer group built before is no longer the right one: an engine that
-    takes weights has joined or left those that can be synced, was restarted, or failed in the middle of an update.
+    membership_epoch grows by at least one whenever a transfer group built before is no longer the right one: an engine
+    that takes weights has joined or left those that can be synced, was restarted, or failed in the middle of an update.
     """
 
     def __init__(self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -162,18 +171,19 @@ class Fleet:
         return tuple(m.url for m in self.members() if m.takes_weights and m.state in (State.READY, State.STALE))
 
     def to_probe(self) -> tuple[str, ...]:
-        """Engines whose health matters, to be probed every `probe_seconds`. The paused and the leaving are left alone."""
+        """Engines whose health matters, to be probed every `probe_seconds`.
+        The paused and the leaving are left alone."""
         return tuple(m.url for m in self.members() if m.state not in (State.PAUSED, State.DRAINING))
 
-    def trials_due(self) -> tuple[str, ...]:
-        """Engines that answer probes but fail requests. The owner sends each a generation of one token and reports the outcome.
+    def canaries_due(self) -> tuple[str, ...]:
+        """Engines that answer probes but fail requests, each due for a canary request: a generation of one token.
 
-        Handing a trial out starts its `trial_seconds`.
+        The owner sends it and reports the outcome. Handing one out starts its `canary_seconds`.
         """
         now = self._clock()
-        due = [m for m in self.members() if self._awaits_trial(m) and self._trial_interval_is_over(m, now)]
+        due = [m for m in self.members() if self._awaits_canary(m) and self._canary_interval_is_over(m, now)]
         for member in due:
-            self._update(member, last_trial_at=now)
+            self._update(member, last_canary_at=now)
         return tuple(m.url for m in due)
 
     def take_transitions(self) -> tuple[Transition, ...]:
@@ -192,12 +202,14 @@ class Fleet:
         self._transitions.append(Transition(now, url, None, State.STARTING, "added"))
 
     def drain(self, url: str, reason: str) -> None:
-        """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first: its requests are frozen and would never finish."""
+        """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first:
+        its requests are frozen and would never finish."""
         self._require(url, "drain", State.READY, State.STALE, State.SUSPECT)
         self._move(url, State.DRAINING, reason)
 
     def remove(self, url: str, reason: str) -> None:
-        """Forget an engine. Not from READY (drain it first), and not from PAUSED (a transfer group still counts on it)."""
+        """Forget an engine. Not from READY (drain it first),
+        and not from PAUSED (a transfer group still counts on it)."""
         member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
         del self._members[url]
         if self._in_group(member):
@@ -205,11 +217,15 @@ class Fleet:
         self._transitions.append(Transition(self._clock(), url, member.state, None, reason))
 
     def restarted(self, url: str) -> None:
-        """DEAD -> STARTING: the owner has launched a new process at this URL. (An external engine revives by itself.)"""
+        """DEAD -> STARTING: the owner has launched a new process at this URL. (An external engine revives by
+        itself.)"""
         self._require(url, "restart", State.DEAD)
-        self._move(url, State.STARTING, "process launched again", boot_id=None, version=None, probe_failures=0, incidents=0)
+        self._move(
+            url, State.STARTING, "process launched again", boot_id=None, version=None, probe_failures=0, incidents=0
+        )
 
-    # -- commands: weights. pause -> update_began -> update_finished (or update_failed); then advance, then resume in `finally`
+    # -- commands: weights. pause -> update_began -> update_finished (or update_failed); then advance, then resume in
+    # `finally`
 
     def pause(self, url: str) -> None:
         """READY or STALE -> PAUSED, before the engine is told to pause."""
@@ -223,22 +239,27 @@ class Fleet:
         self._update(self._require(url, "begin an update of", State.PAUSED), version=None)
 
     def update_finished(self, url: str, version: WeightVersion) -> None:
-        """The engine has acknowledged all of `version`. It serves once the fleet is at that version and it is resumed."""
+        """The engine has acknowledged all of `version`. It serves once the fleet is at that version and it is
+        resumed."""
         self._update(self._require(url, "finish an update of", State.PAUSED), version=version)
 
     def update_failed(self, url: str, reason: str) -> None:
-        """PAUSED -> STALE, and its transfer group counts as broken: other ranks of it may wait in a half-done broadcast."""
+        """PAUSED -> STALE, and its transfer group counts as broken:
+        other ranks of it may wait in a half-done broadcast."""
         member = self._require(url, "fail an update of", State.PAUSED)
         self._abandon_pause(member, reason)
 
     def advance(self, version: WeightVersion) -> None:
         """The fleet is at `version` from now on; engines that serve with another are STALE at once.
 
-        Refused before a paused engine has received all of it: a version that is bumped first, for a transfer that then fails,
-        would leave a fleet in which nobody can tell old weights from new ones. Refused, too, for an earlier or foreign version.
+        Refused before a paused engine has received all of it: a version that is bumped first, for a transfer that then
+        fails, would leave a fleet in which nobody can tell old weights from new ones. Refused, too, for an earlier or
+        foreign version.
         """
         if not any(m.state is State.PAUSED and m.version == version for m in self.members()):
-            raise IllegalTransition(f"no paused engine has received {version}: the version follows the weights, never the reverse")
+            raise IllegalTransition(
+                f"no paused engine has received {version}: the version follows the weights, never the reverse"
+            )
         if self.version not in (None, version) and not version.follows(self.version):
             raise IllegalTransition(f"the fleet is at {self.version}; {version} is not a later version of the same run")
         self.version = version
@@ -247,7 +268,8 @@ class Fleet:
                 self._move(member.url, State.STALE, f"missed the sync to {version}")
 
     def resume(self, url: str) -> None:
-        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE. After the engine was told to resume."""
+        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE.
+        After the engine was told to resume."""
         member = self._require(url, "resume", State.PAUSED)
         if self._is_current(member):
             self._move(url, State.READY, f"resumed at {self.version}")
@@ -256,8 +278,11 @@ class Fleet:
 
     # -- facts
 
-    def probe_succeeded(self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None) -> None:
-        """The engine answered its probe. boot_id and version are what it says of itself, None where its kind does not tell."""
+    def probe_succeeded(
+        self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None
+    ) -> None:
+        """The engine answered its probe. boot_id and version are what it says of itself,
+        None where its kind does not tell."""
         member = self._observable(url, sent_at)
         if member is None:
             return
@@ -271,12 +296,15 @@ class Fleet:
         if member.state is State.STARTING:
             self._rejoin(member, "answered its first probe")
         elif member.state is State.READY and not self._is_current(member):
-            self._move(url, State.STALE, f"its weights are no longer those of {self.version} (restarted, or updated by others)")
+            self._move(
+                url, State.STALE, f"its weights are no longer those of {self.version} (restarted, or updated by others)"
+            )
         elif member.state in (State.SUSPECT, State.DEAD) and not self._is_wedged(member):
             self._rejoin(member, "answers probes again")
 
     def probe_failed(self, url: str, reason: str, *, sent_at: float) -> None:
-        """No healthy answer. While STARTING that is expected, until `start_seconds`; while PAUSED it is our own doing."""
+        """No healthy answer. While STARTING that is expected, until `start_seconds`;
+        while PAUSED it is our own doing."""
         member = self._observable(url, sent_at)
         if member is None or member.state in (State.STARTING, State.PAUSED):
             return
@@ -284,18 +312,20 @@ class Fleet:
         self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
 
     def request_succeeded(self, url: str, *, sent_at: float) -> None:
-        """A generation (or a trial) came back whole."""
+        """A generation (or a canary request) came back whole."""
         member = self._observable(url, sent_at)
         if member is None or member.state in (State.STARTING, State.PAUSED):
             return
         member = self._update(member, incidents=0, last_incident_at=None)
         if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
-            self._rejoin(member, "a trial request succeeded")
+            self._rejoin(member, "a canary request succeeded")
 
     def request_failed(self, url: str, reason: str, *, sent_at: float) -> None:
-        """A generation failed after the client's retries: 5xx, broken connection or deadline. Never a 4xx, which is the caller's fault.
+        """A generation failed after the client's retries: 5xx, broken connection or deadline. Never a 4xx, which is the
+        caller's fault.
 
-        Requests in flight together break together, and count as one incident: only one sent after the last incident counts anew.
+        Requests in flight together break together, and count as one incident: only one sent after the last incident
+        counts anew.
         """
         member = self._observable(url, sent_at)
         if member is None or member.state in (State.STARTING, State.PAUSED):
@@ -306,7 +336,8 @@ class Fleet:
         self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
-        """A completion bore a version that this engine should not have. READY -> STALE: only a full sync makes it ours again."""
+        """A completion bore a version that this engine should not have.
+        READY -> STALE: only a full sync makes it ours again."""
         member = self._observable(url, sent_at)
         if member is not None and member.state is State.READY and member.takes_weights:
             self._move(url, State.STALE, reason, version=None)
@@ -326,7 +357,9 @@ class Fleet:
         for member in self.members():
             waited = now - member.since
             if member.state is State.STARTING and waited > self.policy.start_seconds:
-                self._move(member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start")
+                self._move(
+                    member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start"
+                )
             elif member.state is State.PAUSED and waited > self.policy.pause_seconds:
                 self._abandon_pause(member, f"still paused after {self.policy.pause_seconds:g} s: its sync never ended")
 
@@ -341,12 +374,12 @@ class Fleet:
     def _is_wedged(self, member: Member) -> bool:
         return member.incidents >= self.policy.incidents_to_suspect
 
-    def _awaits_trial(self, member: Member) -> bool:
+    def _awaits_canary(self, member: Member) -> bool:
         out_of_work = member.state in (State.SUSPECT, State.DEAD)
         return out_of_work and self._is_wedged(member) and member.probe_failures == 0
 
-    def _trial_interval_is_over(self, member: Member, now: float) -> bool:
-        return member.last_trial_at is None or now - member.last_trial_at >= self.policy.trial_seconds
+    def _canary_interval_is_over(self, member: Member, now: float) -> bool:
+        return member.last_canary_at is None or now - member.last_canary_at >= self.policy.canary_seconds
 
     @staticmethod
     def _in_group(member: Member) -> bool:
@@ -360,10 +393,12 @@ class Fleet:
         return member
 
     def _check_identity(self, member: Member, boot_id: str | None, version: str | None) -> Member:
-        """Forget the weights of an engine that cannot be shown to be the process, with the weights, that we last synced."""
+        """Forget the weights of an engine that cannot be shown to be the process, with the weights,
+        that we last synced."""
         rebooted = member.boot_id is not None and boot_id != member.boot_id
         relabelled = version is not None and member.version is not None and version != str(member.version)
-        # An engine that was out of sight and tells neither its boot id nor its version may have been restarted meanwhile.
+        # An engine that was out of sight and tells neither its boot id nor its version may have been restarted
+        # meanwhile.
         unprovable = member.probe_failures > 0 and boot_id is None and version is None
         if rebooted and self._in_group(member):
             self.membership_epoch += 1
@@ -401,7 +436,9 @@ class Fleet:
         member = self.member(url)
         if member.state not in states:
             allowed = ", ".join(state.value for state in states)
-            raise IllegalTransition(f"cannot {command} {url}: it is {member.state.value} ({member.reason}), not {allowed}")
+            raise IllegalTransition(
+                f"cannot {command} {url}: it is {member.state.value} ({member.reason}), not {allowed}"
+            )
         return member
 
     def _update(self, member: Member, **changes: object) -> Member:
@@ -411,7 +448,9 @@ class Fleet:
     def _move(self, url: str, state: State, reason: str, **changes: object) -> None:
         before = self._members[url]
         if state not in TRANSITIONS[before.state]:
-            raise IllegalTransition(f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})")
+            raise IllegalTransition(
+                f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})"
+            )
         now = self._clock()
         after = self._update(before, state=state, since=now, reason=reason, **changes)
         if self._in_group(before) != self._in_group(after):

@@ -23,12 +23,14 @@ print(json.dumps(found))
 
 
 def default_engine_python() -> Path:
-    """This interpreter. Not resolved: a virtual environment's python is a link, and following it leaves the environment."""
+    """This interpreter. Not resolved: a virtual environment's python is a link,
+    and following it leaves the environment."""
     return Path(sys.executable)
 
 
 def check_engine_python(python: Path, engine: EngineKind) -> None:
-    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, for vLLM, this very rltool.
+    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, for vLLM, this very
+    rltool.
 
     vLLM loads rltool's plugin and middleware, whose wire format is this version's; SGLang is served as it comes.
     """
@@ -39,14 +41,20 @@ def check_engine_python(python: Path, engine: EngineKind) -> None:
     except FileNotFoundError as error:
         raise UsageError(f"--engine-python {python}: no such file") from error
     except subprocess.CalledProcessError as error:
-        raise UsageError(f"--engine-python {python}: it cannot run Python 3.11 or newer: {error.stderr.strip()[-500:]}") from error
+        raise UsageError(
+            f"--engine-python {python}: it cannot run Python 3.11 or newer: {error.stderr.strip()[-500:]}"
+        ) from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"--engine-python {python}: it cannot be run: {error}") from error
     found = json.loads(reply.stdout.strip().splitlines()[-1])
     if not found["engine"]:
         raise UsageError(
-            f"{python} has no package {engine!r}: {python} -m pip install 'rltool[{engine}]=={__version__}', or name an environment that has it with --engine-python"
+            f"{python} has no package {engine!r}: {python} -m pip install 'rltool[{engine}]=={__version__}', "
+            "or name an environment that has it with --engine-python"
         )
     if engine == "vllm" and found["rltool"] != __version__:
         has = f"rltool {found['rltool']}" if found["rltool"] else "no rltool"
-        raise UsageError(f"{python} has {has}, vLLM needs {__version__} there for its plugin: {python} -m pip install rltool=={__version__}")
+        raise UsageError(
+            f"{python} has {has}, vLLM needs {__version__} there for its plugin: "
+            f"{python} -m pip install rltool=={__version__}"
+        )

@@ -1,4 +1,5 @@
-"""From a ServeConfig to running engines: who gets which GPUs and ports, what is checked before, and when an engine counts as ready."""
+"""From a ServeConfig to running engines: who gets which GPUs and ports, what is checked before,
+and when an engine counts as ready."""
 
 from __future__ import annotations
 
@@ -40,15 +41,20 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"--gpus {text!r}: {part!r} is no GPU index; expected a list like 0,1,2,3 or a range like 0-3")
+            raise UsageError(
+                f"--gpus {text!r}: {part!r} is no GPU index; expected a list like 0,1,2,3 or a range like 0-3"
+            )
         gpus.extend(range(int(first), int(last if dash else first) + 1))
     return tuple(gpus)
 
 
 def engine_flags(words: Sequence[str]) -> tuple[str, ...]:
-    """What stood after `--`. Raises UsageError if it does not begin with a flag: then the `--` was forgotten, or a word is stray."""
+    """What stood after `--`. Raises UsageError if it does not begin with a flag:
+    then the `--` was forgotten, or a word is stray."""
     if words and not words[0].startswith("-"):
-        raise UsageError(f"unexpected argument {words[0]!r}; flags for the engine itself go after --, for example: -- --swap-space 0")
+        raise UsageError(
+            f"unexpected argument {words[0]!r}; flags for the engine itself go after --, for example: -- --swap-space 0"
+        )
     return tuple(words)
 
 
@@ -69,14 +75,16 @@ def wanted_gpus(config: ServeConfig) -> tuple[int, ...]:
     if len(gpus) != needed:
         named = ",".join(map(str, gpus))
         raise UsageError(
-            f"--num-engines {config.num_engines} x --tp {config.tp} takes {needed} GPUs, --gpus names {len(gpus)} ({named}): "
+            f"--num-engines {config.num_engines} x --tp {config.tp} takes {needed} GPUs, "
+            f"--gpus names {len(gpus)} ({named}): "
             + ("name more, or start fewer engines" if len(gpus) < needed else "name fewer, or start more engines")
         )
     return gpus
 
 
 def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, str]) -> None:
-    """Raises UsageError if one is not on this host, or is held by a living process of some run (held: index -> by whom)."""
+    """Raises UsageError if one is not on this host, or is held by a living process of some run
+    (held: index -> by whom)."""
     absent = [gpu for gpu in gpus if gpu not in present]
     if absent:
         have = ",".join(map(str, present)) or "none"
@@ -95,7 +103,8 @@ def weight_backend(config: ServeConfig) -> WeightBackend:
 
 
 def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int], python: Path) -> list[EngineLaunch]:
-    """One launch per engine: GPUs in order, tp at a time; a seed of its own each, or replicas would sample the same responses.
+    """One launch per engine: GPUs in order, tp at a time; a seed of its own each, or replicas would sample the same
+    responses.
 
     ports: one per engine. Raises UsageError as wanted_gpus and check_model do.
     """
@@ -134,7 +143,9 @@ def check_model(model: Path) -> None:
     try:
         config = json.loads(file.read_text())
     except OSError as error:
-        raise UsageError(f"MODEL {model}: {file} cannot be read ({error.strerror}); is this a Hugging Face model directory?") from error
+        raise UsageError(
+            f"MODEL {model}: {file} cannot be read ({error.strerror}); is this a Hugging Face model directory?"
+        ) from error
     except ValueError as error:
         raise UsageError(f"MODEL {model}: {file} is not JSON: {error}") from error
     if not isinstance(config, dict) or not config.get("architectures"):
@@ -145,7 +156,8 @@ def check_model(model: Path) -> None:
 
 
 def dry_run(config: ServeConfig, run: RunDirectory) -> tuple[list[EngineLaunch], list[str]]:
-    """The launches that launch_engines would make, and warnings for what would make it refuse here. Starts and writes nothing."""
+    """The launches that launch_engines would make, and warnings for what would make it refuse here.
+    Starts and writes nothing."""
     warnings = []
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
         launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
@@ -158,7 +170,8 @@ def dry_run(config: ServeConfig, run: RunDirectory) -> tuple[list[EngineLaunch],
 
 
 def engine_python(config: ServeConfig) -> Path:
-    """Absolute, because engines run in another directory; not resolved, for the reason given at default_engine_python."""
+    """Absolute, because engines run in another directory; not resolved,
+    for the reason given at default_engine_python."""
     return config.engine_python.absolute() if config.engine_python else default_engine_python()
 
 
@@ -184,16 +197,19 @@ def engine_spec(config: ServeConfig, launch: EngineLaunch) -> ProcessSpec:
         environment=speaks.environment(launch),
         url=http_url(launch.host, launch.port),
         gpus=launch.gpus,
-        # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the package.
+        # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
+        # package.
         cwd=launch.work_dir,
     )
 
 
-def launch_engines(config: ServeConfig, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None) -> list[EngineEndpoint]:
+def launch_engines(
+    config: ServeConfig, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None
+) -> list[EngineEndpoint]:
     """Start all engines in `group`, wait until all serve, write the run's endpoints.json; the endpoints, in order.
 
-    `report` gets one line per step. Raises UsageError before anything is started, ProcessFailed when an engine dies or is late:
-    leaving the group's block then stops the others.
+    `report` gets one line per step. Raises UsageError before anything is started, ProcessFailed when an engine dies or
+    is late: leaving the group's block then stops the others.
     """
     run = group.run
     check_launch(config, root=run.path.parent)
@@ -213,7 +229,10 @@ def launch_engines(config: ServeConfig, group: ProcessGroup, *, report: Callable
 
 
 async def _wait_for_all(
-    config: ServeConfig, launches: Sequence[EngineLaunch], processes: Sequence[RunningProcess], report: Callable[[str], None]
+    config: ServeConfig,
+    launches: Sequence[EngineLaunch],
+    processes: Sequence[RunningProcess],
+    report: Callable[[str], None],
 ) -> list[EngineEndpoint]:
     # Tries once: asking again is the waiting's business, which also sees the process die.
     async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
@@ -221,21 +240,30 @@ async def _wait_for_all(
         async def wait(launch: EngineLaunch, process: RunningProcess) -> EngineEndpoint:
             probe = _Probe(client, config, launch, process)
             endpoint = await wait_until_ready(process, probe, timeout=config.ready_timeout, probe_timeout=PROBE_SECONDS)
-            report(f"{process.role} ready: {endpoint.url}, world size {endpoint.tp}, weights over {endpoint.weight_backend}")
+            report(
+                f"{process.role} ready: {endpoint.url}, world size {endpoint.tp}, "
+                f"weights over {endpoint.weight_backend}"
+            )
             return endpoint
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                waiting = [tasks.create_task(wait(launch, process)) for launch, process in zip(launches, processes, strict=True)]
+                waiting = [
+                    tasks.create_task(wait(launch, process))
+                    for launch, process in zip(launches, processes, strict=True)
+                ]
         except* RltoolError as errors:
             raise errors.exceptions[0] from None  # the first failure wins; the others follow from being stopped
         return [task.result() for task in waiting]
 
 
 class _Probe:
-    """Ready means: healthy, the right server and model, its control routes there, the world size as ordered, and it generates."""
+    """Ready means: healthy, the right server and model, its control routes there, the world size as ordered,
+    and it generates."""
 
-    def __init__(self, client: EngineClient, config: ServeConfig, launch: EngineLaunch, process: RunningProcess) -> None:
+    def __init__(
+        self, client: EngineClient, config: ServeConfig, launch: EngineLaunch, process: RunningProcess
+    ) -> None:
         self.client, self.config, self.launch, self.process = client, config, launch, process
         self.endpoint = EngineEndpoint(
             url=http_url(launch.host, launch.port),
@@ -252,7 +280,9 @@ class _Probe:
             await self.client.health(self.endpoint)
             info = await self.client.probe(self.endpoint, timeout=PROBE_SECONDS)
             check_identity(self.process.role, self.launch, info)
-            one_token = GenerateRequest(prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), request_id=uuid.uuid4().hex, seed=0)
+            one_token = GenerateRequest(
+                prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), request_id=uuid.uuid4().hex, seed=0
+            )
             await self.client.generate(self.endpoint, one_token, timeout=PROBE_SECONDS)
         except EngineRejected as error:
             # 503 while it loads is a 5xx; a 4xx of a server that we have just started will not go away by waiting.
@@ -266,13 +296,19 @@ class _Probe:
 
 
 def check_identity(role: str, launch: EngineLaunch, info: EngineInfo) -> None:
-    """Raises UsageError if another server than the one just started answers on its port, or one with another world size."""
+    """Raises UsageError if another server than the one just started answers on its port,
+    or one with another world size."""
     if info.boot_id is not None and info.boot_id != launch.boot_id:
-        raise UsageError(f"{role}: another server answers on port {launch.port} (boot id {info.boot_id}); choose another --port")
+        raise UsageError(
+            f"{role}: another server answers on port {launch.port} (boot id {info.boot_id}); choose another --port"
+        )
     if info.model_id not in (launch.served_name, str(launch.model)):
-        raise UsageError(f"{role}: the server on port {launch.port} serves {info.model_id!r} instead of {launch.served_name!r}; choose another --port")
+        raise UsageError(
+            f"{role}: the server on port {launch.port} serves {info.model_id!r} instead of {launch.served_name!r}; "
+            "choose another --port"
+        )
     if info.world_size != launch.tp:
         raise RltoolError(
-            f"{role} reports world size {info.world_size}, ordered was {launch.tp}: engine flags after -- change its parallelism, "
-            "which rltool does not pass on; use --tp"
+            f"{role} reports world size {info.world_size}, ordered was {launch.tp}: "
+            "engine flags after -- change its parallelism, which rltool does not pass on; use --tp"
         )

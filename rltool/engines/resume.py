@@ -12,12 +12,14 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import EngineError
 
 TRANSFER_GROUP = "rltool-weights"
-"""The name under which every rltool trainer joins engines. Constant, so that anybody can shut down what a dead one left behind."""
+"""The name under which every rltool trainer joins engines. Constant,
+so that anybody can shut down what a dead one left behind."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """`was_paused` None: this engine does not tell. `transfer`: what became of the transfer group. `error`: it could not be resumed."""
+    """`was_paused` None: this engine does not tell. `transfer`: what became of the transfer group.
+    `error`: it could not be resumed."""
 
     url: str
     was_paused: bool | None = None

@@ -24,7 +24,8 @@ _ASKED_SIDE_BY_SIDE = 32
 
 
 class ProcessStatus(BaseModel):
-    """One row. pid and alive are None for an engine of endpoints.json without a recorded process: somebody else's, or stopped.
+    """One row. pid and alive are None for an engine of endpoints.json without a recorded process: somebody else's, or
+    stopped.
 
     health is "ok", "paused", "unreachable" or what the server said.
     """
@@ -73,7 +74,9 @@ def run_status(run: RunDirectory) -> RunReport:
 def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
     if not run.endpoints_file.exists():
         return {}
-    return {engine.url: engine for model in Endpoints.load(run.endpoints_file).models.values() for engine in model.engines}
+    return {
+        engine.url: engine for model in Endpoints.load(run.endpoints_file).models.values() for engine in model.engines
+    }
 
 
 def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
@@ -85,7 +88,14 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     elif alive and state.url is not None:
         health = _ask(state.url, "/readiness" if state.role == "router" else "/health")
     return ProcessStatus(
-        role=state.role, pid=state.pid, alive=alive, url=state.url, health=health, weight_version=version, gpus=state.gpus, log=state.log
+        role=state.role,
+        pid=state.pid,
+        alive=alive,
+        url=state.url,
+        health=health,
+        weight_version=version,
+        gpus=state.gpus,
+        log=state.log,
     )
 
 
@@ -102,15 +112,28 @@ def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> P
         version = status.get("weight_version")
         told.append(status)
     return ProcessStatus(
-        role=state.role, pid=state.pid, alive=True, url=state.url, health=health, weight_version=version,
-        gpus=state.gpus, log=state.log,
-    )  # fmt: skip
+        role=state.role,
+        pid=state.pid,
+        alive=True,
+        url=state.url,
+        health=health,
+        weight_version=version,
+        gpus=state.gpus,
+        log=state.log,
+    )
 
 
 def _foreign_row(index: int, engine: EngineEndpoint) -> ProcessStatus:
     health, version = _ask_engine(engine)
     return ProcessStatus(
-        role=f"endpoint-{index}", pid=None, alive=None, url=engine.url, health=health, weight_version=version, gpus=engine.gpus, log=None
+        role=f"endpoint-{index}",
+        pid=None,
+        alive=None,
+        url=engine.url,
+        health=health,
+        weight_version=version,
+        gpus=engine.gpus,
+        log=None,
     )
 
 

@@ -1,4 +1,4 @@
-"""The SGLang dialect (0.5.23). Also what sglang-router speaks, and vLLM servers with rltool's plugin.
+"""The SGLang dialect (0.5.23). Also that of sglang-router, and of vLLM servers with rltool's plugin.
 
 Sources: sglang/srt/entrypoints/http_server.py (routes), managers/io_struct.py (bodies), managers/scheduler.py (pauses),
 managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but
@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
 from rltool.engines.types import (
     SEED_MODULUS,
     Bucket,
@@ -197,7 +197,7 @@ class SglangDialect:
 
     def init_transfer(
         self,
-        medium: Medium,
+        transport: Transport,
         *,
         address: str,
         port: int,
@@ -211,8 +211,8 @@ class SglangDialect:
 
         Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
         """
-        refuse_nccl(medium)
-        if medium == "disk":
+        refuse_nccl(transport)
+        if transport == "disk":
             return []
         body = {
             "master_address": address,
@@ -229,15 +229,15 @@ class SglangDialect:
         return [HttpRequest("POST", "/begin_weight_update", {})]
 
     def update_bucket(
-        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
     ) -> list[HttpRequest]:
         """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the
         version.
 
         The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
         """
-        refuse_nccl(medium)
-        if medium == "disk":
+        refuse_nccl(transport)
+        if transport == "disk":
             return _load_directory(path)
         _check_alignment(bucket)
         body = {
@@ -325,7 +325,7 @@ def parse_reply(reply: Any) -> Completion:
     if isinstance(reply, list) and len(reply) == 1:
         reply = reply[0]
     meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(meta, dict) or "output_ids" not in reply:
+    if not isinstance(reply, dict) or not isinstance(meta, dict) or "output_ids" not in reply:
         raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
     reason = (meta.get("finish_reason") or {}).get("type")
     if reason not in ("stop", "length", "abort"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import Medium, PauseMode, refuse_nccl
+from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
@@ -187,7 +187,7 @@ class VllmDialect:
 
     def init_transfer(
         self,
-        medium: Medium,
+        transport: Transport,
         *,
         address: str,
         port: int,
@@ -196,9 +196,9 @@ class VllmDialect:
         group: str,
         timeout_seconds: float,
     ) -> list[HttpRequest]:
-        refuse_nccl(medium)
-        info: dict[str, Any] = {"medium": medium}
-        if medium == "gloo":
+        refuse_nccl(transport)
+        info: dict[str, Any] = {"transport": transport}
+        if transport == "gloo":
             info |= {
                 "address": address,
                 "port": port,
@@ -213,15 +213,15 @@ class VllmDialect:
         return [HttpRequest("POST", "/start_weight_update")]
 
     def update_bucket(
-        self, medium: Medium, bucket: Bucket, *, group: str, version: str, path: str | None = None
+        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
     ) -> list[HttpRequest]:
-        refuse_nccl(medium)
+        refuse_nccl(transport)
         info: dict[str, Any] = {
             "names": [meta.name for meta in bucket],
             "dtypes": [meta.dtype for meta in bucket],
             "shapes": [list(meta.shape) for meta in bucket],
         }
-        if medium == "disk":
+        if transport == "disk":
             if path is None:
                 raise ValueError("a bucket that travels over the disk needs the path of its file")
             info["path"] = path

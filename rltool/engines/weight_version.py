@@ -20,10 +20,11 @@ class BadWeightVersion(RltoolError):
 class WeightVersion:
     """`RUN:ATTEMPT:N`: the weights of RUN after N finished training steps, as its ATTEMPT-th start made them.
 
-    A version names weights: sending `RUN:ATTEMPT:N` again, after a failed sync or to an engine that came late, sends the same bytes.
+    A version names weights: sending `RUN:ATTEMPT:N` again, after a failed sync or to an engine that came late, sends
+    the same bytes.
 
-    Not a bare number, because engines outlive trainers: another run's version 3 is not ours, and neither is the version 3
-    of this run before it crashed, when its resumed self counts from an earlier checkpoint.
+    Not a bare number, because engines outlive trainers: another run's version 3 is not ours, and neither is the version
+    3 of this run before it crashed, when its resumed self counts from an earlier checkpoint.
 
     run: uuid4 hex (32 digits); attempt and number: from 0.
     """
@@ -35,7 +36,8 @@ class WeightVersion:
     def __post_init__(self) -> None:
         if _PATTERN.fullmatch(str(self)) is None:
             raise BadWeightVersion(
-                f"a weight version is RUN:ATTEMPT:N with a uuid in 32 hex digits and two numbers from 0, not {str(self)!r}"
+                "a weight version is RUN:ATTEMPT:N with a uuid in 32 hex digits and two numbers from 0, "
+                f"not {str(self)!r}"
             )
 
     def __str__(self) -> str:
@@ -53,14 +55,16 @@ class WeightVersion:
         return cls(found[1], int(found[2]), int(found[3]))
 
     def follows(self, other: WeightVersion) -> bool:
-        """True if this is a later version of the same run (of a later attempt, or of the same attempt and a higher number)."""
+        """True if this is a later version of the same run (of a later attempt,
+        or of the same attempt and a higher number)."""
         return self.run == other.run and (self.attempt, self.number) > (other.attempt, other.number)
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """Which weight versions lie behind a run's present weights: those of this attempt, and of each earlier one up to the
-    checkpoint from which the next was resumed. Later versions of an earlier attempt name weights that were discarded.
+    """Which weight versions lie behind a run's present weights: those of this attempt, and of each earlier one up to
+    the checkpoint from which the next was resumed. Later versions of an earlier attempt name weights that were
+    discarded.
 
     ancestors: attempt -> the highest training step of it that these weights contain.
     """

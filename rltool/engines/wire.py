@@ -1,16 +1,17 @@
 """The wire contract of weight transfer into rltool's vLLM plugin; both sides import this file. Needs torch alone.
 
 gloo
-    The trainer is rank 0, hosts the TCPStore (`host_store`) and tells each engine over HTTP to join: init info {medium: "gloo",
-    address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset plus its rank in the engine.
-    Then trainer and workers call `open_group` side by side. A bucket is announced by update info {names, dtypes, shapes} and
-    travels, while that request is open, as ONE broadcast of a flat uint8 tensor (the tensors' bytes back to
-    back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
+    The trainer is rank 0, hosts the TCPStore (`host_store`) and asks each engine over HTTP to join: init info
+    {transport: "gloo", address, port, rank_offset, world_size, group, timeout_seconds}. A worker's rank is rank_offset
+    plus its rank in the engine. Then trainer and workers call `open_group` side by side. A bucket is announced by
+    update info {names, dtypes, shapes} and travels, while that request is open, as ONE broadcast of a flat uint8 tensor
+    (the tensors' bytes back to back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
 disk
-    Init info {medium: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has its
-    absolute `path` as well, which the engine must see under the same name.
+    Init info {transport: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has
+    its absolute `path` as well, which the engine must see under the same name.
 
-Either way the update is bracketed by start and finish; the version travels with finish and is set only when that succeeds.
+Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
+succeeds.
 """
 
 from __future__ import annotations
@@ -22,17 +23,35 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
-from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+# Public names, which torch's type information takes for private ones.
+from torch.distributed import (
+    BroadcastOptions,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
+    ProcessGroupGloo,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from rltool.engines.types import Bucket, TensorMeta
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
     )
-}  # fmt: skip
+}
 """The dtypes that may travel, by the name that TensorMeta uses."""
 
 
@@ -59,11 +78,12 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
-    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its own.
+    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its
+    own.
 
     One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
-    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on every
-    bucket without talking about it.
+    A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on
+    every bucket without talking about it.
     """
     buckets: list[Bucket] = []
     current: list[TensorMeta] = []
@@ -98,8 +118,9 @@ def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tens
 def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (`.port` tells which).
 
-    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead. Only
-    where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all of them.
+    TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead.
+    Only where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all
+    of them.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
@@ -124,19 +145,26 @@ def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
 
 
 def open_group(
-    address: str, port: int, rank: int, world_size: int, group: str, timeout_seconds: float, *, store: Store | None = None
+    address: str,
+    port: int,
+    rank: int,
+    world_size: int,
+    group: str,
+    timeout_seconds: float,
+    *,
+    store: Store | None = None,
 ) -> ProcessGroupGloo:
     """Join the transfer group `group` as `rank` of `world_size`; blocks until all have joined or the timeout raises.
 
-    The trainer (rank 0) hosts the store at address:port, unless it passes one that it hosts already; the others connect to it.
-    Gloo listens on the interface that leads to the address. Every later broadcast has the same timeout.
+    The trainer (rank 0) hosts the store at address:port, unless it passes one that it hosts already; the others connect
+    to it. Gloo listens on the interface that leads to the address. Every later broadcast has the same timeout.
     """
     timeout = timedelta(seconds=timeout_seconds)
     if store is None and rank == 0:
         store = host_store(address, port, timeout_seconds)
     elif store is None:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    options = ProcessGroupGloo._Options()
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
@@ -148,7 +176,7 @@ def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
         return
     options = BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([flat], options).wait()
+    group.broadcast([flat], options).wait()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
 
 
 def local_address(host: str, port: int) -> str:

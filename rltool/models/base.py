@@ -87,7 +87,8 @@ class Parameter:
         return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds, vocabulary padded with zeros."""
+        """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds,
+        vocabulary padded with zeros."""
         if self.shard_dim is None:
             return tensor
         if self.vocabulary:
@@ -123,7 +124,8 @@ class Family:
     parameters: every Megatron parameter of the model, in the order in which weights are exported
     embedding_scale: what the embedding's output is multiplied with; None: nothing
     sandwich_norms: attention and MLP outputs are normalised, too, before they are added to the residual
-    sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has one
+    sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has
+    one
     sliding_inverse_frequencies: as `inverse_frequencies`, for the layers with a sliding window; None: the same
     """
 

@@ -1,4 +1,5 @@
-"""What the decoder families share: RMSNorm, rotary positions, grouped queries, gated MLP. A family says where it differs."""
+"""What the decoder families share: RMSNorm, rotary positions, grouped queries, gated MLP.
+A family says where it differs."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from rltool.errors import UsageError
 from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
 from rltool.models.rope import inverse_frequencies, rope_settings
 
-PLAIN_NORMS = {"input_layernorm.weight": "input_layernorm.weight", "pre_mlp_layernorm.weight": "post_attention_layernorm.weight"}
+PLAIN_NORMS = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
+}
 """Megatron's name of a norm over the hidden size -> its HF name, within a layer."""
 
 
@@ -33,14 +37,18 @@ def refuse(config: dict[str, Any], **allowed: Any) -> None:
 
 
 def refuse_sliding_window(config: dict[str, Any]) -> None:
-    """UsageError when a Qwen config says that layers use a sliding window. `sliding_window` alone is only a number there."""
+    """UsageError when a Qwen config says that layers use a sliding window.
+    `sliding_window` alone is only a number there."""
     if config.get("use_sliding_window") or any(kind != "full_attention" for kind in config.get("layer_types") or ()):
-        raise UsageError("config.json: sliding-window attention is in use (use_sliding_window, layer_types); not implemented")
+        raise UsageError(
+            "config.json: sliding-window attention is in use (use_sliding_window, layer_types); not implemented"
+        )
 
 
 @dataclass(frozen=True)
 class FeedForward:
-    """What stands in the place of a dense MLP. transformer: for Megatron's configuration; parameters: those of a layer."""
+    """What stands in the place of a dense MLP. transformer: for Megatron's configuration;
+    parameters: those of a layer."""
 
     transformer: dict[str, Any]
     parameters: Callable[[int], list[Parameter]]
@@ -76,9 +84,7 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     groups = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     if heads % groups:
-        raise UsageError(
-            f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}"
-        )
+        raise UsageError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     tied = bool(config.get("tie_word_embeddings", False))
     rope = rope_settings(config)
     feed_forward = variant.feed_forward or gated_mlp(config)
@@ -145,12 +151,16 @@ def _attention(layer: int, hidden: int, heads: int, groups: int, head_dim: int, 
 
     def qkv(kind: str, *columns: int) -> Parameter:
         tensors = tuple((f"{hf}{x}_proj.{kind}", (rows[x], *columns)) for x in rows)
-        return Parameter(f"{megatron}linear_qkv.{kind}", tensors, layer, 0, "qkv", query_groups=groups, head_dim=head_dim)
+        return Parameter(
+            f"{megatron}linear_qkv.{kind}", tensors, layer, 0, "qkv", query_groups=groups, head_dim=head_dim
+        )
 
     parameters = [qkv("weight", hidden)]
     if variant.qkv_bias:
         parameters.append(qkv("bias"))
     if variant.qk_norm:
-        parameters += [_norm(layer, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", head_dim) for x in "qk"]
+        parameters += [
+            _norm(layer, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", head_dim) for x in "qk"
+        ]
     out = ((f"{hf}o_proj.weight", (hidden, rows["q"])),)
     return [*parameters, Parameter(f"{megatron}linear_proj.weight", out, layer, 1)]

@@ -14,11 +14,14 @@ def mixture_of_experts(
 ) -> FeedForward:
     """Top-k routing by softmax, without capacity limit: no token is dropped, no auxiliary loss is added.
 
-    normalize: the weights of the chosen experts sum to 1 (softmax over the chosen), or are those of the softmax over all
+    normalize: the weights of the chosen experts sum to 1 (softmax over the chosen), or are those of the softmax over
+    all
     block: HF's name of the layer's module; projections: HF's names of gate, up and down within an expert
     """
     if not 0 < top_k <= experts:
-        raise UsageError(f"config.json: num_experts_per_tok {top_k} is not between 1 and the number of experts {experts}")
+        raise UsageError(
+            f"config.json: num_experts_per_tok {top_k} is not between 1 and the number of experts {experts}"
+        )
     if top_k == 1 and normalize:
         raise UsageError("config.json: one expert per token with normalised weights (always 1) is not implemented")
     gate, up, down = projections

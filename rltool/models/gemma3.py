@@ -1,5 +1,5 @@
-"""Gemma 3, text only: norms with (1 + weight) before and after attention and MLP, GeGLU, scaled embedding, and layers with a
-sliding window and a rope base of their own between those that see everything."""
+"""Gemma 3, text only: norms with (1 + weight) before and after attention and MLP, GeGLU, scaled embedding, and layers
+with a sliding window and a rope base of their own between those that see everything."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def build(config: dict[str, Any]) -> Family:
         extra=dict(
             embedding_scale=hidden**0.5,
             sandwich_norms=True,
-            sliding_windows=tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config, layers)),
+            sliding_windows=tuple(
+                window if kind == "sliding_attention" else None for kind in _layer_types(config, layers)
+            ),
             sliding_inverse_frequencies=inverse_frequencies(config["head_dim"], sliding),
         ),
     )
@@ -75,8 +77,8 @@ def _layer_types(config: dict[str, Any], layers: int) -> list[str]:
 
 
 def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Rope settings of the full and of the sliding layers: one entry per layer type since transformers 5, before, the scaling
-    was that of the full layers alone."""
+    """Rope settings of the full and of the sliding layers: one entry per layer type since transformers 5, before, the
+    scaling was that of the full layers alone."""
     both = config.get("rope_parameters") or {}
     full = both.get("full_attention") or config.get("rope_scaling") or {}
     local = both.get("sliding_attention") or {}

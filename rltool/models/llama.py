@@ -1,4 +1,5 @@
-"""Llama 2 and 3 (also SmolLM2 and others that carry Llama's architecture name). Llama 3's rope scaling is in rope.py."""
+"""Llama 2 and 3 (also SmolLM2 and others that carry Llama's architecture name).
+Llama 3's rope scaling is in rope.py."""
 
 from __future__ import annotations
 

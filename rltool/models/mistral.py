@@ -14,13 +14,14 @@ WINDOW = 4096
 
 
 def check_window(config: dict[str, Any]) -> None:
-    """UsageError when `sliding_window` is shorter than the context: then early tokens would be unseen, but are not here."""
+    """UsageError when `sliding_window` is shorter than the context:
+    then early tokens would be unseen, but are not here."""
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     if window is not None and (context is None or window < context):
         raise UsageError(
-            f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {context}; sliding-window "
-            "attention is not implemented for this family. If no sequence will be longer than the window, set "
-            f"max_position_embeddings to {window} in config.json: then the window never acts"
+            f"config.json: sliding_window = {window} is shorter than max_position_embeddings = {context}; "
+            "sliding-window attention is not implemented for this family. If no sequence will be longer than the "
+            f"window, set max_position_embeddings to {window} in config.json: then the window never acts"
         )
 
 

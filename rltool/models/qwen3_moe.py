@@ -15,7 +15,11 @@ DEFAULTS = {"num_experts_per_tok": 8, "num_experts": 128}
 
 def build(config: dict[str, Any]) -> Family:
     # transformers 5 reads either name.
-    config = {**DEFAULTS, **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}), **config}
+    config = {
+        **DEFAULTS,
+        **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}),
+        **config,
+    }
     refuse(config, hidden_act="silu", attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[])
     refuse_sliding_window(config)
     hidden, ffn, experts, top_k = require(

@@ -20,7 +20,8 @@ def supported_architectures() -> list[str]:
 
 
 def family_for(hf_config: dict[str, Any]) -> Family:
-    """The model that this config.json describes. UsageError for an architecture or a feature that is not implemented."""
+    """The model that this config.json describes. UsageError for an architecture or a feature that is not
+    implemented."""
     architectures = hf_config.get("architectures") or []
     known = [name for name in architectures if name in _BUILDERS]
     if not known:

@@ -16,15 +16,16 @@ IMPLEMENTED = ("default", "linear", "llama3")
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The rope settings of a config.json: {"rope_type", "rope_theta", and what the type needs}.
 
-    transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling` (whose type was once called "type").
-    Raises UsageError for a type that is not implemented.
+    transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling` (whose type was once called
+    "type"). Raises UsageError for a type that is not implemented.
     """
     settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
     if settings["rope_type"] not in IMPLEMENTED:
         raise UsageError(
-            f"config.json: rope type {settings['rope_type']!r} is not implemented; implemented: {', '.join(IMPLEMENTED)}"
+            f"config.json: rope type {settings['rope_type']!r} is not implemented; "
+            f"implemented: {', '.join(IMPLEMENTED)}"
         )
     if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
         raise UsageError("config.json: partial_rotary_factor below 1 is not implemented")

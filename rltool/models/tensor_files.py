@@ -6,8 +6,9 @@ import ctypes
 import json
 import math
 from collections.abc import Iterable
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         """Raises TensorFileDamaged for a file that is cut off or no safetensors file."""
         self.path = path
-        self._stream: BinaryIO = path.open("rb")
+        self._stream: BufferedReader = path.open("rb")
         try:
             self._entries, self._start = self._read_header()
         except BaseException:
@@ -69,7 +70,8 @@ class TensorFile:
         return tuple(self._entries[name]["shape"])
 
     def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that contradict."""
+        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that
+        contradict."""
         entry = self._entries[name]
         (begin, end), shape = entry["data_offsets"], entry["shape"]
         if entry["dtype"] not in _DTYPES:
@@ -105,7 +107,9 @@ def write_tensor_file(
         stream.write(len(text).to_bytes(8, "little") + text)
         for (name, dtype, shape), tensor in zip(layout, tensors, strict=True):
             if (tensor.dtype, tuple(tensor.shape)) != (dtype, shape):
-                raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced")
+                raise ValueError(
+                    f"{name}: {tensor.dtype} {tuple(tensor.shape)} came where {dtype} {shape} was announced"
+                )
             if tensor.nbytes:
                 contiguous = tensor.detach().cpu().contiguous()
                 stream.write(_bytes_of(contiguous))

@@ -1,16 +1,18 @@
 """How many groups may start, and which of them make the next batch. Pure decisions; the collector carries them out.
 
-Admission bounds staleness before anything is sampled. With batches of B groups, at most eta training steps of staleness and
-weights of v finished training steps published, groups that have been given to the trainer, that run and that wait may number
+Admission bounds staleness before anything is sampled. With batches of B groups, at most eta training steps of staleness
+and weights of v finished training steps published, groups that have been given to the trainer, that run and that wait
+may number
 
     (eta + v + 1) * B
 
-in all (AReaL, arXiv 2505.24298, section 5.1, with groups in place of samples). Batches take groups in the order of their numbers,
-so a group that starts at v is trained at step v + eta at the latest. eta = 0 is synchronous training: a batch's groups start when
-the batch is asked for, under the weights that it trains. Groups that are filtered out leave the sum, and others start for them.
+in all (AReaL, arXiv 2505.24298, section 5.1, with groups in place of samples). Batches take groups in the order of
+their numbers, so a group that starts at v is trained at step v + eta at the latest. eta = 0 is synchronous training: a
+batch's groups start when the batch is asked for, under the weights that it trains. Groups that are filtered out leave
+the sum, and others start for them.
 
-The bound holds for what is *started*. What is handed out is judged again (`choose`): a group whose tokens are older than eta,
-because a resumed run or another `on_stale` let it come to that, is never part of a batch.
+The bound holds for what is *started*. What is handed out is judged again (`choose`): a group whose tokens are older
+than eta, because a resumed run or another `on_stale` let it come to that, is never part of a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ OnStale = Literal["wait", "resample", "mask"]
 
 @dataclass(frozen=True)
 class AdmissionPolicy:
-    """batch: groups of a batch; max_staleness: in training steps; oversampling: groups started for a batch over `batch`, >= 1."""
+    """batch: groups of a batch; max_staleness: in training steps;
+    oversampling: groups started for a batch over `batch`, >= 1."""
 
     batch: int
     max_staleness: int = 0
@@ -53,8 +56,9 @@ class AdmissionPolicy:
     def capacity(self, *, published: int | None, delivered: int, live: int, requested: bool) -> int:
         """How many further groups may start now.
 
-        published: training steps of the newest weights that engines serve, None before the first sync; delivered: batches given to
-        the trainer since the run's first step; live: groups that run, are partial or ready; requested: a batch is waited for.
+        published: training steps of the newest weights that engines serve, None before the first sync; delivered:
+        batches given to the trainer since the run's first step; live: groups that run, are partial or ready; requested:
+        a batch is waited for.
         """
         if published is None or (self.max_staleness == 0 and not requested):
             return 0
@@ -68,7 +72,8 @@ class AdmissionPolicy:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A live group as `choose` sees it. oldest: training steps of the oldest weights behind its tokens, None without a token."""
+    """A live group as `choose` sees it. oldest: training steps of the oldest weights behind its tokens,
+    None without a token."""
 
     id: int
     ready: bool
@@ -79,8 +84,8 @@ class Candidate:
 class Choice:
     """What becomes of the live groups, by number. batch is None while it is not complete.
 
-    too_old: ready groups that may no longer be trained on; surplus: groups that lost the race for this batch and are not kept as
-    they are; interrupt: running ones that are kept, partial.
+    too_old: ready groups that may no longer be trained on; surplus: groups that lost the race for this batch and are
+    not kept as they are; interrupt: running ones that are kept, partial.
     """
 
     batch: tuple[int, ...] | None = None
@@ -92,9 +97,9 @@ class Choice:
 def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) -> Choice:
     """The batch of training step `step`. candidates: all live groups, in any order.
 
-    The batch is the first `policy.batch` groups by number: those that started first wait for nobody, and a long one is waited for
-    (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make it, by number, after
-    those that are waited for because the next batch would come too late for them.
+    The batch is the first `policy.batch` groups by number: those that started first wait for nobody, and a long one is
+    waited for (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make
+    it, by number, after those that are waited for because the next batch would come too late for them.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.id)
     too_old = tuple(c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step))
@@ -112,7 +117,8 @@ def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) 
 
 
 def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: int) -> list[Candidate]:
-    """Groups that the next batch could not train on any more, and which are therefore waited for, as far as a batch holds them.
+    """Groups that the next batch could not train on any more, and which are therefore waited for, as far as a batch
+    holds them.
 
     In synchronous training that would be all of them: there, over-sampling is a race.
     """
@@ -121,8 +127,11 @@ def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: 
     return [c for c in competing if policy.is_too_old(c.oldest, step + 1)][: policy.batch]
 
 
-def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], batch: tuple[int, ...], too_old: tuple[int, ...], step: int) -> Choice:
-    """Groups that competed and did not win: kept while the next batch may still train on them, else interrupted or dropped."""
+def _with_surplus(
+    policy: AdmissionPolicy, competing: Sequence[Candidate], batch: tuple[int, ...], too_old: tuple[int, ...], step: int
+) -> Choice:
+    """Groups that competed and did not win: kept while the next batch may still train on them,
+    else interrupted or dropped."""
     surplus, interrupt = [], []
     for candidate in competing:
         if candidate.id in batch:

@@ -1,8 +1,8 @@
 """From prompts to batches: one task a group (generate, score, filter), admitted, collected in order, and never lost.
 
-What may start and what makes a batch is decided in admission.py; what a group is and how it ends, in groups.py. Here are the
-tasks. Synchronous, one step off-policy and asynchronous rollouts differ in the policy's numbers alone: with max_staleness 0 a batch's
-groups start when it is asked for, else they start whenever the policy lets them.
+What may start and what makes a batch is decided in admission.py; what a group is and how it ends, in groups.py. Here
+are the tasks. Synchronous, one step off-policy and asynchronous rollouts differ in the policy's numbers alone: with
+max_staleness 0 a batch's groups start when it is asked for, else they start whenever the policy lets them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rltool.rollout.data import PromptSource
 from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
 
 INTERRUPT_SECONDS = 10.0
-"""How long a group that is put aside may take to hand over what it has; then its task is cancelled and its open requests are lost."""
+"""How long a group that is put aside may take to hand over what it has;
+then its task is cancelled and its open requests are lost."""
 
 
 class CollectionInterrupted(RltoolError):
@@ -38,20 +39,25 @@ class GroupWork(Protocol):
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         """Fill its samples in place. Once `interrupted` says True, come back with what there is."""
+        ...
 
     async def finish(self, group: Group) -> str | None:
         """Score and filter its samples, in place. Returns why the group is dropped, or None."""
+        ...
 
     async def abort(self, groups: Collection[int]) -> None:
         """Have the engines return what they have of these groups' requests."""
+        ...
 
     def keeps_partial_groups(self) -> bool:
         """Whether an interrupted group can go on where it stood (not so with state in a custom function)."""
+        ...
 
 
 @dataclass(frozen=True)
 class CollectorConfig:
-    """samples_per_prompt and run_seed make the groups; deadlines in seconds; max_filtered: groups filtered out for one batch."""
+    """samples_per_prompt and run_seed make the groups; deadlines in seconds;
+    max_filtered: groups filtered out for one batch."""
 
     samples_per_prompt: int
     run_seed: int
@@ -62,8 +68,9 @@ class CollectorConfig:
 
 @dataclass
 class Collected:
-    """A batch. seconds: since it was asked for; interval: since the batch before (or the first start); tokens: sampled in it,
-    by all groups that ended generation. dropped, resampled: groups since the batch before, resampled_lengths: their tokens."""
+    """A batch. seconds: since it was asked for; interval: since the batch before (or the first start); tokens: sampled
+    in it, by all groups that ended generation. dropped, resampled: groups since the batch before, resampled_lengths:
+    their tokens."""
 
     groups: list[Group]
     seconds: float
@@ -88,13 +95,23 @@ class _Since:
 
 
 class Collector:
-    """Owned by one event loop. delivered: batches handed out since the run's first step, which is the step of the next one."""
+    """Owned by one event loop. delivered: batches handed out since the run's first step,
+    which is the step of the next one."""
 
     def __init__(
-        self, source: PromptSource, policy: AdmissionPolicy, work: GroupWork, versions: Published, config: CollectorConfig, *,
-        judges_age: bool = True, on_event: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        """judges_age False: versions are somebody else's, no group is too old. on_event: called after every change of a group."""
+        self,
+        source: PromptSource,
+        policy: AdmissionPolicy,
+        work: GroupWork,
+        versions: Published,
+        config: CollectorConfig,
+        *,
+        judges_age: bool = True,
+        on_event: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """judges_age False: versions are somebody else's, no group is too old.
+        on_event: called after every change of a group."""
         self.source, self.policy, self.versions, self.config = source, policy, versions, config
         self.ledger = GroupLedger()
         self.delivered = 0
@@ -117,8 +134,8 @@ class Collector:
     async def next(self, step: int) -> Collected:
         """The batch of training step `step`, groups in the order of their numbers; the batch before counts as trained.
 
-        Raises the first failure of a group's task, TrainingStopped when too many groups were filtered out, CollectionInterrupted after
-        `interrupt`, and RltoolError when deadlines.batch passes.
+        Raises the first failure of a group's task, TrainingStopped when too many groups were filtered out,
+        CollectionInterrupted after `interrupt`, and RltoolError when deadlines.batch passes.
         """
         if step != self.delivered:
             raise ValueError(f"batch {step} was asked for, the next one is {self.delivered}")
@@ -130,16 +147,25 @@ class Collector:
                 groups = await self._complete(step)
         except TimeoutError as error:
             counts = self.ledger.counts()
-            raise RltoolError(f"the batch of step {step} was not complete within deadlines.batch = {self.config.batch_deadline:g} s: {counts}") from error
+            raise RltoolError(
+                f"the batch of step {step} was not complete within "
+                f"deadlines.batch = {self.config.batch_deadline:g} s: {counts}"
+            ) from error
         finally:
             self._requested = False
         now = self._clock()
         since, self._since = self._since, _Since(now)
         self._admit()
         return Collected(
-            groups, now - started, now - (started if self.policy.max_staleness == 0 else since.at), since.tokens, since.dropped,
-            since.resampled, since.resampled_tokens, since.interrupted,
-        )  # fmt: skip
+            groups,
+            now - started,
+            now - (started if self.policy.max_staleness == 0 else since.at),
+            since.tokens,
+            since.dropped,
+            since.resampled,
+            since.resampled_tokens,
+            since.interrupted,
+        )
 
     def trained(self) -> None:
         """The trainer has made its optimizer steps on the batch in hand."""
@@ -147,7 +173,8 @@ class Collector:
             self._move(group, GroupState.TRAINED)
 
     async def interrupt(self) -> None:
-        """End every task now; nothing starts any more. Groups that ran are partial, with the tokens of requests that had ended."""
+        """End every task now; nothing starts any more. Groups that ran are partial,
+        with the tokens of requests that had ended."""
         self._stopped = True
         tasks = [*self._tasks.values(), *self._helpers]
         for task in tasks:
@@ -172,18 +199,23 @@ class Collector:
         is_open = self.versions.published is not None and (self._requested or self.policy.max_staleness > 0)
         if is_open:
             for group in self.ledger.groups(GroupState.PARTIAL):
-                # One that was put aside goes on under the next weights, or it would be sampled further under those it was cut off at.
+                # One that was put aside goes on under the next weights, or it would be sampled further under those it
+                # was cut off at.
                 waits = group.put_aside_at == self.versions.published and not self._requested
                 if group.id not in self._tasks and not waits:
                     self._start(group)
         counts = self.ledger.counts()
         capacity = self.policy.capacity(
-            published=self.versions.published, delivered=self.delivered, live=counts["running"] + counts["partial"] + counts["ready"],
+            published=self.versions.published,
+            delivered=self.delivered,
+            live=counts["running"] + counts["partial"] + counts["ready"],
             requested=self._requested,
-        )  # fmt: skip
+        )
         if capacity:
             for prompt in self.source.next(capacity):
-                group = self.ledger.issue(prompt, samples_per_prompt=self.config.samples_per_prompt, run_seed=self.config.run_seed)
+                group = self.ledger.issue(
+                    prompt, samples_per_prompt=self.config.samples_per_prompt, run_seed=self.config.run_seed
+                )
                 self._run_task(group)
             self._on_event()
 
@@ -214,7 +246,11 @@ class Collector:
             raise
         except TimeoutError:
             self._set_back(group)
-            self._fail(RltoolError(f"group {group.id} was not generated within deadlines.group = {self.config.group_deadline:g} s"))
+            self._fail(
+                RltoolError(
+                    f"group {group.id} was not generated within deadlines.group = {self.config.group_deadline:g} s"
+                )
+            )
         except Exception as error:
             self._set_back(group)
             self._fail(error)
@@ -250,8 +286,9 @@ class Collector:
                 return groups
             if self._since.dropped.total() >= self.config.max_filtered:
                 raise TrainingStopped(
-                    f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) before {self.policy.batch} good "
-                    f"ones were found (rollout.max_filtered_batches): are the prompts all too easy or too hard for rollout.group_filter?"
+                    f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) "
+                    f"before {self.policy.batch} good ones were found (rollout.max_filtered_batches): "
+                    "are the prompts all too easy or too hard for rollout.group_filter?"
                 )
             await self._changed.wait()
 
@@ -311,7 +348,9 @@ class Collector:
         task.add_done_callback(self._helpers.discard)
 
     def _restart(self, group: Group) -> None:
-        group.restart(new_samples(group.id, group.prompt, count=self.config.samples_per_prompt, run_seed=self.config.run_seed))
+        group.restart(
+            new_samples(group.id, group.prompt, count=self.config.samples_per_prompt, run_seed=self.config.run_seed)
+        )
 
     def _move(self, group: Group, state: GroupState, reason: str | None = None) -> None:
         if group.state is GroupState.DROPPED:  # dropped while its task was ending

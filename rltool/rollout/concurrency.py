@@ -42,7 +42,7 @@ class Pressure(StrEnum):
 
 
 def pressure(loads: Sequence[EngineLoad]) -> Pressure:
-    """Of a fleet, whose engines share the work evenly: queues are summed, the fullest KV cache speaks for all."""
+    """Of a fleet, whose engines share the work evenly: queues are summed, the fullest KV cache stands for all."""
     running, waiting = sum(load.running for load in loads), sum(load.waiting for load in loads)
     usage = max(load.kv_cache_usage for load in loads)
     if waiting > WAITING_SHARE * running or usage >= FULL_KV_CACHE:

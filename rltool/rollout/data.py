@@ -17,7 +17,8 @@ from rltool.rollout.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row. index: its number among all rows of the data set, from 0; text: what was tokenised, chat template applied."""
+    """One row. index: its number among all rows of the data set, from 0;
+    text: what was tokenised, chat template applied."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -40,8 +41,8 @@ def load_prompts(
 ) -> PromptSet:
     """Read and tokenise rows of .jsonl or .parquet files, in order; stop after `limit` kept prompts.
 
-    A row has `prompt` (text) or `messages` (chat), and optionally `label`, `response`, `metadata`; the keys are configurable.
-    Raises UsageError naming file and line for a broken row, and if nothing is left.
+    A row has `prompt` (text) or `messages` (chat), and optionally `label`, `response`, `metadata`; the keys are
+    configurable. Raises UsageError naming file and line for a broken row, and if nothing is left.
     """
     prompts: list[Prompt] = []
     too_long = index = 0
@@ -57,7 +58,11 @@ def load_prompts(
                 prompts.append(prompt)
     if not prompts:
         names = ", ".join(str(path) for path in paths) or "no file given: set data.train"
-        why = f"all {too_long} prompts are longer than sampling.max_prompt_tokens = {max_prompt_tokens}" if too_long else "no rows"
+        why = (
+            f"all {too_long} prompts are longer than sampling.max_prompt_tokens = {max_prompt_tokens}"
+            if too_long
+            else "no rows"
+        )
         raise UsageError(f"the data set is empty ({names}): {why}")
     return PromptSet(prompts, too_long)
 
@@ -132,7 +137,9 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_row(row: Any, place: str, index: int, tokenizer: Tokenizer, config: DataConfig) -> Prompt:
     if not isinstance(row, dict):
-        raise UsageError(f"{place}: expected an object with {config.prompt_key!r} or 'messages', found {type(row).__name__}")
+        raise UsageError(
+            f"{place}: expected an object with {config.prompt_key!r} or 'messages', found {type(row).__name__}"
+        )
     source = row.get(config.prompt_key)
     messages = row.get("messages")
     if source is None:
@@ -140,7 +147,10 @@ def _parse_row(row: Any, place: str, index: int, tokenizer: Tokenizer, config: D
     elif messages is not None and config.prompt_key != "messages":
         raise UsageError(f"{place}: has both {config.prompt_key!r} and 'messages'; keep one")
     if source is None:
-        raise UsageError(f"{place}: has neither {config.prompt_key!r} nor 'messages'; its keys are {', '.join(map(repr, row)) or 'none'}")
+        raise UsageError(
+            f"{place}: has neither {config.prompt_key!r} nor 'messages'; "
+            f"its keys are {', '.join(map(repr, row)) or 'none'}"
+        )
     text, ids = _encode(source, place, tokenizer, config)
     if not ids:
         raise UsageError(f"{place}: the prompt is empty")
@@ -161,9 +171,16 @@ def _encode(source: Any, place: str, tokenizer: Tokenizer, config: DataConfig) -
         source = [{"role": "user", "content": source}]
     elif config.apply_chat_template is False:
         raise UsageError(f"{place}: 'messages' need a chat template, but data.apply_chat_template is false")
-    valid = isinstance(source, list) and source and all(isinstance(m, dict) and "role" in m and "content" in m for m in source)
+    valid = (
+        isinstance(source, list)
+        and source
+        and all(isinstance(m, dict) and "role" in m and "content" in m for m in source)
+    )
     if not valid:
-        raise UsageError(f"{place}: expected text, or a list of messages with 'role' and 'content', found {json.dumps(source, default=str)[:80]}")
+        raise UsageError(
+            f"{place}: expected text, or a list of messages with 'role' and 'content', "
+            f"found {json.dumps(source, default=str)[:80]}"
+        )
     try:
         text = tokenizer.render_messages(source)
     except UsageError as error:
@@ -179,7 +196,9 @@ def _optional_text(row: dict[str, Any], key: str, place: str) -> str | None:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise UsageError(f"{place}: {key!r} must be text or a number, found {type(value).__name__}; put structured data into 'metadata'")
+    raise UsageError(
+        f"{place}: {key!r} must be text or a number, found {type(value).__name__}; put structured data into 'metadata'"
+    )
 
 
 def _metadata(row: dict[str, Any], place: str) -> dict[str, Any]:
@@ -189,7 +208,8 @@ def _metadata(row: dict[str, Any], place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{place}: 'metadata' must be an object, found {type(value).__name__}")
     try:
-        return json.loads(json.dumps(value))  # dumps are JSON: what Parquet has beyond it fails here, not after the rollout
+        # Dumps are JSON: what Parquet has beyond it fails here, not after the rollout.
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{place}: 'metadata' cannot be written as JSON: {error}") from error
 
@@ -228,14 +248,27 @@ class PromptSource:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "shuffle": self._shuffle, "fingerprint": self._fingerprint}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "fingerprint": self._fingerprint,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken. UsageError if it was taken from other data, another seed or order."""
         own = self.state_dict()
-        for key, what in (("fingerprint", "data set (or tokenizer)"), ("seed", "seed"), ("shuffle", "data.shuffle setting")):
+        for key, what in (
+            ("fingerprint", "data set (or tokenizer)"),
+            ("seed", "seed"),
+            ("shuffle", "data.shuffle setting"),
+        ):
             if state[key] != own[key]:
-                raise UsageError(f"cannot resume: the checkpoint was made with another {what} ({state[key]}, now {own[key]}); restore it, or start a new run")
+                raise UsageError(
+                    f"cannot resume: the checkpoint was made with another {what} ({state[key]}, now {own[key]}); "
+                    "restore it, or start a new run"
+                )
         self._start_epoch(state["epoch"])
         self._position = state["position"]
 

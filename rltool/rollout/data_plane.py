@@ -1,11 +1,12 @@
-"""Where generation goes: the engines that serve, or a router in front of them. One request, one deadline, wherever it ends up.
+"""Where generation goes: the engines that serve, or a router in front of them. One request, one deadline, wherever it
+ends up.
 
-The fleet says who serves. A request that fails at one engine (5xx, broken connection) is a fact for the fleet and is sent to
-another; while nobody serves, as during a weight sync, requests wait. Both within the request's deadline. Behind a router the
-router chooses, and which worker failed is not known here.
+The fleet says who serves. A request that fails at one engine (5xx, broken connection) is a fact for the fleet and is
+sent to another; while nobody serves, as during a weight sync, requests wait. Both within the request's deadline. Behind
+a router the router chooses, and which worker failed is not known here.
 
-Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its engine is
-reported stale, the event is counted, and the request is sent again.
+Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its
+engine is reported stale, the event is counted, and the request is sent again.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 RETRY_SECONDS = 0.2
 """Pause after a failed attempt: one engine that refuses everything must not be asked in a tight loop."""
 ABORT_SECONDS = 5.0
-"""For one engine to take an abort. A hung engine does not keep the others' requests running: they are told side by side."""
+"""For one engine to take an abort. A hung engine does not keep the others' requests running:
+they are told side by side."""
 
 
 class VersionJudge(Protocol):
@@ -39,9 +41,11 @@ class VersionJudge(Protocol):
 
     def refusal(self, version: str) -> str | None:
         """Why tokens of this version are not trained on, or None."""
+        ...
 
     def is_behind(self, version: str, published: int) -> bool:
         """Whether an engine that sampled with this version has missed a sync that `published` names."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,16 +57,26 @@ class Attempt:
 
 
 class DataPlane:
-    """Owned by one event loop. endpoints: of the fleet's members, by URL, dialects known; a live view: engines come and go.
+    """Owned by one event loop. endpoints: of the fleet's members, by URL, dialects known; a live view: engines come and
+    go.
 
-    router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving engine; `limit`
-    overrides it. judge: None accepts every version (no trainer takes part). deadline: seconds for a request, waiting included.
+    router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
+    engine; `limit` overrides it. judge: None accepts every version (no trainer takes part). deadline: seconds for a
+    request, waiting included.
     """
 
     def __init__(
-        self, client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], *, router: EngineEndpoint | None,
-        requests_per_engine: int, deadline: float, judge: VersionJudge | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        client: EngineClient,
+        fleet: Fleet,
+        endpoints: Mapping[str, EngineEndpoint],
+        *,
+        router: EngineEndpoint | None,
+        requests_per_engine: int,
+        deadline: float,
+        judge: VersionJudge | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client, self._fleet, self._endpoints, self._router = client, fleet, endpoints, router
         self._per_engine, self._deadline, self._judge, self._clock = requests_per_engine, deadline, judge, clock
         self.limit: int | None = None
@@ -88,8 +102,8 @@ class DataPlane:
     async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request.
 
-        EngineRejected at once for a 4xx: repeating it cannot help. EngineUnreachable when the deadline (deadlines.generate) passes,
-        with the last failure and the state of every engine.
+        EngineRejected at once for a 4xx: repeating it cannot help. EngineUnreachable when the deadline
+        (deadlines.generate) passes, with the last failure and the state of every engine.
         """
         failure: EngineError | None = None
         attempt: Attempt | None = None
@@ -113,13 +127,17 @@ class DataPlane:
                     await asyncio.sleep(RETRY_SECONDS)
         except TimeoutError as error:
             if attempt is not None and sent_at is not None:
-                failure = EngineUnreachable(f"{attempt.endpoint.url} had the request for {self._clock() - sent_at:.1f} s and did not answer")
+                failure = EngineUnreachable(
+                    f"{attempt.endpoint.url} had the request for {self._clock() - sent_at:.1f} s and did not answer"
+                )
                 self._failed(attempt, failure, sent_at)
-            raise EngineUnreachable(f"no completion within deadlines.generate = {self._deadline:g} s; {self._describe(failure)}") from error
+            raise EngineUnreachable(
+                f"no completion within deadlines.generate = {self._deadline:g} s; {self._describe(failure)}"
+            ) from error
 
     async def abort(self, groups: Collection[int] | None = None) -> dict[str, str]:
-        """Abort this run's requests (those of `groups`) at every engine, directly: a router forwards no abort. They return with what
-        they have, finish_reason "abort". Returns URL -> reason for failures.
+        """Abort this run's requests (those of `groups`) at every engine, directly: a router forwards no abort. They
+        return with what they have, finish_reason "abort". Returns URL -> reason for failures.
 
         Every engine is told all ids: which of them a router sent where is not known, and an unknown id is ignored.
         """
@@ -134,14 +152,16 @@ class DataPlane:
             except EngineError as error:
                 failures[url] = str(error)
 
-        known = [(url, endpoint) for url, endpoint in self._endpoints.items() if endpoint.dialect is not None]  # else it never served
+        # One without a dialect never served.
+        known = [(url, endpoint) for url, endpoint in self._endpoints.items() if endpoint.dialect is not None]
         await asyncio.gather(*(abort(url, endpoint) for url, endpoint in known))
         return failures
 
     # -- the rest is private
 
     async def _acquire(self, *, avoid: str | None) -> Attempt:
-        """A slot, in the order in which requests came. avoid: the engine that has just failed this one, taken only if it is alone."""
+        """A slot, in the order in which requests came. avoid: the engine that has just failed this one,
+        taken only if it is alone."""
         ticket = next(self._tickets)
         while True:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -191,9 +211,12 @@ class DataPlane:
         sent_at, published = self._clock(), self._judge.published if self._judge else None
         with self._named(attempt, request, group):
             try:
-                # The deadline around all attempts is the caller's; elsewhere is tried next, so one attempt here is enough.
+                # The deadline around all attempts is the caller's; elsewhere is tried next, so one attempt here is
+                # enough.
                 attempts = None if attempt.engine is None else 1
-                completions = await self._client.generate(attempt.endpoint, request, timeout=self._deadline, attempts=attempts)
+                completions = await self._client.generate(
+                    attempt.endpoint, request, timeout=self._deadline, attempts=attempts
+                )
             except EngineRejected:
                 raise
             except EngineError as error:
@@ -209,7 +232,9 @@ class DataPlane:
         if attempt.engine is not None:
             self._fleet.request_failed(attempt.engine, str(error), sent_at=sent_at)
 
-    def _judge_versions(self, attempt: Attempt, completions: Sequence[Completion], published: int | None, sent_at: float) -> None:
+    def _judge_versions(
+        self, attempt: Attempt, completions: Sequence[Completion], published: int | None, sent_at: float
+    ) -> None:
         if self._judge is None:
             return
         for version in {span.version for completion in completions for span in completion.versions}:
@@ -217,7 +242,9 @@ class DataPlane:
             if reason is not None:
                 self.counts[f"refused_{reason}"] += 1
                 self._report_stale(attempt, f"sampled with {version}: {reason}", sent_at)
-                raise EngineError(f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})")
+                raise EngineError(
+                    f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})"
+                )
             if published is not None and self._judge.is_behind(version, published):
                 self.counts["stale_engine"] += 1
                 self._report_stale(attempt, f"sampled with {version} after the sync to step {published}", sent_at)
@@ -236,5 +263,7 @@ class DataPlane:
             self._ids.pop(request.request_id, None)
 
     def _describe(self, failure: EngineError | None) -> str:
-        states = "; ".join(f"{m.url} is {m.state.value} ({m.reason})" for m in self._fleet.members()) or "there is no engine"
+        states = (
+            "; ".join(f"{m.url} is {m.state.value} ({m.reason})" for m in self._fleet.members()) or "there is no engine"
+        )
         return f"{f'last failure: {failure}; ' if failure else ''}{states}"

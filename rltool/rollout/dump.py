@@ -1,8 +1,9 @@
 """Rollouts on disk: what `debug rollout-only` writes, `debug train-only` replays, and a resume test is fed.
 
 One step is two files: `step_000012.safetensors` holds the long numeric fields of all samples back to back, and
-`step_000012.json` everything else with the size and SHA-256 of the tensor file. The JSON is written last: a step without it is
-not there. Every field of Sample comes back exactly; log-probabilities are stored as float64, so bit-equal.
+`step_000012.json` everything else with the size and SHA-256 of the tensor file. The JSON is written last: a step
+without it is not there. Every field of Sample comes back exactly; log-probabilities are stored as float64, so
+bit-equal.
 """
 
 from __future__ import annotations
@@ -55,8 +56,11 @@ def dumped_steps(directory: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in directory.glob("step_[0-9]*.json"))
 
 
-def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None) -> Path:
-    """Write one step atomically, replacing an earlier dump of it. Returns the JSON file. DumpError if metadata is not JSON."""
+def write_dump(
+    directory: Path, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None
+) -> Path:
+    """Write one step atomically, replacing an earlier dump of it. Returns the JSON file.
+    DumpError if metadata is not JSON."""
     tensor_path, json_path = dump_paths(directory, step)
     data, text = encode(tensor_path.name, step=step, seed=seed, samples=samples, info=info)
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,8 +70,11 @@ def write_dump(directory: Path, *, step: int, seed: int, samples: Sequence[Sampl
     return json_path
 
 
-def encode(tensor_file: str, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None) -> tuple[bytes, bytes]:
-    """(content of the tensor file, which is to be called `tensor_file`; content of the JSON file). DumpError if metadata is not JSON."""
+def encode(
+    tensor_file: str, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None
+) -> tuple[bytes, bytes]:
+    """(content of the tensor file, which is to be called `tensor_file`; content of the JSON file).
+    DumpError if metadata is not JSON."""
     tensors: dict[str, np.ndarray] = {}
     for name, dtype in RAGGED.items():
         values = [getattr(sample, name) for sample in samples]
@@ -86,7 +93,10 @@ def encode(tensor_file: str, *, step: int, seed: int, samples: Sequence[Sample],
     try:
         text = json.dumps(document, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise DumpError(f"rollout of step {step} cannot be written as JSON ({error}): keep `metadata` to text, numbers, lists and objects") from error
+        raise DumpError(
+            f"rollout of step {step} cannot be written as JSON ({error}): "
+            "keep `metadata` to text, numbers, lists and objects"
+        ) from error
     return data, text.encode()
 
 
@@ -115,7 +125,9 @@ def read_files(tensor_path: Path, json_path: Path) -> Dump:
     if version != FORMAT_VERSION:
         raise DumpError(f"{json_path} has format version {version}; this rltool reads {FORMAT_VERSION}")
     columns = _read_tensors(tensor_path, document["tensors"], len(document["samples"]))
-    samples = [_from_json(entry, {name: columns[name][i] for name in RAGGED}) for i, entry in enumerate(document["samples"])]
+    samples = [
+        _from_json(entry, {name: columns[name][i] for name in RAGGED}) for i, entry in enumerate(document["samples"])
+    ]
     for sample in samples:
         try:
             sample.validate()
@@ -145,7 +157,9 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
     if len(data) != expected["bytes"]:
         raise DumpError(f"{path} has {len(data)} bytes, its JSON file says {expected['bytes']}: the copy is incomplete")
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise DumpError(f"{path} is not the file that its JSON file describes (SHA-256 differs): the two were mixed up or altered")
+        raise DumpError(
+            f"{path} is not the file that its JSON file describes (SHA-256 differs): the two were mixed up or altered"
+        )
     try:
         tensors = load_tensors(data)
         columns = {}

@@ -15,16 +15,26 @@ from rltool.rollout.seeds import hash31
 
 
 async def evaluate_set(
-    name: str, prompts: Sequence[Prompt], context: GenerateContext, scorer: Scorer, *, function: GenerateFunction | None, samples_per_prompt: int,
+    name: str,
+    prompts: Sequence[Prompt],
+    context: GenerateContext,
+    scorer: Scorer,
+    *,
+    function: GenerateFunction | None,
+    samples_per_prompt: int,
     run_seed: int,
-) -> dict[str, float]:  # fmt: skip
-    """eval/NAME/* of one set. Prompts are generated and scored side by side; the first error cancels the rest and is raised.
+) -> dict[str, float]:
+    """eval/NAME/* of one set. Prompts are generated and scored side by side; the first error cancels the rest and is
+    raised.
 
-    A sample whose reward failed counts 0. Seeds do not depend on the step, so that before and after draw the same numbers.
+    A sample whose reward failed counts 0. Seeds do not depend on the step, so that before and after draw the same
+    numbers.
     """
     started = time.perf_counter()
     seed = hash31("evaluate", name, run_seed)
-    groups = [new_samples(number, prompt, count=samples_per_prompt, run_seed=seed) for number, prompt in enumerate(prompts)]
+    groups = [
+        new_samples(number, prompt, count=samples_per_prompt, run_seed=seed) for number, prompt in enumerate(prompts)
+    ]
     try:
         async with asyncio.TaskGroup() as tasks:
             for group in groups:

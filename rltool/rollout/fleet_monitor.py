@@ -1,4 +1,5 @@
-"""The task that keeps the fleet's facts fresh and carries out what it decides: probes, canary requests, router membership, log.
+"""The task that keeps the fleet's facts up to date and carries out what it decides: probes, canary requests, router
+membership, log.
 
 The fleet (engines/fleet.py) is pure; this is its I/O. Rules of what a failure means stand there.
 """
@@ -40,10 +41,18 @@ class FleetMonitor:
     """
 
     def __init__(
-        self, client: EngineClient, fleet: Fleet, endpoints: MutableMapping[str, EngineEndpoint], infos: MutableMapping[str, EngineInfo], *,
-        router: Router | None = None, restart: Callable[[str], Awaitable[None]] | None = None, on_change: Callable[[], None] = lambda: None,
-        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        self,
+        client: EngineClient,
+        fleet: Fleet,
+        endpoints: MutableMapping[str, EngineEndpoint],
+        infos: MutableMapping[str, EngineInfo],
+        *,
+        router: Router | None = None,
+        restart: Callable[[str], Awaitable[None]] | None = None,
+        on_change: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] = print,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
         self._router, self._restart, self._on_change, self._log, self._clock = router, restart, on_change, log, clock
         self.lag = LoopLag(clock=clock)
@@ -91,7 +100,12 @@ class FleetMonitor:
             return
         self._infos[url] = info
         self._endpoints[url] = endpoint.model_copy(
-            update={"dialect": info.dialect, "plugin": info.plugin, "boot_id": info.boot_id, "weight_backend": info.weight_backend}
+            update={
+                "dialect": info.dialect,
+                "plugin": info.plugin,
+                "boot_id": info.boot_id,
+                "weight_backend": info.weight_backend,
+            }
         )
         self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
 
@@ -100,7 +114,7 @@ class FleetMonitor:
             await asyncio.sleep(self._fleet.policy.probe_seconds)
             try:
                 await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
-                await asyncio.gather(*(self._canary(url) for url in self._fleet.trials_due()))
+                await asyncio.gather(*(self._canary(url) for url in self._fleet.canaries_due()))
                 self._fleet.tick()
                 await self.carry_out()
             except Exception as error:  # a reply that nobody expected must not end the probing of all

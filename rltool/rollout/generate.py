@@ -1,7 +1,8 @@
 """From prompts to samples: the requests of one group, and what a custom generate function gets.
 
-This module knows neither HTTP nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into completions:
-the data plane, one engine, or a test. All samples of a prompt go into one request, so that the engine computes the prompt once.
+This module knows neither HTTP nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
+completions: the data plane, one engine, or a test. All samples of a prompt go into one request, so that the engine
+computes the prompt once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
 
 MAX_CONTINUATIONS = 16
-"""How often an aborted response is taken up again. Aborts come from weight syncs, a few per response at the very most."""
+"""How often an aborted response is taken up again. Aborts come from weight syncs,
+a few per response at the very most."""
 
 
 def _never() -> bool:
@@ -41,8 +43,9 @@ class GenerateContext:
 
 
 GenerateFunction = Callable[[list[Sample], GenerateContext], Awaitable[None]]
-"""`async def f(group: list[Sample], context: GenerateContext) -> None`: fills the samples of one prompt in place, through
-`append_response_tokens` and `append_environment_tokens`, and leaves each COMPLETED, TRUNCATED, ABORTED or FAILED."""
+"""`async def f(group: list[Sample], context: GenerateContext) -> None`: fills the samples of one prompt in place,
+through `append_response_tokens` and `append_environment_tokens`, and leaves each COMPLETED, TRUNCATED, ABORTED or
+FAILED."""
 
 
 async def fill_group(group: list[Sample], context: GenerateContext, function: GenerateFunction | None = None) -> None:
@@ -58,11 +61,14 @@ async def fill_group(group: list[Sample], context: GenerateContext, function: Ge
     for sample in group:
         sample.validate()
         if sample.status is SampleStatus.PENDING and not context.interrupted():
-            raise RltoolError(f"the generate function left sample {sample.index} of prompt {sample.prompt_index} without a response")
+            raise RltoolError(
+                f"the generate function left sample {sample.index} of prompt {sample.prompt_index} without a response"
+            )
 
 
 async def generate_group(group: list[Sample], context: GenerateContext) -> None:
-    """One single-turn response for each sample of a prompt: one request, and further ones for responses that were aborted.
+    """One single-turn response for each sample of a prompt: one request, and further ones for responses that were
+    aborted.
 
     A group that was interrupted is taken up where it stands: finished responses stay, aborted ones go on.
     """
@@ -71,13 +77,19 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
     pending = [sample for sample in group if sample.status is SampleStatus.PENDING]
     if len(pending) == len(group):
         request = GenerateRequest(
-            prompt_ids=tuple(first.prompt_ids), sampling=context.sampling, request_id=uuid.uuid4().hex, n=len(group), seed=first.seed
+            prompt_ids=tuple(first.prompt_ids),
+            sampling=context.sampling,
+            request_id=uuid.uuid4().hex,
+            n=len(group),
+            seed=first.seed,
         )
         for sample, completion in zip(group, await _ask(first, request, context), strict=True):
             sample.append_response_tokens(completion)
     else:
         await asyncio.gather(*(_generate_one(sample, context) for sample in pending))
-    await asyncio.gather(*(continue_aborted(sample, context) for sample in group if sample.status is SampleStatus.ABORTED))
+    await asyncio.gather(
+        *(continue_aborted(sample, context) for sample in group if sample.status is SampleStatus.ABORTED)
+    )
 
 
 async def _generate_one(sample: Sample, context: GenerateContext) -> None:
@@ -102,7 +114,7 @@ async def continue_aborted(sample: Sample, context: GenerateContext) -> None:
             prompt_ids=(*sample.prompt_ids, *sample.response_ids),
             sampling=replace(context.sampling, max_tokens=left),
             request_id=uuid.uuid4().hex,
-            # a fresh seed: with the first one the engine would draw the numbers of the first tokens again
+            # a new seed: with the first one the engine would draw the numbers of the first tokens again
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
         )
         [completion] = await _ask(sample, request, context)
@@ -124,7 +136,9 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
 def _check_prompt(sample: Sample, vocab_size: int) -> None:
     bad = next((token for token in sample.prompt_ids if not 0 <= token < vocab_size), None)
     if bad is not None:  # SGLang's CPU server dies of such an id
-        raise UsageError(f"token id {bad} is outside the model's vocabulary of {vocab_size}; do tokenizer and model belong together?")
+        raise UsageError(
+            f"token id {bad} is outside the model's vocabulary of {vocab_size}; do tokenizer and model belong together?"
+        )
 
 
 def _check_versions(sample: Sample, completion: Completion) -> None:
@@ -134,8 +148,14 @@ def _check_versions(sample: Sample, completion: Completion) -> None:
             break
         reached = span.end
     if reached != len(completion.token_ids):
-        found = "no weight version at all" if not completion.versions else f"versions for {reached} of {len(completion.token_ids)} tokens: {completion.versions}"
-        raise EngineError(f"{_name(sample)}: the engine reports {found}; without it nobody can tell which weights sampled a token")
+        found = (
+            "no weight version at all"
+            if not completion.versions
+            else f"versions for {reached} of {len(completion.token_ids)} tokens: {completion.versions}"
+        )
+        raise EngineError(
+            f"{_name(sample)}: the engine reports {found}; without it nobody can tell which weights sampled a token"
+        )
 
 
 def _name(sample: Sample) -> str:

@@ -1,8 +1,8 @@
 """A prompt group's life, and the books of all groups of a run. Pure: no clock, no engine, no task.
 
-A group is issued once, under a running number that no restart repeats, and ends once: trained or dropped. In between it is
-running (its samples are being generated or scored), partial (interrupted, with what was sampled so far), ready (scored), or
-in hand (part of a batch that the trainer has been given and has not reported as trained). At every moment
+A group is issued once, under a running number that no restart repeats, and ends once: trained or dropped. In between it
+is running (its samples are being generated or scored), partial (interrupted, with what was sampled so far), ready
+(scored), or in hand (part of a batch that the trainer has been given and has not reported as trained). At every moment
 
     issued = running + partial + ready + in hand + trained + dropped
 
@@ -45,7 +45,8 @@ TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
 
 @dataclass
 class Group:
-    """The samples of one prompt. id: running number over the whole run, resumed attempts included; seeds follow from it."""
+    """The samples of one prompt. id: running number over the whole run, resumed attempts included;
+    seeds follow from it."""
 
     id: int
     prompt: Prompt
@@ -59,7 +60,8 @@ class Group:
 
     @property
     def oldest_version(self) -> int | None:
-        """Training steps of the oldest weights behind its tokens, at least as far as they are known; None without a token."""
+        """Training steps of the oldest weights behind its tokens, at least as far as they are known;
+        None without a token."""
         spans = [_number(span.version) for sample in self.samples for span in sample.versions]
         known = [number for number in [*spans, self.started_at] if number is not None]
         return min(known, default=None)
@@ -79,8 +81,8 @@ def _number(version: str) -> int | None:
 def new_samples(group_id: int, prompt: Prompt, *, count: int, run_seed: int) -> list[Sample]:
     """Pending samples of one group; sample i is seeded with the group's seed + i (mod 2**31).
 
-    The group's seed is a function of the run's seed and the group's number alone: the same in every process, and new for
-    every repetition of a prompt.
+    The group's seed is a function of the run's seed and the group's number alone: the same in every process, and new
+    for every repetition of a prompt.
     """
     seed = hash31("group", run_seed, group_id)
     return [
@@ -121,7 +123,11 @@ class GroupLedger:
 
     def restore(self, group: Group) -> None:
         """A group from a checkpoint, PARTIAL or READY, under the number it had."""
-        if group.state not in (GroupState.PARTIAL, GroupState.READY) or group.id >= self.issued or group.id in self._open:
+        if (
+            group.state not in (GroupState.PARTIAL, GroupState.READY)
+            or group.id >= self.issued
+            or group.id in self._open
+        ):
             raise IllegalMove(f"group {group.id} ({group.state}) cannot be restored")
         self._open[group.id] = group
 

@@ -1,4 +1,5 @@
-"""How late the event loop runs: work that blocks it delays every answer, and must not be taken for an engine's silence."""
+"""How late the event loop runs: work that blocks it delays every answer,
+and must not be taken for an engine's silence."""
 
 from __future__ import annotations
 

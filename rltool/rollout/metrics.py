@@ -9,11 +9,14 @@ from collections.abc import Mapping, Sequence
 from rltool.rollout.sample import Sample, SampleStatus
 
 
-def rollout_metrics(samples: Sequence[Sample], *, seconds: float | None, dropped: Mapping[str, int]) -> dict[str, float]:
+def rollout_metrics(
+    samples: Sequence[Sample], *, seconds: float | None, dropped: Mapping[str, int]
+) -> dict[str, float]:
     """Metrics of the samples that training will see.
 
-    seconds: wall-clock time of generation, None for recorded samples; dropped: reason -> number of samples that were taken out, each reported as
-    rollout/dropped_<reason> beside their sum rollout/dropped. Tokens are those that the policy sampled.
+    seconds: wall-clock time of generation, None for recorded samples; dropped: reason -> number of samples that were
+    taken out, each reported as rollout/dropped_<reason> beside their sum rollout/dropped. Tokens are those that the
+    policy sampled.
     """
     rewards = _rewards(samples)
     metrics = {
@@ -32,7 +35,8 @@ def rollout_metrics(samples: Sequence[Sample], *, seconds: float | None, dropped
 
 
 def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """eval/<name>/accuracy is the mean reward over all samples; one whose reward failed counts 0 and is reported as well."""
+    """eval/<name>/accuracy is the mean reward over all samples;
+    one whose reward failed counts 0 and is reported as well."""
     failed = sum(sample.reward is None for sample in samples)
     return {
         f"eval/{name}/accuracy": _mean([sample.reward or 0.0 for sample in samples]),
@@ -44,7 +48,7 @@ def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 def zero_std_group_fraction(samples: Sequence[Sample]) -> float:
     """Share of prompt groups whose rewards are all equal: they have no advantage and teach nothing."""
-    groups: dict[int, set[float]] = defaultdict(set)
+    groups: dict[int, set[float | None]] = defaultdict(set)
     for sample in samples:
         groups[sample.group_id].add(sample.reward)
     return _mean([float(len(values) == 1) for values in groups.values()])
@@ -63,7 +67,7 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
     lacking = next((sample for sample in samples if sample.reward is None), None)
     if lacking is not None:
         raise ValueError(f"sample {lacking.group_id}/{lacking.index} has no reward; drop it before the metrics")
-    return [sample.reward for sample in samples]
+    return [sample.reward for sample in samples if sample.reward is not None]
 
 
 def _mean(values: Sequence[float]) -> float:

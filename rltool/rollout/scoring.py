@@ -1,4 +1,5 @@
-"""What happens to a group once its samples are generated: rewards, the user's hook, the filter. Counts what it takes out."""
+"""What happens to a group once its samples are generated: rewards, the user's hook, the filter.
+Counts what it takes out."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class ScoreStats:
 
 
 def equal_rewards(group: list[Sample]) -> str | None:
-    """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11): a group whose rewards are all equal has no advantage."""
+    """DAPO's dynamic sampling (Yu et al. 2025, arXiv 2503.14476, eq. 11):
+    a group whose rewards are all equal has no advantage."""
     return "equal_rewards" if len({sample.reward for sample in group}) < 2 else None
 
 
@@ -65,15 +67,23 @@ class Scorer:
     """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` of them."""
 
     def __init__(
-        self, rewards: Rewards, decode: Decode, *, group_filter: GroupFilter | None = None, group_hook: GroupHook | None = None,
-        max_failure_fraction: float = 1.0, batch_samples: int = 1, function: str = "the reward function",
-    ) -> None:  # fmt: skip
+        self,
+        rewards: Rewards,
+        decode: Decode,
+        *,
+        group_filter: GroupFilter | None = None,
+        group_hook: GroupHook | None = None,
+        max_failure_fraction: float = 1.0,
+        batch_samples: int = 1,
+        function: str = "the reward function",
+    ) -> None:
         self._rewards, self._decode, self._filter, self._hook = rewards, decode, group_filter, group_hook
         self._max_failure_fraction, self._batch_samples, self._function = max_failure_fraction, batch_samples, function
         self.stats = ScoreStats()
 
     async def rewards_of(self, samples: list[Sample]) -> ScoreStats:
-        """Set each sample's reward; one whose reward failed is FAILED and has none. Texts are decoded whole, environment tokens included."""
+        """Set each sample's reward; one whose reward failed is FAILED and has none.
+        Texts are decoded whole, environment tokens included."""
         started = asyncio.get_running_loop().time()
         texts = await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
         stats = ScoreStats(scored=len(samples), groups=1)
@@ -90,8 +100,8 @@ class Scorer:
     async def finish(self, samples: list[Sample]) -> str | None:
         """Score a group, take failed and aborted samples out of the list, apply hook and filter.
 
-        Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or None.
-        TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch.
+        Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or
+        None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch.
         """
         finished = [sample for sample in samples if sample.status is not SampleStatus.ABORTED]
         self.stats.aborted += len(samples) - len(finished)
@@ -109,7 +119,10 @@ class Scorer:
             return None
         reason = await asyncio.to_thread(self._filter, samples)
         if reason is not None and not isinstance(reason, str):
-            raise UsageError(f"rollout.group_filter returned {type(reason).__name__}; expected the reason for dropping the group, or None")
+            raise UsageError(
+                f"rollout.group_filter returned {type(reason).__name__}; "
+                "expected the reason for dropping the group, or None"
+            )
         return reason
 
     def take_stats(self) -> ScoreStats:

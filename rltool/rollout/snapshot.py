@@ -1,8 +1,9 @@
-"""What a checkpoint keeps of the rollout side: the data position, the books of all groups, and samples that were not trained on.
+"""What a checkpoint keeps of the rollout side: the data position, the books of all groups, and samples that were not
+trained on.
 
-The books are JSON; samples lie in two files of their own beside the checkpoint's, in the format of dump.py, for they may be long.
-Groups in hand, running and partial count as not trained: a run that resumes loses no prompt and repeats none, along the line of
-weights that survives.
+The books are JSON; samples lie in two files of their own beside the checkpoint's, in the format of dump.py, for they
+may be long. Groups in hand, running and partial count as not trained: a run that resumes loses no prompt and repeats
+none, along the line of weights that survives.
 """
 
 from __future__ import annotations
@@ -38,15 +39,22 @@ def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceS
 
 
 def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:
-    """The first half of a snapshot, on the collector's event loop: groups go on meanwhile. Returns the state and the samples, which
-    nobody changes any more."""
+    """The first half of a snapshot, on the collector's event loop: groups go on meanwhile.
+    Returns the state and the samples, which nobody changes any more."""
     groups, samples = [], []
     for group in collector.ledger.groups():
         if group.state is GroupState.IN_HAND and collector.delivered <= done:
             continue  # the batch of the last finished step: trained, though nobody has said so yet
         state = GroupState.READY if group.state in (GroupState.IN_HAND, GroupState.READY) else GroupState.PARTIAL
         kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
-        groups.append({"id": group.id, "prompt": group.prompt.index, "state": state.value, "samples": len(group.samples) if kept else None})
+        groups.append(
+            {
+                "id": group.id,
+                "prompt": group.prompt.index,
+                "state": state.value,
+                "samples": len(group.samples) if kept else None,
+            }
+        )
         if kept:
             samples += map(_as_it_is, group.samples)
     state = {
@@ -69,12 +77,15 @@ def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) 
 
 
 def _as_it_is(sample: Sample) -> Sample:
-    lists = {name: list(getattr(sample, name)) for name in ("response_ids", "response_mask", "response_logprobs", "versions")}
+    lists = {
+        name: list(getattr(sample, name)) for name in ("response_ids", "response_mask", "response_logprobs", "versions")
+    }
     return replace(sample, **lists)
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:
-    """The inverse of `snapshot`. directory: of the checkpoint; None where it holds no samples. UsageError for other data."""
+    """The inverse of `snapshot`. directory: of the checkpoint; None where it holds no samples.
+    UsageError for other data."""
     source = collector.source
     source.load_state_dict(state["source"])
     samples: Sequence[Sample] = ()
@@ -85,10 +96,11 @@ def restore(collector: Collector, state: dict[str, Any], directory: Path | None)
     for entry in state["groups"]:
         prompt = source.prompt(entry["prompt"])
         if entry["samples"] is None:
-            own = new_samples(entry["id"], prompt, count=collector.config.samples_per_prompt, run_seed=collector.config.run_seed)
+            own = new_samples(
+                entry["id"], prompt, count=collector.config.samples_per_prompt, run_seed=collector.config.run_seed
+            )
         else:
             own = list(samples[at : at + entry["samples"]])
             at += entry["samples"]
         groups.append(Group(entry["id"], prompt, own, GroupState(entry["state"])))
     collector.restore(groups, issued=state["issued"], delivered=state["done"], dropped=state["dropped"])
-

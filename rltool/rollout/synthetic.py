@@ -1,4 +1,5 @@
-"""Rollouts out of thin air: lengths like those of real ones, everything else random. For measuring and testing the trainer alone."""
+"""Rollouts out of thin air: lengths like those of real ones, everything else random.
+For measuring and testing the trainer alone."""
 
 from __future__ import annotations
 
@@ -8,17 +9,25 @@ from rltool.rollout.sample import Sample, SampleStatus
 
 PROMPT_MEDIAN, PROMPT_SIGMA = 1 / 6, 0.6
 RESPONSE_MEDIAN, RESPONSE_SIGMA = 1 / 6, 1.0
-"""Medians are fractions of the limits. Responses of reasoning models are near log-normal with sigma 1: here 4 % reach the limit."""
+"""Medians are fractions of the limits. Responses of reasoning models are near log-normal with sigma 1:
+here 4 % reach the limit."""
 
 
 def synthetic_samples(
-    step: int, *, seed: int, num_prompts: int, samples_per_prompt: int, max_prompt_tokens: int, max_response_tokens: int, vocab_size: int
+    step: int,
+    *,
+    seed: int,
+    num_prompts: int,
+    samples_per_prompt: int,
+    max_prompt_tokens: int,
+    max_response_tokens: int,
+    vocab_size: int,
 ) -> list[Sample]:
     """The samples of one step, a function of the arguments alone: the same on every machine and after a resume.
 
-    Lengths are log-normal, clipped to [1, limit]; a prompt's are shared by its group. Token ids are uniform over the vocabulary,
-    rewards 0 or 1 with a probability of the group's own, behaviour log-probabilities those of a policy that is sure of most tokens
-    (minus an exponential of mean 0.5). No weight version: no policy sampled this.
+    Lengths are log-normal, clipped to [1, limit]; a prompt's are shared by its group. Token ids are uniform over the
+    vocabulary, rewards 0 or 1 with a probability of the group's own, behaviour log-probabilities those of a policy that
+    is sure of most tokens (minus an exponential of mean 0.5). No weight version: no policy sampled this.
     """
     random = np.random.default_rng([seed, step])
     samples = []

@@ -13,9 +13,9 @@ from rltool.errors import UsageError
 class Tokenizer:
     """Wraps a Hugging Face tokenizer. Prompts are tokenised once, here; responses are never tokenised again.
 
-    stop_ids: token ids that end a response, sorted: those of generation_config.json, the tokenizer's EOS, and configured ones.
-    vocab_size: rows of the model's embedding (config.json), so ids below it are safe to send; the tokenizer's own
-        length where there is no config.json.
+    stop_ids: token ids that end a response, sorted: those of generation_config.json, the tokenizer's EOS, and
+    configured ones. vocab_size: rows of the model's embedding (config.json), so ids below it are safe to send; the
+    tokenizer's own length where there is no config.json.
     eos_id: the token that supervised targets end with; None if the tokenizer has none.
     """
 
@@ -26,10 +26,14 @@ class Tokenizer:
         self.vocab_size = vocab_size
         for token_id in self.stop_ids:
             if not 0 <= token_id < vocab_size:
-                raise UsageError(f"stop token id {token_id} is outside the vocabulary of {vocab_size} tokens: check sampling.stop_token_ids and generation_config.json")
+                raise UsageError(
+                    f"stop token id {token_id} is outside the vocabulary of {vocab_size} tokens: "
+                    "check sampling.stop_token_ids and generation_config.json"
+                )
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Ids of a plain prompt, with BOS where the tokenizer adds one. A trailing EOS that some tokenizers add is removed."""
+        """Ids of a plain prompt, with BOS where the tokenizer adds one.
+        A trailing EOS that some tokenizers add is removed."""
         ids = list(self._hf(text)["input_ids"])
         if ids and ids[-1] == self.eos_id and not text.endswith(self._hf.eos_token or ""):
             # such a tokenizer (add_eos_token) would tell the model that the text is over before it has begun to answer
@@ -37,13 +41,18 @@ class Tokenizer:
         return ids
 
     def render_messages(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The chat template's text, ending where the assistant begins to speak. UsageError if the model has no template."""
+        """The chat template's text, ending where the assistant begins to speak.
+        UsageError if the model has no template."""
         if not self._hf.chat_template:
-            raise UsageError("this model's tokenizer has no chat template: give `prompt` (text) instead of `messages`, or set data.apply_chat_template = false")
+            raise UsageError(
+                "this model's tokenizer has no chat template: "
+                "give `prompt` (text) instead of `messages`, or set data.apply_chat_template = false"
+            )
         return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Ids of a text that a chat template wrote. The template writes BOS itself: adding special tokens would double it."""
+        """Ids of a text that a chat template wrote. The template writes BOS itself:
+        adding special tokens would double it."""
         return list(self._hf(text, add_special_tokens=False)["input_ids"])
 
     def encode_target(self, text: str) -> list[int]:
@@ -57,14 +66,19 @@ class Tokenizer:
         return self._hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def load_tokenizer(model_dir: Path, *, stop_token_ids: Iterable[int] = (), trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer in a Hugging Face directory (or a converted one, which carries it along). UsageError if it cannot be loaded."""
+def load_tokenizer(
+    model_dir: Path, *, stop_token_ids: Iterable[int] = (), trust_remote_code: bool = False
+) -> Tokenizer:
+    """The tokenizer in a Hugging Face directory (or a converted one, which carries it along).
+    UsageError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     if not model_dir.is_dir():
         raise UsageError(f"model directory {model_dir} does not exist")
     try:
-        hf_tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=trust_remote_code)
+        hf_tokenizer = AutoTokenizer.from_pretrained(
+            model_dir, local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"cannot load a tokenizer from {model_dir}: {error}") from error
     stop_ids = {*_eos_ids(model_dir / "generation_config.json"), *stop_token_ids}

@@ -1,4 +1,5 @@
-"""What this run may train on: its own published versions, and earlier attempts' up to the checkpoint it was resumed from."""
+"""What this run may train on: its own published versions, and earlier attempts' up to the checkpoint it was resumed
+from."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from rltool.engines.weight_version import BadWeightVersion, Lineage, WeightVersi
 
 @dataclass
 class VersionBook:
-    """published: training steps of the weights that the last sync gave out, None before the first; publishing: of the sync that
-    is under way, whose tokens may come back before it has ended everywhere."""
+    """published: training steps of the weights that the last sync gave out, None before the first; publishing: of the
+    sync that is under way, whose tokens may come back before it has ended everywhere."""
 
     lineage: Lineage
     published: int | None = None
@@ -26,12 +27,13 @@ class VersionBook:
         self.published, self.publishing = step, None
 
     def refusal(self, version: str) -> str | None:
-        """"foreign", "unpublished", or None: see Lineage.refusal."""
+        """Either "foreign", "unpublished", or None: see Lineage.refusal."""
         newest = max((n for n in (self.published, self.publishing) if n is not None), default=-1)
         return self.lineage.refusal(version, published=newest)
 
     def is_behind(self, version: str, published: int) -> bool:
-        """Whether a request that was sent when `published` was out came back with older tokens: its engine has missed a sync."""
+        """Whether a request that was sent when `published` was out came back with older tokens:
+        its engine has missed a sync."""
         try:
             found = WeightVersion.parse(version)
         except BadWeightVersion:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Medium as Transport
+from rltool.engines.dialect import Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.types import EngineInfo

@@ -20,7 +20,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Medium as Transport
+from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams

@@ -15,7 +15,7 @@ import rltool
 from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
-from rltool.engines.dialect import Medium as Transport
+from rltool.engines.dialect import Transport
 from rltool.engines.weight_version import Lineage
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic

@@ -1,7 +1,7 @@
-"""The disk medium: a weight version as a directory in Hugging Face layout, one safetensors file per bucket.
+"""The disk transport: a weight version as a directory in Hugging Face layout, one safetensors file per bucket.
 
-rltool's vLLM plugin reads it bucket by bucket as it is announced; SGLang's /update_weights_from_disk, or any other reader of
-the layout, takes the directory as a whole.
+rltool's vLLM plugin reads it bucket by bucket as it is announced; SGLang's /update_weights_from_disk, or any other
+reader of the layout, takes the directory as a whole.
 """
 
 from __future__ import annotations

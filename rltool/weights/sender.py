@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
 from rltool.config.train import WeightsConfig
 from rltool.engines import wire
@@ -42,7 +42,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Connection:
-    """A transfer group of 1 + the engine's world size ranks; the trainer is rank 0 and hosts the store at address:port."""
+    """A transfer group of 1 + the engine's world size ranks;
+    the trainer is rank 0 and hosts the store at address:port."""
 
     target: Target
     address: str
@@ -74,7 +75,8 @@ class WeightSender:
         self._groups: dict[str, Any] = {}
 
     def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        """Open each of these engines' rendezvous, listening from now on, and say where it is. Groups with others stay."""
+        """Open each of these engines' rendezvous, listening from now on, and say where it is.
+        Groups with others stay."""
         self._hosted = []
         for target in targets:
             self._groups.pop(target.url, None)
@@ -84,20 +86,25 @@ class WeightSender:
         return [connection for connection, _ in self._hosted]
 
     def join(self) -> dict[str, str]:
-        """Join all hosted groups, side by side with the engines' own joining. Returns URL -> reason for those that failed."""
+        """Join all hosted groups, side by side with the engines' own joining.
+        Returns URL -> reason for those that failed."""
         failures: dict[str, str] = {}
         with ThreadPoolExecutor(max(1, len(self._hosted))) as pool:
-            waiting = [(connection, pool.submit(open_group, connection, store, self.timeout)) for connection, store in self._hosted]
+            waiting = [
+                (connection, pool.submit(open_group, connection, store, self.timeout))
+                for connection, store in self._hosted
+            ]
             for connection, future in waiting:
                 try:
                     self._groups[connection.target.url] = future.result()
-                except RuntimeError as error:  # of which all of torch's rendezvous errors are; it is this engine's alone
+                except RuntimeError as error:  # all of torch's rendezvous errors are; it is this engine's alone
                     failures[connection.target.url] = f"joining its transfer group: {error}"
         self._hosted = []
         return failures
 
     def send(self, stream: Stream, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
-        """Broadcast every bucket into the groups of these engines, which receive side by side. Other engines' groups stay as they are.
+        """Broadcast every bucket into the groups of these engines, which receive side by side. Other engines' groups
+        stay as they are.
 
         An engine whose broadcast fails is left out from there on. The stream is drained in any case: producing it is a
         collective of all trainer ranks.
@@ -137,6 +144,7 @@ def write_to_disk(stream: Stream, buckets: Sequence[Bucket], directory: Path, mo
     started = time.perf_counter()
     writer = DiskWriter(directory, model_files)
     for bucket, flat in fill_buckets(stream, buckets):
+        assert flat is not None, "only the rank that has the tensors writes them"
         writer.write(bucket, flat)
     writer.finish()
     return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started)
@@ -149,10 +157,13 @@ def drain(stream: Stream) -> None:
 
 
 def open_group(connection: Connection, store: TCPStore, timeout: float) -> Any:
-    """Join the engine's group as rank 0, in the way its dialect rendezvouses. Returns an object with broadcast(flat, root) -> work."""
+    """Join the engine's group as rank 0, in the way its dialect rendezvouses.
+    Returns an object with broadcast(flat, root) -> work."""
     if connection.target.dialect == "sglang":
         return open_sglang_group(store, connection.world_size, connection.group, timeout)
-    return wire.open_group(connection.address, connection.port, 0, connection.world_size, connection.group, timeout, store=store)
+    return wire.open_group(
+        connection.address, connection.port, 0, connection.world_size, connection.group, timeout, store=store
+    )
 
 
 def remove_old_versions(root: Path, run_id: str, keep: int = 2) -> None:

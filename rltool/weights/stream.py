@@ -29,12 +29,14 @@ def flatten(tensors: Iterable[Tensor], total: int, device: torch.device | str) -
     return flat
 
 
-def fill_buckets(stream: Iterable[tuple[TensorMeta, Tensor | None]], buckets: Sequence[Bucket], device: torch.device | str = "cpu") -> Iterator[tuple[Bucket, Tensor | None]]:
+def fill_buckets(
+    stream: Iterable[tuple[TensorMeta, Tensor | None]], buckets: Sequence[Bucket], device: torch.device | str = "cpu"
+) -> Iterator[tuple[Bucket, Tensor | None]]:
     """Pair each bucket with its bytes ([bytes] uint8), one bucket in memory at a time; None on ranks that do not send.
 
     stream: (metadata, tensor) in the announced order, tensor None on all but the sending rank. It is drained to its end
-    on every rank, because producing it is a collective. Raises WeightStreamError for a tensor of another name, dtype or shape
-    than announced, or for too few or too many.
+    on every rank, because producing it is a collective. Raises WeightStreamError for a tensor of another name, dtype or
+    shape than announced, or for too few or too many.
     """
     source = iter(stream)
     for bucket in buckets:

@@ -1,15 +1,16 @@
 """One weight sync, whole: a coroutine that drives the engines over HTTP and awaits the trainer's ranks.
 
-connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in `finally`
--> value check of new connections. It runs where the fleet and the HTTP client live, the one owner of the control plane.
+connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
+`finally` -> value check of new connections. It runs where the fleet and the HTTP client live, the one owner of the
+control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
-- Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go on. Only a sync
-  that reaches nobody raises.
-- An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet, is sampled
-  directly, and the ranks score its tokens.
-- The coroutine ends only when every rank's `send` has ended: Ray runs a rank's methods one after another, so an abandoned send
-  would hold up the next training step. It is not to be cancelled; its deadlines end it.
+- Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
+  on. Only a sync that reaches nobody raises.
+- An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet,
+  is sampled directly, and the ranks score its tokens.
+- The coroutine ends only when every rank's `send` has ended: Ray runs a rank's methods one after another, so an
+  abandoned send would hold up the next training step. It is not to be cancelled; its deadlines end it.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Dialect
-from rltool.engines.dialect import Medium as Transport
+from rltool.engines.dialect import Dialect, Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
@@ -45,7 +45,8 @@ Failures = dict[str, str]
 """engine URL -> what went wrong there; empty: all is well"""
 
 LEAVE_SECONDS = 5.0
-"""For telling an engine whose update failed to leave its group; if it does not answer that either, its deadline will do."""
+"""For telling an engine whose update failed to leave its group;
+if it does not answer that either, its deadline will do."""
 
 
 class WeightSyncFailed(EngineError):
@@ -68,8 +69,8 @@ class Ranks(Protocol):
 class SyncReport:
     """bytes: of one copy of the weights; seconds by phase: connect, pause, transfer, finish, resume, verify.
 
-    updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference| of the
-    value check over the engines that were checked, None where none was.
+    updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
+    of the value check over the engines that were checked, None where none was.
     """
 
     version: str
@@ -85,8 +86,8 @@ class SyncReport:
         phases = " ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
         total = len(self.updated) + len(self.failed)
         text = (
-            f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines in {self.seconds:.3f} s "
-            f"({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases})"
+            f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
+            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases})"
         )
         if self.difference is not None:
             text += f"; engines agree with the trainer within {self.difference:.1e}"
@@ -94,7 +95,11 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """weights/* and time/sync_seconds."""
-        values = {"weights/sync_seconds": self.seconds, "weights/sync_bytes": float(self.bytes), "time/sync_seconds": self.seconds}
+        values = {
+            "weights/sync_seconds": self.seconds,
+            "weights/sync_bytes": float(self.bytes),
+            "time/sync_seconds": self.seconds,
+        }
         values["weights/failed_engines"] = float(len(self.failed))
         if self.difference is not None:
             values["weights/logprob_abs_diff_mean"] = self.difference
@@ -108,20 +113,34 @@ class WeightSync:
     """
 
     def __init__(
-        self, client: EngineClient, fleet: Fleet, endpoints: dict[str, EngineEndpoint], infos: dict[str, EngineInfo], ranks: Ranks,
-        config: WeightsConfig, check: ValueCheck, *, transport: Transport, step_deadline: float, disk_root: Path,
-    ) -> None:  # fmt: skip
+        self,
+        client: EngineClient,
+        fleet: Fleet,
+        endpoints: dict[str, EngineEndpoint],
+        infos: dict[str, EngineInfo],
+        ranks: Ranks,
+        config: WeightsConfig,
+        check: ValueCheck,
+        *,
+        transport: Transport,
+        step_deadline: float,
+        disk_root: Path,
+    ) -> None:
         self.client, self.fleet, self.endpoints, self.infos, self.ranks = client, fleet, endpoints, infos, ranks
-        self.config, self.check, self.transport, self.deadline, self.disk_root = config, check, transport, step_deadline, disk_root
+        self.config, self.check = config, check
+        self.transport: Transport = transport
+        self.deadline, self.disk_root = step_deadline, disk_root
         self._buckets: list[Bucket] = []
         self._connected: dict[str, str | None] = {}  # URL -> boot id of the process that joined
 
-    async def sync(self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None) -> SyncReport:
+    async def sync(
+        self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
+    ) -> SyncReport:
         """Bring every engine that takes weights, and can be paused now, to `version`.
 
-        only: these engines, which missed the version; the others go on serving. check_all: compare values of every engine, not of
-        new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a rank raises; every engine that
-        was paused has been told to resume all the same, and none is PAUSED in the fleet.
+        only: these engines, which missed the version; the others go on serving. check_all: compare values of every
+        engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
+        rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
         """
         started = time.perf_counter()
         phases: dict[str, float] = {}
@@ -149,7 +168,8 @@ class WeightSync:
                     self.fleet.advance(version)
             finally:
                 with _timed(phases, "resume"):
-                    failures = await self._resume(paused) | failures  # the first failure of an engine is the one to report
+                    # The first failure of an engine is the one to report.
+                    failures = await self._resume(paused) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with _timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
@@ -171,7 +191,9 @@ class WeightSync:
         urls = [url for url in self._connected if url in self.endpoints]
         failures = await self._gather(urls, self._shut_down)
         alive = [m.url for m in self.fleet.members() if m.takes_weights and m.state not in (State.DEAD, State.STARTING)]
-        failures = await self._gather(alive, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume())) | failures
+        failures = (
+            await self._gather(alive, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume())) | failures
+        )
         self._connected = {}
         await self.ranks.leave_transfer()
         return failures
@@ -180,7 +202,9 @@ class WeightSync:
 
     async def _connect(self, urls: Sequence[str]) -> tuple[set[str], Failures]:
         """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
-        new = [url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id]
+        new = [
+            url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
+        ]
         if not new:
             return set(), {}
         targets = [Target(url, self.endpoints[url].dialect or "", self.infos[url].world_size) for url in new]
@@ -201,12 +225,21 @@ class WeightSync:
 
         async def init(endpoint: EngineEndpoint) -> None:
             connection = by_url[endpoint.url]
-            with suppress(EngineError):  # a trainer that died may have left a group behind; one that cannot be left will say so now
+            # A trainer that died may have left a group behind; one that cannot be left fails now.
+            with suppress(EngineError):
                 await self._run(endpoint, self._dialect(endpoint).shutdown_transfer(GROUP))
-            await self._run(endpoint, self._dialect(endpoint).init_transfer(
-                self.transport, address=connection.address, port=connection.port, rank_offset=1, world_size=connection.world_size,
-                group=connection.group, timeout_seconds=2 * self.deadline,  # see _announce
-            ))  # fmt: skip
+            await self._run(
+                endpoint,
+                self._dialect(endpoint).init_transfer(
+                    self.transport,
+                    address=connection.address,
+                    port=connection.port,
+                    rank_offset=1,
+                    world_size=connection.world_size,
+                    group=connection.group,
+                    timeout_seconds=2 * self.deadline,  # see _announce
+                ),
+            )
 
         return init
 
@@ -217,7 +250,8 @@ class WeightSync:
         await self._run(endpoint, speaks.begin_update())
 
     async def _transfer(self, version: str, urls: Sequence[str]) -> Failures:
-        """Send every bucket while each engine receives at its own pace; the disk transport writes first and announces paths."""
+        """Send every bucket while each engine receives at its own pace;
+        the disk transport writes first and announces paths."""
         if self.transport == "disk":
             directory = version_directory(self.disk_root, version)
             await self.ranks.write(self._buckets, directory)
@@ -236,9 +270,9 @@ class WeightSync:
     async def _announce(self, endpoint: EngineEndpoint, version: str, paths: Sequence[Path]) -> None:
         """Every bucket, in order; gloo engines take the bytes while the request is open.
 
-        An engine that fails is told to leave its group at once: the trainer's broadcast into it then ends with an error instead of
-        waiting for its deadline, with the other engines behind it. One that hangs cannot be told, and costs the others up to one
-        step deadline; hence their two, here and in their groups.
+        An engine that fails is told to leave its group at once: the trainer's broadcast into it then ends with an error
+        instead of waiting for its deadline, with the other engines behind it. One that hangs cannot be told, and costs
+        the others up to one step deadline; hence their two, here and in their groups.
         """
         speaks = self._dialect(endpoint)
         try:
@@ -256,7 +290,8 @@ class WeightSync:
         self.fleet.update_finished(endpoint.url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:
-        """Every engine that was paused, whatever became of its update: a frozen one serves nobody, not even somebody else."""
+        """Every engine that was paused, whatever became of its update:
+        a frozen one serves nobody, not even somebody else."""
         failures = await self._gather(urls, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume()))
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
@@ -325,8 +360,9 @@ class WeightSync:
             return f"weights {version}: no engine is there to receive them{states}"
         lines = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
         return (
-            f"weights {version} reached none of {len(failures)} engines:\n{lines}\nIf an engine has died, its log tells why (`rltool logs`); "
-            f"`rltool engines resume` frees engines that stayed paused."
+            f"weights {version} reached none of {len(failures)} engines:\n{lines}\n"
+            "If an engine has died, its log tells why (`rltool logs`); "
+            "`rltool engines resume` frees engines that stayed paused."
         )
 
 

@@ -1,7 +1,9 @@
-"""The value check of a weight sync: an engine samples, the trainer scores the same tokens, the log-probabilities must agree.
+"""The value check of a weight sync: an engine samples, the trainer scores the same tokens, the log-probabilities must
+agree.
 
-A version number that an engine echoes is bookkeeping. A communicator that disabled itself (NCCL below 2.29), a head that kept
-its prepacked matrix (tied embeddings on a CPU): both reported success at every call, and only values showed it.
+A version number that an engine echoes is bookkeeping. A communicator that disabled itself (NCCL below 2.29), a head
+that kept its prepacked matrix (tied embeddings on a CPU): both reported success at every call, and only values showed
+it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ RESPONSE_TOKENS = 16
 
 
 def probe_request(vocab_size: int, temperature: float, max_model_len: int | None = None) -> GenerateRequest:
-    """A prompt of fixed pseudo-random ids; sampled like the rollouts, but over the whole vocabulary (no top-p, no top-k)."""
+    """A prompt of fixed pseudo-random ids; sampled like the rollouts,
+    but over the whole vocabulary (no top-p, no top-k)."""
     rng = random.Random(20260)
     room = (max_model_len or PROMPT_TOKENS + RESPONSE_TOKENS) - PROMPT_TOKENS
     prompt = tuple(rng.randrange(vocab_size) for _ in range(PROMPT_TOKENS))
@@ -49,7 +52,8 @@ def probe_batch(request: GenerateRequest, completions: list[Completion]) -> Trai
 
 @dataclass(frozen=True)
 class Compared:
-    """mean: |log-probability difference| over all engines that were compared; failed: engine -> what is wrong with it."""
+    """mean: |log-probability difference| over all engines that were compared;
+    failed: engine -> what is wrong with it."""
 
     mean: float
     failed: dict[str, str]
@@ -57,7 +61,8 @@ class Compared:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines; tolerance: weights.verify_tolerance."""
+    """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines;
+    tolerance: weights.verify_tolerance."""
 
     vocab_size: int
     temperature: float
@@ -80,8 +85,10 @@ class ValueCheck:
             found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
             if not found.abs_mean <= self.tolerance:
                 failed[url] = (
-                    f"acknowledged the weights, but its log-probabilities differ from the trainer's by {found.abs_mean:.2e} on average "
-                    f"(max {found.abs_max:.2e}; weights.verify_tolerance is {self.tolerance:g}). Either the tensors did not arrive, or the "
-                    f"engine computes in another precision than the trainer: compare --dtype of serve-engines with model.dtype."
+                    "acknowledged the weights, but its log-probabilities differ from the trainer's by "
+                    f"{found.abs_mean:.2e} on average (max {found.abs_max:.2e}; "
+                    f"weights.verify_tolerance is {self.tolerance:g}). "
+                    "Either the tensors did not arrive, or the engine computes in another precision than the trainer: "
+                    "compare --dtype of serve-engines with model.dtype."
                 )
         return Compared(logprob_difference(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask).abs_mean, failed)

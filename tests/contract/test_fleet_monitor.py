@@ -21,7 +21,7 @@ from tests.contract.fakes.vllm import FakeVllm
 GENERATE = "/inference/v1/generate"
 LONG = 60.0
 """Seconds: far more than anything here takes."""
-QUICK = FleetPolicy(probe_seconds=0.02, trial_seconds=0.02, probes_to_suspect=2, probes_to_dead=4)
+QUICK = FleetPolicy(probe_seconds=0.02, canary_seconds=0.02, probes_to_suspect=2, probes_to_dead=4)
 
 
 class Clock:

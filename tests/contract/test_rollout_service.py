@@ -664,7 +664,8 @@ def test_closing_twice_is_fine_and_leaves_engines_serving(serve, settings, spell
             await train(service, 1)
             there(spellers[0], spellers[0].batch.freeze)
             assert await service.close() == []
-            assert not any(engine.paused for engine in spellers) and all(engine.medium is None for engine in spellers)
+            assert not any(engine.paused for engine in spellers)
+            assert all(engine.transport is None for engine in spellers)
 
     asyncio.run(run())
 

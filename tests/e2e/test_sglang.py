@@ -113,14 +113,16 @@ class Trainer:
     async def tell(self, requests: list[HttpRequest]) -> list[Any]:
         return await self.client.run(self.where, requests, timeout=SECONDS)
 
-    async def push(self, model, medium: str = "gloo") -> str:
+    async def push(self, model, transport: str = "gloo") -> str:
         """One full sync of the model's weights; the version that the engine then has."""
         self.tensors = tensors_of(model)
         self.version = self.version.next()
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(2) as pool:
             handles = _Control(self.control, loop), _Sender(self, pool)
-            sync = WeightSync(*handles, medium=medium, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root)
+            sync = WeightSync(
+                *handles, transport=transport, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root
+            )
             report = await asyncio.to_thread(sync.sync, str(self.version))
         assert (report.engines_ok, report.bytes) == (1, sum(t.numel() * t.element_size() for t in self.tensors.values()))
         return str(self.version)
@@ -186,8 +188,8 @@ def play(engine: RunningEngine, tmp_path: Path) -> Callable[[Callable[[Trainer],
 # -- values
 
 
-@pytest.mark.parametrize("medium", ["gloo", "disk"])
-def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play, medium):
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play, transport):
     async def scenario(trainer: Trainer):
         old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (1, 2))
         await trainer.push(old)
@@ -195,7 +197,7 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play
         assert mean_difference(old, sample) < EQUAL
         assert mean_difference(new, sample) > DIFFERENT
 
-        version = await trainer.push(new, medium)
+        version = await trainer.push(new, transport)
         sample = await trainer.sample()
         assert mean_difference(new, sample) < EQUAL
         assert mean_difference(old, sample) > DIFFERENT

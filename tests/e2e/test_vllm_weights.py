@@ -53,8 +53,8 @@ def session(engine, scenario):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("medium", ["gloo", "disk"])
-def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, medium, tmp_path):
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, transport, tmp_path):
     async def scenario(sender: Sender):
         before = perturbed_model(engine.launch.model, seed=1)
         after = perturbed_model(engine.launch.model, seed=2)
@@ -63,7 +63,7 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, medi
         assert mean_difference(before, sample) < EQUAL
         assert mean_difference(after, sample) > DIFFERENT
 
-        if medium == "gloo":
+        if transport == "gloo":
             await sender.gloo(tensors_of(after), "two")
         else:
             await sender.disk(tensors_of(after), "two", tmp_path)

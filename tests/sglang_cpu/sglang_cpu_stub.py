@@ -3,11 +3,14 @@
 On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but two of its imports assume CUDA:
 
 - `sgl_kernel`, its kernel package, has no CPU wheel. Here every submodule and attribute of that name exists, and raises
-  NotImplementedError when it is called: a code path that really needs a kernel fails by name, instead of computing nonsense.
-- the registry's `torchvision` is a CUDA build whose operator library does not load, and importing it then fails because it
-  registers meta kernels for operators that nobody declared. Here the operators are declared (not implemented) beforehand.
+  NotImplementedError when it is called: a code path that really needs a kernel fails by name, instead of computing
+  nonsense.
+- the registry's `torchvision` is a CUDA build whose operator library does not load, and importing it then fails because
+  it registers meta kernels for operators that nobody declared. Here the operators are declared (not implemented)
+  beforehand.
 
-A .pth file imports this module at the start of every interpreter of the environment, so it imports nothing heavy itself.
+A .pth file imports this module at the start of every interpreter of the environment, so it imports nothing heavy
+itself.
 """
 
 from __future__ import annotations

@@ -381,25 +381,25 @@ def test_failed_requests_are_not_forgiven_by_healthy_probes():
     assert world.state(A) is State.SUSPECT
 
 
-def test_a_wedged_engine_is_tried_at_intervals_and_serves_after_a_successful_trial():
-    world = World(trial_seconds=10).serving(A)
-    assert world.fleet.trials_due() == ()
+def test_a_wedged_engine_is_tried_at_intervals_and_serves_after_a_successful_canary():
+    world = World(canary_seconds=10).serving(A)
+    assert world.fleet.canaries_due() == ()
     world.fails_requests(A, 2)
-    assert world.fleet.trials_due() == (A,)
-    assert world.fleet.trials_due() == ()
+    assert world.fleet.canaries_due() == (A,)
+    assert world.fleet.canaries_due() == ()
     world.later(10)
-    assert world.fleet.trials_due() == (A,)
+    assert world.fleet.canaries_due() == (A,)
     world.answers_requests(A)
     assert world.fleet.serving() == (A,)
 
 
-def test_a_wedged_engine_whose_trials_fail_is_dead_and_revived_only_by_a_trial_or_a_restart():
+def test_a_wedged_engine_whose_canaries_fail_is_dead_and_revived_only_by_a_canary_or_a_restart():
     world = World().serving(A)
     world.fails_requests(A, 5)
     assert world.state(A) is State.DEAD
     world.answers(A, version=str(V0))
     assert world.state(A) is State.DEAD
-    assert world.fleet.trials_due() == (A,)
+    assert world.fleet.canaries_due() == (A,)
     world.answers_requests(A)
     assert world.state(A) is State.STALE
 

@@ -27,9 +27,9 @@ class WeightUpdateError(RuntimeError):
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """See rltool.engines.wire. All fields but `medium` belong to gloo."""
+    """See rltool.engines.wire. All fields but `transport` belong to gloo."""
 
-    medium: str
+    transport: str
     address: str = ""
     port: int = 0
     rank_offset: int = 1
@@ -38,12 +38,12 @@ class InitInfo(WeightTransferInitInfo):
     timeout_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.medium not in ("gloo", "disk"):
-            raise ValueError(f"medium {self.medium!r} is neither gloo nor disk")
-        if self.medium == "gloo":
+        if self.transport not in ("gloo", "disk"):
+            raise ValueError(f"transport {self.transport!r} is neither gloo nor disk")
+        if self.transport == "gloo":
             for name in ("address", "port", "group", "timeout_seconds"):
                 if not getattr(self, name):
-                    raise ValueError(f"init info of medium gloo lacks {name!r}")
+                    raise ValueError(f"init info of transport gloo lacks {name!r}")
             if not 1 <= self.rank_offset < self.world_size:
                 raise ValueError(
                     f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}"
@@ -76,7 +76,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._medium: str | None = None
+        self._transport: str | None = None
         self._group = None
         self._received: set[str] = set()
         self.changed = False
@@ -84,7 +84,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group; the old one, of this trainer or of one that died, is left first."""
         self.shutdown()
-        if init_info.medium == "gloo":
+        if init_info.transport == "gloo":
             parallel = self.parallel_config
             rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
             self._group = wire.open_group(
@@ -95,10 +95,10 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 init_info.group,
                 init_info.timeout_seconds,
             )
-        self._medium = init_info.medium
+        self._transport = init_info.transport
 
     def start_weight_update(self) -> None:
-        if self._medium is None:
+        if self._transport is None:
             raise WeightUpdateError("no transfer was initialised: /init_weight_transfer_engine comes first")
         reload.begin_reload(self.model)
         self._received = set()
@@ -113,7 +113,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         try:
             bucket = update_info.bucket()
-            named = self._read_file(bucket, update_info.path) if self._medium == "disk" else self._receive(bucket)
+            named = self._read_file(bucket, update_info.path) if self._transport == "disk" else self._receive(bucket)
             self._load(named)
         except BaseException:
             reload.abandon_reload(self.model)
@@ -138,7 +138,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._received = set()
 
     def shutdown(self) -> None:
-        group, self._group, self._medium = self._group, None, None
+        group, self._group, self._transport = self._group, None, None
         if group is not None:
             group.shutdown()
 

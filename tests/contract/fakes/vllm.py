@@ -60,7 +60,7 @@ class FakeVllm(FakeServer):
         self.boot_id = uuid.uuid4().hex
         self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
-        self.medium: str | None = None
+        self.transport: str | None = None
         self.updating = False
         self.changed = False
         self._group = None
@@ -311,7 +311,7 @@ class FakeVllm(FakeServer):
         self._leave()
         info = recorded.body["init_info"]
         try:
-            if info["medium"] == "gloo":
+            if info["transport"] == "gloo":
                 self._group = await asyncio.to_thread(
                     wire.open_group,
                     info["address"],
@@ -323,12 +323,12 @@ class FakeVllm(FakeServer):
                 )
         except RuntimeError as error:  # torch's own errors at a rendezvous that fails
             return _worker_failed(str(error))
-        self.medium = info["medium"]
+        self.transport = info["transport"]
         return web.json_response({"message": "Weight transfer initialized"})
 
     async def _start_update(self, _) -> web.Response:
         self._end_unfinished_update()
-        if self.medium is None:
+        if self.transport is None:
             return _worker_failed("no transfer was initialised: /init_weight_transfer_engine comes first")
         self.updating = True
         return web.json_response({"message": "Weight update started"})
@@ -341,7 +341,7 @@ class FakeVllm(FakeServer):
             TensorMeta(n, d, tuple(s)) for n, d, s in zip(info["names"], info["dtypes"], info["shapes"], strict=True)
         )
         try:
-            if self.medium == "disk":
+            if self.transport == "disk":
                 from safetensors.torch import load_file
 
                 self.tensors |= load_file(info["path"])
@@ -376,7 +376,7 @@ class FakeVllm(FakeServer):
             self.version = "incomplete"
 
     def _leave(self) -> None:
-        self.medium = None
+        self.transport = None
         if self._group is not None:
             self._group.shutdown()
             self._group = None
