@@ -63,7 +63,9 @@ class Rewards:
     def __init__(self) -> None:
         self.mean = self.mean_tokens = 0.0
 
-    def __call__(self, completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         rewards = [float(text.strip() == wanted.strip()) for text, wanted in zip(completions, label, strict=True)]
         self.mean = sum(rewards) / len(rewards)
         self.mean_tokens = sum(map(len, completion_ids)) / len(completion_ids)

@@ -42,7 +42,11 @@ class FakeWorker:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         app = web.Application(middlewares=[self._guard])
-        replies: dict[str, Callable[[], Any]] = {"/server_info": self._server_info, "/model_info": self._model_info, "/v1/models": self._models}
+        replies: dict[str, Callable[[], Any]] = {
+            "/server_info": self._server_info,
+            "/model_info": self._model_info,
+            "/v1/models": self._models,
+        }
         for path, reply in replies.items():
             app.router.add_get(path, lambda _request, reply=reply: self._json(reply()))
         for path in ("/health", "/ready"):
@@ -78,7 +82,11 @@ class FakeWorker:
             await asyncio.sleep(self.delay)
         finally:
             self.in_flight -= 1
-        meta = {"id": body.get("rid"), "finish_reason": {"type": "length", "length": 1}, "output_token_logprobs": [[-0.5, 7, None]]}
+        meta = {
+            "id": body.get("rid"),
+            "finish_reason": {"type": "length", "length": 1},
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
         return web.json_response({"text": "", "output_ids": [7], "worker": self.url, "meta_info": meta})
 
     @staticmethod
@@ -100,4 +108,7 @@ class FakeWorker:
 
     @staticmethod
     def _models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 512}]}
+        return {
+            "object": "list",
+            "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 512}],
+        }

@@ -47,7 +47,12 @@ except RltoolError as error:
 
 class Foreground:
     def __init__(self, root, detach=""):
-        self.process = subprocess.Popen([sys.executable, "-c", FOREGROUND, str(root), detach], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FOREGROUND, str(root), detach],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         first = self.process.stdout.readline()
         assert first == "brought up\n", first + self.process.stdout.read()
         self.run = open_run("r", create=False, root=root)
@@ -206,7 +211,10 @@ def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are
         "signal.signal(signal.SIGTERM, end)\nprint('up', flush=True)\ntime.sleep(600)\n"
     )
     with ProcessGroup(run) as group:
-        started = [group.start(ProcessSpec(role=role, argv=(sys.executable, "-c", code))) for role, code in (("engine-0", engine), ("train", trainer))]
+        started = [
+            group.start(ProcessSpec(role=role, argv=(sys.executable, "-c", code)))
+            for role, code in (("engine-0", engine), ("train", trainer))
+        ]
         write_state(run, started[1].state.model_copy(update={"orderly_seconds": DEADLINE}))
         deadline = time.monotonic() + DEADLINE
         while any("up" not in process.log.read_text() for process in started):

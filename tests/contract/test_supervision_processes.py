@@ -63,7 +63,16 @@ def gone(process):
 
 
 def test_a_started_process_is_recorded_and_logs_both_streams(run):
-    process = start(python("worker", "import sys, os; print('out', os.environ['X']); sys.stderr.write('err')", environment={"X": "1"}, url="http://u", gpus=(3,)), run)
+    process = start(
+        python(
+            "worker",
+            "import sys, os; print('out', os.environ['X']); sys.stderr.write('err')",
+            environment={"X": "1"},
+            url="http://u",
+            gpus=(3,),
+        ),
+        run,
+    )
     assert process.popen.wait(DEADLINE) == 0
     log = process.log.read_text()
     assert "out 1" in log

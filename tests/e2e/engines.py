@@ -82,7 +82,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start_vllm(model_dir: Path, work_dir: Path, *, extra_args: tuple[str, ...] = (), max_model_len: int = 256) -> RunningEngine:
+def start_vllm(
+    model_dir: Path, work_dir: Path, *, extra_args: tuple[str, ...] = (), max_model_len: int = 256
+) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it."""
     key_file = work_dir / "key"
     key_file.touch(mode=0o600)

@@ -29,7 +29,9 @@ def train_on_a_small_disk(job: Job, run: str, size: int, steps: int, *sets: str,
     """
     checkpoints = job.runs / run / "checkpoints"
     checkpoints.mkdir(parents=True)
-    argv = job.argv("debug train-only", run, "--fake-data", "--steps", str(steps), sets=["checkpoint.every_steps=1", *sets])
+    argv = job.argv(
+        "debug train-only", run, "--fake-data", "--steps", str(steps), sets=["checkpoint.every_steps=1", *sets]
+    )
     script = f'mount -t tmpfs -o size={size} none "$1" || exit 99; {before}"${{@:2}}"; code=$?; wait; echo; ls -A "$1" | tr "\\n" " "; exit $code'
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "bash", str(checkpoints), *argv],
@@ -42,10 +44,16 @@ def train_on_a_small_disk(job: Job, run: str, size: int, steps: int, *sets: str,
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_stays(job, asynchronous):
-    code, said = train_on_a_small_disk(job, f"stop-{asynchronous}", int(2.5 * CHECKPOINT), 5, f"checkpoint.async_save={asynchronous}")
+    code, said = train_on_a_small_disk(
+        job, f"stop-{asynchronous}", int(2.5 * CHECKPOINT), 5, f"checkpoint.async_save={asynchronous}"
+    )
     assert code == 1 and "Traceback" not in said, said
     words = " ".join(said.split())
-    assert words.count("was not written") == 1 and "step_3 was not written: " in words and "No space left on device" in words
+    assert (
+        words.count("was not written") == 1
+        and "step_3 was not written: " in words
+        and "No space left on device" in words
+    )
     assert "bytes and a little more" in words and "keep_last" in words
     assert said.splitlines()[-1].split() == ["latest", "step_1", "step_2"], "no partial directory"
 

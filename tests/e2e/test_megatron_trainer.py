@@ -189,11 +189,14 @@ def test_supervised_loss_is_cross_entropy(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_supervised_training_does_not_depend_on_the_sampling_temperature_and_policy_training_does(ranks, tmp_path, temperature):
+def test_supervised_training_does_not_depend_on_the_sampling_temperature_and_policy_training_does(
+    ranks, tmp_path, temperature
+):
     path, batch = save_hf(tmp_path), policy_batch(LENGTHS)
     for loss in ("sft", "policy"):
         at_one, other = (
-            ranks.run(case_train, 1, path, 1, 1, batch, 2, 1, {"algorithm": {"loss": loss}, "temperature": t})[0] for t in (1.0, temperature)
+            ranks.run(case_train, 1, path, 1, 1, batch, 2, 1, {"algorithm": {"loss": loss}, "temperature": t})[0]
+            for t in (1.0, temperature)
         )
         # Metrics of the step, and the hash of the weights after it.
         assert (at_one[0] == other[0] and at_one[2] == other[2]) == (loss == "sft")

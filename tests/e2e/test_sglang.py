@@ -79,7 +79,9 @@ def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             SPEAKS.argv(launch), env=os.environ | SPEAKS.environment(launch), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
             cwd=work_dir, start_new_session=True,
         )  # fmt: skip
-    running = RunningEngine(EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log)
+    running = RunningEngine(
+        EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log
+    )
     tree = []
     try:
         wait_ready(running)
@@ -120,9 +122,14 @@ class Trainer:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(2) as pool:
             handles = _Control(self.control, loop), _Sender(self, pool)
-            sync = WeightSync(*handles, medium=medium, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root)
+            sync = WeightSync(
+                *handles, medium=medium, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root
+            )
             report = await asyncio.to_thread(sync.sync, str(self.version))
-        assert (report.engines_ok, report.bytes) == (1, sum(t.numel() * t.element_size() for t in self.tensors.values()))
+        assert (report.engines_ok, report.bytes) == (
+            1,
+            sum(t.numel() * t.element_size() for t in self.tensors.values()),
+        )
         return str(self.version)
 
     async def sample(self, **request: Any) -> Completion:
@@ -153,7 +160,9 @@ class _Sender:
         self._trainer, self._pool, self._sender = trainer, pool, WeightSender(trainer.config)
 
     def weight_metadata(self) -> list[TensorMeta]:
-        return [TensorMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._trainer.tensors.items()]
+        return [
+            TensorMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._trainer.tensors.items()
+        ]
 
     def _stream(self):
         return zip(self.weight_metadata(), self._trainer.tensors.values(), strict=True)
@@ -237,7 +246,9 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
         first_version = await trainer.push(old)
         running = asyncio.create_task(trainer.sample(max_tokens=LONG))
         await has_running_request(trainer)
-        await trainer.tell(SPEAKS.pause("keep"))  # before the sync does it again: joining its group gives the request time to end
+        await trainer.tell(
+            SPEAKS.pause("keep")
+        )  # before the sync does it again: joining its group gives the request time to end
         assert not running.done()
         second_version = await trainer.push(new)
         sample = await running
@@ -245,7 +256,12 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
         first, second = sample.versions
         assert (first.start, first.end, second.end) == (0, second.start, LONG)
         for model, span in ((old, first), (new, second)):
-            part = replace(sample, token_ids=sample.token_ids[span.start : span.end], logprobs=sample.logprobs[span.start : span.end], versions=())
+            part = replace(
+                sample,
+                token_ids=sample.token_ids[span.start : span.end],
+                logprobs=sample.logprobs[span.start : span.end],
+                versions=(),
+            )
             assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
 
     play(scenario)
@@ -326,7 +342,10 @@ def test_an_abort_ends_our_own_requests_alone_with_the_tokens_that_they_have(pla
         assert 0 < (await client.load(where)).kv_cache_usage < 1
         await client.abort(where, [*client.request_ids(where, ours), uuid.uuid4().hex], timeout=SECONDS)
         cut, whole = [await task for task in tasks]
-        assert all(sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG for sample in cut)
+        assert all(
+            sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG
+            for sample in cut
+        )
         assert [(sample.finish_reason, len(sample.token_ids)) for sample in whole] == [("length", LONG)] * 2
 
     play(scenario)
@@ -371,7 +390,15 @@ def test_an_engine_that_joins_a_trainer_that_dies_is_free_at_once(engine, play):
 
     async def scenario(trainer: Trainer):
         store = host_store("127.0.0.1", 0, SECONDS)
-        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
+        init = SPEAKS.init_transfer(
+            "gloo",
+            address="127.0.0.1",
+            port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group=GROUP,
+            timeout_seconds=SECONDS,
+        )
         joining = asyncio.create_task(trainer.tell(init))
         while store.num_keys() < 2:  # torch's count of clients and rank 1's address: now it waits for ours
             assert not joining.done()
@@ -392,7 +419,9 @@ def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engin
         version = await trainer.push(model)
         absent = str(tmp_path / "absent" / "model-00001-of-00001.safetensors")
         with pytest.raises(EngineRejected, match="update_weights_from_disk"):
-            await trainer.tell([*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)])
+            await trainer.tell(
+                [*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)]
+            )
         await trainer.control.clear_leftovers()
         sample = await trainer.sample()
         assert mean_difference(model, sample) < EQUAL

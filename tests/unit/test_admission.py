@@ -70,7 +70,10 @@ def test_a_ready_group_that_is_too_old_is_never_part_of_a_batch():
 
 
 def test_tokens_that_are_masked_do_not_make_a_group_too_old():
-    for policy in (AdmissionPolicy(batch=2, max_staleness=1, on_stale="mask"), AdmissionPolicy(batch=2, max_staleness=1, mask_older_than=0)):
+    for policy in (
+        AdmissionPolicy(batch=2, max_staleness=1, on_stale="mask"),
+        AdmissionPolicy(batch=2, max_staleness=1, mask_older_than=0),
+    ):
         assert choose(policy, groups(True, True, oldest=0), 5).batch == (0, 1)
 
 

@@ -28,7 +28,10 @@ def plain_group_advantages(rewards, groups, normalize_std):
 def test_group_advantages_match_a_plain_loop_for_shuffled_groups_of_any_size(normalize_std):
     groups = torch.tensor([7, 3, 7, 99, 3, 7, -1, 3, 7])
     rewards = torch.rand(9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(group_advantages(rewards, groups, normalize_std=normalize_std), plain_group_advantages(rewards, groups, normalize_std))
+    torch.testing.assert_close(
+        group_advantages(rewards, groups, normalize_std=normalize_std),
+        plain_group_advantages(rewards, groups, normalize_std),
+    )
 
 
 def test_one_dropped_sample_does_not_mix_groups():

@@ -72,7 +72,9 @@ class Work:
 
 def make(work, policy, *, prompts=50, on_event=lambda: None, **settings):
     source = PromptSource([Prompt(i, (1, 2), f"p{i}") for i in range(prompts)], seed=1)
-    return Collector(source, policy, work, work.versions, CollectorConfig(**{**SETTINGS, **settings}), on_event=on_event)
+    return Collector(
+        source, policy, work, work.versions, CollectorConfig(**{**SETTINGS, **settings}), on_event=on_event
+    )
 
 
 def publish(collector, step):
@@ -100,7 +102,15 @@ def test_synchronous_batches_are_the_groups_in_order_and_none_starts_before_it_i
         assert collector.ledger.issued == 0
         found = await batches(collector, 3)
         assert numbers(found) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
-        assert collector.ledger.counts() == {"issued": 15, "running": 0, "partial": 0, "ready": 0, "in_hand": 5, "trained": 10, "dropped": 0}
+        assert collector.ledger.counts() == {
+            "issued": 15,
+            "running": 0,
+            "partial": 0,
+            "ready": 0,
+            "in_hand": 5,
+            "trained": 10,
+            "dropped": 0,
+        }
 
     asyncio.run(run())
 

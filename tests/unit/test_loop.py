@@ -124,7 +124,19 @@ def test_weights_are_synced_before_the_first_rollout_and_after_every_update(tmp_
     world = World()
     run = Run(tmp_path, world)
     run.loop.run()
-    assert world.calls == ["sync", "evaluate", "rollout", "gradients", "update", "sync", "rollout", "gradients", "update", "sync", "evaluate"]
+    assert world.calls == [
+        "sync",
+        "evaluate",
+        "rollout",
+        "gradients",
+        "update",
+        "sync",
+        "rollout",
+        "gradients",
+        "update",
+        "sync",
+        "evaluate",
+    ]
     assert run.saves == [2]
     assert [r["step"] for r in run.records()] == [-1, 0, 1]
     assert run.records()[1]["weight_versions"] == ["v0"] and run.records()[1]["weight_version"] == "v1"
@@ -148,8 +160,25 @@ def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
 
 def test_supervised_training_syncs_weights_only_to_evaluate(tmp_path):
     world = World()
-    Run(tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}).loop.run()
-    assert world.calls == ["sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate"]
+    Run(
+        tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}
+    ).loop.run()
+    assert world.calls == [
+        "sync",
+        "evaluate",
+        "rollout",
+        "update",
+        "rollout",
+        "update",
+        "sync",
+        "evaluate",
+        "rollout",
+        "update",
+        "rollout",
+        "update",
+        "sync",
+        "evaluate",
+    ]
 
 
 def test_it_ends_once_the_goal_is_reached(tmp_path):
@@ -309,7 +338,9 @@ def test_an_error_between_two_updates_still_lets_the_save_in_flight_end(tmp_path
 def test_a_checkpoint_knows_the_metrics_of_its_step(tmp_path):
     world = World()
     world.accuracy = 0.25
-    run = Run(tmp_path, world, steps=2, checkpoint={"every_steps": 1}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 1})
+    run = Run(
+        tmp_path, world, steps=2, checkpoint={"every_steps": 1}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 1}
+    )
     measured = []
     run.saves.save = lambda progress: measured.append((progress.step, progress.metrics["eval/heldout/accuracy"]))
     run.loop.run()

@@ -18,7 +18,9 @@ def modules_after(statement):
 
 
 def test_importing_the_plugin_imports_nothing_heavy():
-    assert not {"vllm", "torch", "ray", "megatron", "typer", "aiohttp", "pydantic"} & set(modules_after("import rltool.engines.plugin"))
+    assert not {"vllm", "torch", "ray", "megatron", "typer", "aiohttp", "pydantic"} & set(
+        modules_after("import rltool.engines.plugin")
+    )
 
 
 def test_the_middleware_needs_neither_ray_nor_megatron_nor_typer():
