@@ -1,11 +1,12 @@
-"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the quickstart's model and task, the same settings, one run.
+"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the quickstart's model and task, the same settings.
 
     python -m benchmarks.grpo_vs_trl --work runs/grpo-vs-trl --json runs/grpo-vs-trl/result.json
 
-Both start from the quickstart's supervised warm start and take the same prompts in the same order. The opponents take turns
-(rltool, trl, trl with one thread, rltool, ...), each alone with all cores; engines are stopped while TRL trains. A step is one
-rollout and its optimizer steps. Both sides print a line when a step is over, and this process takes the time when it reads it.
-TRL runs in an environment of its own, built from requirements/benchmark-trl.txt when first needed.
+One run measures both. They start from the quickstart's supervised warm start and take the same prompts in the same
+order. The opponents take turns (rltool, trl, trl with one thread, rltool, ...), each alone with all cores; engines are
+stopped while TRL trains. A step is one rollout and its optimizer steps. Both sides print a line when a step is over,
+and this process takes the time when it reads it. TRL runs in an environment of its own, built from
+requirements/benchmark-trl.txt when first needed.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class Settings:
 
 @dataclass
 class Block:
-    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that others used
-    just before; load: averages of one minute."""
+    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that
+    others used just before; load: averages of one minute."""
 
     side: str
     seconds: list[float]
@@ -247,7 +248,10 @@ class Bench:
                     child.terminate()
 
     def _step_lines(self, command: list[str], environment: dict[str, str]) -> list[tuple[float, str]]:
-        """(time of reading, line) of each line that begins with `step ` or `versions `. CalledProcessError if the command fails."""
+        """(time of reading, line) of each line that begins with `step ` or `versions `.
+
+        Raises CalledProcessError if the command fails.
+        """
         found = []
         with self._child(command, environment) as child:
             for line in child.stdout:
@@ -300,7 +304,8 @@ def build_trl_environment(directory: Path) -> Path:
 
 
 def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
-    """Per side: steps a minute of each round (60 / median seconds) and over all; ratios against rltool round by round; rewards and phases."""
+    """Per side: steps a minute of each round (60 / median seconds) and over all; ratios against rltool round by round;
+    rewards and phases."""
     sides: dict[str, Any] = {}
     for side in dict.fromkeys(block.side for block in blocks):
         own = [block for block in blocks if block.side == side]
@@ -339,7 +344,8 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = [
-        "| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps | cores busy before | load average before and after |",
+        "| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps "
+        "| cores busy before | load average before and after |",
         "|---|---|---|---|---|---|---|",
     ]
     for side, found in result["sides"].items():

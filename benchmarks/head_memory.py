@@ -22,7 +22,9 @@ def step(n):
         logits = states[:n] @ weight.t()
         logprobs = torch.log_softmax(logits, dim=-1).gather(-1, targets[:n, None]).squeeze(-1)
     else:
-        logprobs, _ = head_logprobs(states[:n], weight, targets[:n], temperature=1.0, vocab_size=vocabulary, chunk=int(kind))
+        logprobs, _ = head_logprobs(
+            states[:n], weight, targets[:n], temperature=1.0, vocab_size=vocabulary, chunk=int(kind)
+        )
     logprobs.sum().backward()
 step(8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -24,7 +24,8 @@ DEADLINE = 30.0
 # A parent that prints the pid of a child which ignores TERM, as do some worker processes while they load CUDA.
 STUBBORN_FAMILY = """
 import signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
 print("child", child.pid, flush=True)
 time.sleep(600)
 """

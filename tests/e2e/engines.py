@@ -27,7 +27,7 @@ STOP_SECONDS = 20.0
 
 @dataclass
 class RunningEngine:
-    """A live server. `endpoint` is what endpoints.json would say of it."""
+    """A live server. `endpoint` is its entry in endpoints.json."""
 
     endpoint: EngineEndpoint
     launch: EngineLaunch

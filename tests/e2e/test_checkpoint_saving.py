@@ -1,4 +1,4 @@
-"""Saving beside training: the bytes are those of the step that was saved, one save at a time, and failures are everybody's."""
+"""Saving beside training: the bytes are of the step that was saved, one save at a time, failures are everybody's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic against plain torch on the transformers model, in every layout, beside the policy, and through checkpoints."""
+"""The critic against plain torch on the transformers model, in every layout, beside the policy, through checkpoints."""
 
 from __future__ import annotations
 
@@ -156,7 +156,10 @@ def case_resume(place, path, batch, layout, directory):
 
 
 def case_without_critic(place, path, batch, with_critic, directory):
-    """A checkpoint with a critic also serves a run without one; the other way round is refused. A critic may start from either."""
+    """A checkpoint with a critic also serves a run without one; the other way round is refused.
+
+    A critic may start from either.
+    """
     from rltool.checkpoints.torch_dist import load_checkpoint, load_weights, save_checkpoint
 
     with pair(place, path, {}) as (trainer, critic):

@@ -1,4 +1,4 @@
-"""The distributed optimizer without Transformer Engine and Apex: what is saved is restored, bit by bit, also under another layout."""
+"""The distributed optimizer with neither Transformer Engine nor Apex: state is restored bit by bit, in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL, driver and Ray's processes together, at any moment: it resumes and ends as if nothing had happened."""
+"""A run killed with SIGKILL, driver and Ray's processes together, at any moment: it ends as if undisturbed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class Victim:
         )
 
     def partial(self) -> Path | None:
-        """What is being written, once there is a complete checkpoint to fall back on. A leftover is swept up before the first step."""
+        """What is being written, once there is a complete checkpoint to fall back on. A leftover is removed before the
+        first step."""
         if "step " not in self.job.output(self.run):
             return None
         found = list(self.checkpoints.glob(".step_*.partial"))
@@ -78,7 +79,8 @@ class Victim:
                 getattr(member, action)()
 
     def kill_in(self, moment: Callable[[Victim], bool]) -> None:
-        """Once the moment is seen, all processes are stopped where they are; if it still holds, they are killed, else they run on."""
+        """Once the moment is seen, all processes are stopped where they are; if it still holds, they are killed, else
+        they run on."""
         deadline = time.monotonic() + DEADLINE
         while True:
             assert self.process.poll() is None, (

@@ -1,4 +1,4 @@
-"""One step off-policy and asynchronous training against a real vLLM, with updates in flight; stops; and kill -9 with a resume in each mode."""
+"""One step off-policy and asynchronous training against a real vLLM: updates in flight, stops, kill -9 and resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_untied_dir: Path, vllm_en
 
 
 def trained_groups(job: Job, run: str) -> Counter[int]:
-    """How often each group was trained on, along the line of weights that survives: a step that was done again replaced its dump."""
+    """How often each group was trained on, along the line of weights that survives.
+
+    A step that was done again replaced its dump.
+    """
     counts: Counter[int] = Counter()
     for record in job.steps(run):
         dump = json.loads((job.runs / run / "rollouts" / f"step_{record['step']:06d}.json").read_text())

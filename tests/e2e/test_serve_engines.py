@@ -1,4 +1,4 @@
-"""`rltool serve-engines`, `router`, `status`, `logs` and `stop` as a user types them, on the real vLLM and sglang-router."""
+"""`rltool serve-engines`, `router`, `status`, `logs`, `stop` as a user types them, on real vLLM and sglang-router."""
 
 from __future__ import annotations
 
@@ -123,9 +123,8 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert len(trees) >= 3  # the engine has at least one worker process
     assert all(key not in " ".join(process.cmdline()) for process in trees)
     assert "engine-0 |" in rltool(root, "logs", "-n", "3")
-    rltool(
-        root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2
-    )  # it is running already
+    # it is running already
+    rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2)
 
     pause(rows["engine-0"]["url"], key)  # as a trainer does that dies in the middle of a sync
     paused = json.loads(rltool(root, "status", "--json"))["runs"][0]["processes"]

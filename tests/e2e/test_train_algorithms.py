@@ -1,4 +1,4 @@
-"""Algorithms that need more than one model, through the command: `debug train-only` on recorded rollouts, without any engine."""
+"""Algorithms with more than one model, through the command: `debug train-only` on recorded rollouts, with no engine."""
 
 from __future__ import annotations
 
@@ -95,9 +95,10 @@ def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_pat
 
 def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depend_on_them(job):
     sets = [
-        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01",
-        "algorithm.is_weights=token", "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9", "algorithm.is_mask_high=1.1",
-        "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
+        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
+        "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01", "algorithm.is_weights=token",
+        "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9",
+        "algorithm.is_mask_high=1.1", "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
     ]  # fmt: skip
     replay(job, "one", sets=sets)
     replay(job, "two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])

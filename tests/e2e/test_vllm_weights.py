@@ -53,8 +53,8 @@ def session(engine, scenario):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("medium", ["gloo", "disk"])
-def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, medium, tmp_path):
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, transport, tmp_path):
     async def scenario(sender: Sender):
         before = perturbed_model(engine.launch.model, seed=1)
         after = perturbed_model(engine.launch.model, seed=2)
@@ -63,7 +63,7 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, medi
         assert mean_difference(before, sample) < EQUAL
         assert mean_difference(after, sample) > DIFFERENT
 
-        if medium == "gloo":
+        if transport == "gloo":
             await sender.gloo(tensors_of(after), "two")
         else:
             await sender.disk(tensors_of(after), "two", tmp_path)
@@ -121,7 +121,7 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
             first, second = sample.versions
             assert (first.version, second.version) == ("old", "new")
             assert (first.start, first.end, second.end) == (0, second.start, 240)
-            # each part has the log-probabilities of the weights that sampled it: the cache of the first part was recomputed
+            # each part has the log-probabilities of the weights that sampled it: the first part's cache was recomputed
             for model, span in ((old, first), (new, second)):
                 tokens, logprobs = sample.token_ids[span.start : span.end], sample.logprobs[span.start : span.end]
                 part = replace(sample, token_ids=tokens, logprobs=logprobs, versions=())

@@ -1,4 +1,4 @@
-"""A trainer in miniature for engine tests: perturbed copies of a checkpoint, a gloo and a disk sender, and HF's log-probabilities."""
+"""A trainer in miniature for engine tests: perturbed copies of a checkpoint, a gloo and a disk sender, HF's scores."""
 
 from __future__ import annotations
 

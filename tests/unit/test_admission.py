@@ -84,7 +84,7 @@ def test_when_stale_groups_are_resampled_a_batch_takes_what_is_ready_and_waits_f
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_admission_alone_keeps_every_group_within_the_bound_whatever_the_order_of_completion(staleness):
-    """Groups finish in random order over hundreds of steps; the batch of each step is taken as soon as it is complete."""
+    """Groups finish in random order over hundreds of steps; each step takes its batch once it is complete."""
     rng = random.Random(staleness)
     policy = AdmissionPolicy(batch=3, max_staleness=staleness)
     started: dict[int, int] = {}

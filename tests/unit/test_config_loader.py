@@ -28,7 +28,8 @@ def test_flags_win_over_set_over_later_files_over_earlier_ones_over_defaults(tmp
     assert config.model.path == Path("models/b")
     assert config.optimizer.beta1 == 0.9
     assert loaded.origins == {
-        "seed": "--seed", "steps": str(second), "optimizer.lr": "--set", "optimizer.min_lr": str(first), "model.path": "--set",
+        "seed": "--seed", "steps": str(second), "optimizer.lr": "--set", "optimizer.min_lr": str(first),
+        "model.path": "--set",
     }  # fmt: skip
 
 

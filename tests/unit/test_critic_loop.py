@@ -1,4 +1,4 @@
-"""PPO's loop: values before advantages, policy before critic, a warm-up of the critic alone; and the pure parts of the critic."""
+"""PPO's loop: values before advantages, policy before critic, a warm-up of the critic alone; its pure parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation says is checked against the code: commands, links, keys, names, quoted messages, examples."""
+"""The documentation is checked against the code: commands, links, keys, names, quoted messages, examples."""
 
 from __future__ import annotations
 
@@ -87,9 +87,8 @@ def options(command) -> set[str]:
 def test_every_command_to_copy_parses(page, line):
     words = shlex.split(line, comments=True)[1:]
     command, arguments = leaf(words)
-    command.make_context(
-        command.name, list(arguments)
-    )  # raises for an unknown option, a missing argument or a wrong value
+    # raises for an unknown option, a missing argument or a wrong value
+    command.make_context(command.name, list(arguments))
     for before, word in pairwise(words):
         if before == "--set":
             assert word.partition("=")[0] in set(generator().keys(TrainConfig)), word

@@ -28,7 +28,11 @@ LONGEST = 6
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
-        *({"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k} for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline") for k in ("k1", "k2", "k3")),
+        *(
+            {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
+            for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+            for k in ("k1", "k2", "k3")
+        ),
     ],
     ids=str,
 )  # fmt: skip

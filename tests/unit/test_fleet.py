@@ -624,7 +624,7 @@ class Truth:
 
 @dataclass
 class Walk:
-    """Facts and commands in random order, legal or not, against simulated engines that restart behind the fleet's back."""
+    """Facts and commands in random order, legal or not, against simulated engines that restart unseen."""
 
     rng: random.Random
     world: World = field(default_factory=lambda: World(start_seconds=400, pause_seconds=200))

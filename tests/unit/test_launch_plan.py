@@ -165,8 +165,8 @@ def test_engine_flags_without_the_double_dash_are_a_usage_error():
 
 def info(launch, **changes):
     facts = dict(
-        dialect="vllm", engine_version="0", model_id="policy", world_size=1, max_model_len=None, vocab_size=None, dtype=None,
-        weight_backend="rltool", weight_version=None, boot_id=launch.boot_id, plugin=True,
+        dialect="vllm", engine_version="0", model_id="policy", world_size=1, max_model_len=None, vocab_size=None,
+        dtype=None, weight_backend="rltool", weight_version=None, boot_id=launch.boot_id, plugin=True,
     )  # fmt: skip
     return EngineInfo(**(facts | changes))
 

@@ -1,4 +1,4 @@
-"""The loop with everything around it replaced by records of calls: what happens, in which order, and what is saved when."""
+"""The loop with all around it replaced by records of calls: what happens, in which order, what is saved when."""
 
 from __future__ import annotations
 
@@ -283,7 +283,10 @@ def test_checkpoints_and_exports_come_when_they_are_due_and_none_twice(tmp_path)
 
 
 class FailingSaves(Saves):
-    """The second checkpoint fails, at the step boundary after it was begun; `ended` counts the waits for what is in flight."""
+    """The second checkpoint fails, at the step boundary after it was begun.
+
+    `ended` counts the waits for what is in flight.
+    """
 
     ended = 0
     failing = False

@@ -67,10 +67,19 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
     [
         (["algorithm.kl_coef=0.1"], ["reference"], []),
         (["algorithm.overlong_buffer=3"], [], ["train/overlong_fraction"]),
-        (["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], ["policy", "reference"], ["train/kl"]),
+        (
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            ["policy", "reference"], ["train/kl"],
+        ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
-        (["algorithm.is_weights=token", "algorithm.is_cap=1.05"], ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"]),
-        (["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"], ["policy"], ["train/masked_fraction"]),
+        (
+            ["algorithm.is_weights=token", "algorithm.is_cap=1.05"],
+            ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
+        ),
+        (
+            ["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"],
+            ["policy"], ["train/masked_fraction"],
+        ),
     ],
     ids=str,
 )  # fmt: skip

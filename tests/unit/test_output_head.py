@@ -142,7 +142,8 @@ hidden = torch.randn(4096, 16, requires_grad=True)
 weight = torch.randn(16000, 16, requires_grad=True)
 targets = torch.randint(0, 16000, (4096,))
 def step(rows, chunk):
-    logprobs, entropy = head_logprobs(hidden[:rows], weight, targets[:rows], temperature=1.0, vocab_size=16000, chunk=chunk)
+    parts = hidden[:rows], weight, targets[:rows]
+    logprobs, entropy = head_logprobs(*parts, temperature=1.0, vocab_size=16000, chunk=chunk)
     (logprobs.sum() + entropy.sum()).backward()
 step(8, 8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

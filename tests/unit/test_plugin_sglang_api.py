@@ -27,8 +27,8 @@ def answer(*choices, **request_changes):
 
 def test_sampling_parameters_get_vllms_names():
     given = {
-        "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "n": 2, "sampling_seed": 3,
-        "ignore_eos": True, "min_new_tokens": 1,
+        "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "n": 2,
+        "sampling_seed": 3, "ignore_eos": True, "min_new_tokens": 1,
     }  # fmt: skip
     request = to_vllm(body(sampling_params=given))
     assert request == {

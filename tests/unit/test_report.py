@@ -31,11 +31,17 @@ def full_run(run_dir):
     write(
         run_dir,
         *(
-            record(s, rollout__reward_mean=0.3 + s / 50, rollout__response_length_mean=5.0, train__logprob_abs_diff_mean=1e-6, train__logprob_abs_diff_max=0.0,
-                   time__generate_seconds=1.0, time__train_seconds=0.5, time__step_seconds=1.7, **({"eval__words__accuracy": 0.3 + s / 50} if s in (0, 30) else {}))
+            record(
+                s, rollout__reward_mean=0.3 + s / 50, rollout__response_length_mean=5.0,
+                train__logprob_abs_diff_mean=1e-6, train__logprob_abs_diff_max=0.0, time__generate_seconds=1.0,
+                time__train_seconds=0.5, time__step_seconds=1.7,
+                **({"eval__words__accuracy": 0.3 + s / 50} if s in (0, 30) else {}),
+            )
             for s in range(31)
         ),
-        config={"config": {"model": {"path": "<script>alert(1)</script>"}, "seed": 7}, "origins": {"seed": "--seed & co"}},
+        config={
+            "config": {"model": {"path": "<script>alert(1)</script>"}, "seed": 7}, "origins": {"seed": "--seed & co"},
+        },
     )  # fmt: skip
 
 

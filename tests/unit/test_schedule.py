@@ -42,7 +42,7 @@ def test_costs_are_balanced_in_place_of_tokens_and_packing_stays_within_them():
     costs = [cost.training_flops(length) for length in lengths]
     plan = plan_micro_batches(lengths, max_tokens=1000, data_parallel=2, costs=costs)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(11))
-    # In tokens the ten short ones weigh as much as the long one; in attention they are a tenth of it, and stay together.
+    # In tokens the ten short ones weigh as much as the long one; in attention they are a tenth: they stay together.
     assert [sorted(i for micro in rank for i in micro) for rank in plan] == [[0], list(range(1, 11))]
     mixed = [1000] * 2 + [250] * 16
     by_tokens = plan_micro_batches(mixed, max_tokens=2000, data_parallel=2)

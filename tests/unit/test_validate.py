@@ -91,8 +91,9 @@ MODEL = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "vocab_size":
 
 def info(**changes) -> EngineInfo:
     values = dict(
-        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128, dtype="float32",
-        weight_backend="rltool", weight_version=None, boot_id="b", plugin=True, model_config=dict(MODEL),
+        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128,
+        dtype="float32", weight_backend="rltool", weight_version=None, boot_id="b", plugin=True,
+        model_config=dict(MODEL),
     )  # fmt: skip
     return EngineInfo(**{**values, **changes})
 
