@@ -147,7 +147,18 @@ def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypat
 
 
 def flash_attn_varlen_func(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False, window_size=(None, None)
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
 ):
     """FlashAttention 4's, with the arguments that count. Its windows count the keys before a query."""
     assert causal and window_size[1] in (None, 0)
@@ -165,7 +176,9 @@ def flash_attn(installed, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+@pytest.mark.parametrize(
+    "case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}]
+)
 def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
     assert judged(shape(**case), backend="auto") is attention.flash_attention_4
     assert judged(shape(**case), backend="flash_attention_4") is attention.flash_attention_4
@@ -173,7 +186,9 @@ def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
 
 
 def test_the_next_kernel_serves_where_flash_attention_4_is_wrong(flash_attn, caplog):
-    flash_attn.flash_attn_varlen_func = lambda *args, **options: flash_attn_varlen_func(*args, **{**options, "softmax_scale": 0.5})
+    flash_attn.flash_attn_varlen_func = lambda *args, **options: flash_attn_varlen_func(
+        *args, **{**options, "softmax_scale": 0.5}
+    )
     assert judged(shape(), backend="auto") is attention.transformer_engine_attention
     assert "FlashAttention 4's attention" in caplog.text and "it is not used" in caplog.text
     with pytest.raises(RltoolError, match='set trainer.attention = "torch"'):
