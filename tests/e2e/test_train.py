@@ -195,10 +195,10 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_c
     assert (direct.runs / "failing" / "checkpoints" / "step_0").is_dir()
 
 
-def test_a_gap_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):
-    said = direct("train", "gap", sets=["monitor.logprob_difference_limit=1e-12"], code=1)
+def test_a_logprob_difference_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):
+    said = direct("train", "differing", sets=["monitor.logprob_difference_limit=1e-12"], code=1)
     assert "trainer and engines disagree" in said and "no optimizer step was made" in said
-    assert not direct.steps("gap")
+    assert not direct.steps("differing")
 
 
 BROKEN = [

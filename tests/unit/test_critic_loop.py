@@ -143,7 +143,7 @@ def test_a_critic_that_skips_counts_as_a_skipped_step():
     [([], ["values", "policy", "discard"]), (["critic.warmup_rollouts=1"], ["forward of the policy"])],
     ids=str,
 )
-def test_a_gap_stops_the_critic_as_well(sets, calls):
+def test_a_logprob_difference_stops_the_critic_as_well(sets, calls):
     loop, trainer = loop_with(*sets, "monitor.logprob_difference_limit=1e-6")
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         loop.train(on_policy_batch())

@@ -188,17 +188,17 @@ def test_it_ends_once_the_goal_is_reached(tmp_path):
     assert run.loop.run().step == 2 and run.saves == [2]
 
 
-@pytest.mark.parametrize("gap", [0.2, math.nan])
-def test_a_gap_above_the_limit_stops_before_the_optimizer_step_and_saves_the_state_before_the_rollout(tmp_path, gap):
+@pytest.mark.parametrize("excess", [0.2, math.nan])
+def test_a_difference_above_the_limit_stops_before_the_step_and_saves_the_state_before_the_rollout(tmp_path, excess):
     world = World()
-    world.trainer_logprob = -1.0 + gap
+    world.trainer_logprob = -1.0 + excess
     run = Run(tmp_path, world)
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         run.loop.run()
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 
 
-def test_a_replay_measures_the_gap_and_goes_on(tmp_path):
+def test_a_replay_measures_the_logprob_difference_and_goes_on(tmp_path):
     world = World()
     world.trainer_logprob = -3.0
     run = Run(tmp_path, world, engines=False)
