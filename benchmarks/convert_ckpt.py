@@ -2,8 +2,8 @@
 
     python -m benchmarks.convert_ckpt [--gigabytes 1.5] [--dtype bfloat16] [--rounds 3] [--directory DIR]
 
-Writes a synthetic Qwen2-shaped model, then times, each made durable (fsync): a copy of its files; convert-ckpt to torch_dist
-without and with verification; and back to Hugging Face. Every step starts with the source in the page cache.
+Writes a synthetic Qwen2-shaped model, then times, each made durable (fsync): a copy of its files; convert-ckpt to
+torch_dist without and with verification; and back to Hugging Face. Every step starts with the source in the page cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def write_model(directory: Path, gigabytes: float, dtype: torch.dtype) -> int:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     layout = [(name, dtype, shape) for name, shape in family_for(config).hf_tensors()]
-    noise = 0.02 * torch.randn(max(math.prod(shape) for _, _, shape in layout), generator=torch.Generator().manual_seed(0))
+    noise = 0.02 * torch.randn(
+        max(math.prod(shape) for _, _, shape in layout), generator=torch.Generator().manual_seed(0)
+    )
     noise = noise.to(dtype)
     tensors = (noise[: math.prod(shape)].view(shape) for _, _, shape in layout)
     write_tensor_file(directory / "model.safetensors", layout, tensors)
@@ -104,12 +106,18 @@ def main() -> None:
             for step, action in steps.items():
                 times[step].append(seconds(action, work / "target"))
                 shutil.rmtree(work / "target")
-    print(f"{size / 1e6:,.0f} MB of {options.dtype}; {platform.machine()}, {os.cpu_count()} cores; median of {options.rounds}")
+    print(
+        f"{size / 1e6:,.0f} MB of {options.dtype}; {platform.machine()}, {os.cpu_count()} cores; "
+        f"median of {options.rounds}"
+    )
     medians = {step: statistics.median(measured) for step, measured in times.items()}
     for step, median in medians.items():
         spread = f"{min(times[step]):.1f} to {max(times[step]):.1f} s"
         ratio = medians["copy"] / median
-        print(f"{step:<25}{median:6.1f} s ({spread:>14}) {size / 1e6 / median:7.0f} MB/s  {ratio:5.2f} of the copy's speed")
+        print(
+            f"{step:<25}{median:6.1f} s ({spread:>14}) {size / 1e6 / median:7.0f} MB/s  "
+            f"{ratio:5.2f} of the copy's speed"
+        )
 
 
 if __name__ == "__main__":

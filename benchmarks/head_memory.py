@@ -22,7 +22,9 @@ def step(n):
         logits = states[:n] @ weight.t()
         logprobs = torch.log_softmax(logits, dim=-1).gather(-1, targets[:n, None]).squeeze(-1)
     else:
-        logprobs, _ = head_logprobs(states[:n], weight, targets[:n], temperature=1.0, vocab_size=vocabulary, chunk=int(kind))
+        logprobs, _ = head_logprobs(
+            states[:n], weight, targets[:n], temperature=1.0, vocab_size=vocabulary, chunk=int(kind)
+        )
     logprobs.sum().backward()
 step(8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -36,7 +38,9 @@ def main() -> None:
     logits = int(sizes[0]) * int(sizes[1]) * 4 / 2**20
     result = {"tokens": int(sizes[0]), "vocabulary": int(sizes[1]), "one_copy_of_the_logits_mib": round(logits)}
     for kind in ("whole", "128", "32"):
-        done = subprocess.run([sys.executable, "-c", PROGRAM, kind, *sizes], capture_output=True, text=True, check=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, kind, *sizes], capture_output=True, text=True, check=True, timeout=600
+        )
         name = "whole" if kind == "whole" else f"fused, chunks of {kind}"
         result[f"peak_mib: {name}"] = round(float(done.stdout))
     print(json.dumps(result))

@@ -2,8 +2,8 @@
 
     python trl_side.py SETTINGS.json
 
-Prints one line per rollout, `step I/N {json}`, and last `versions {json}`. SETTINGS.json holds grpo_vs_trl.Settings and the
-paths `model`, `data` and `output`.
+Prints one line per rollout, `step I/N {json}`, and last `versions {json}`. SETTINGS.json holds grpo_vs_trl.Settings and
+the paths `model`, `data` and `output`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Rewards:
     def __init__(self) -> None:
         self.mean = self.mean_tokens = 0.0
 
-    def __call__(self, completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         rewards = [float(text.strip() == wanted.strip()) for text, wanted in zip(completions, label, strict=True)]
         self.mean = sum(rewards) / len(rewards)
         self.mean_tokens = sum(map(len, completion_ids)) / len(completion_ids)
@@ -96,19 +98,22 @@ class StepLines(TrainerCallback):
 
 
 def grpo_config(settings: dict[str, Any]) -> GRPOConfig:
-    """Everything that rltool's side sets, and nothing on that only costs time: no checkpoints, trackers, bars or recomputation."""
+    """Everything that rltool's side sets, and nothing on that only costs time: no checkpoints, trackers, bars or
+    recomputation."""
     samples = settings["prompts"] * settings["samples"]
     return GRPOConfig(
         output_dir=settings["output"], seed=settings["seed"], max_steps=settings["steps"] * settings["optimizer_steps"],
-        per_device_train_batch_size=samples // settings["optimizer_steps"], steps_per_generation=settings["optimizer_steps"],
-        gradient_accumulation_steps=1, num_iterations=1, num_generations=settings["samples"], shuffle_dataset=False,
+        per_device_train_batch_size=samples // settings["optimizer_steps"],
+        steps_per_generation=settings["optimizer_steps"], gradient_accumulation_steps=1, num_iterations=1,
+        num_generations=settings["samples"], shuffle_dataset=False,
         max_completion_length=settings["max_response_tokens"], temperature=settings["temperature"], top_p=1.0, top_k=0,
-        learning_rate=settings["lr"], lr_scheduler_type="constant_with_warmup", warmup_steps=settings["lr_warmup_steps"],
-        adam_beta1=settings["beta1"], adam_beta2=settings["beta2"], adam_epsilon=settings["eps"], weight_decay=0.0, max_grad_norm=settings["clip_grad"],
+        learning_rate=settings["lr"], lr_scheduler_type="constant_with_warmup",
+        warmup_steps=settings["lr_warmup_steps"], adam_beta1=settings["beta1"], adam_beta2=settings["beta2"],
+        adam_epsilon=settings["eps"], weight_decay=0.0, max_grad_norm=settings["clip_grad"],
         # bnpo: the mean over the tokens of each optimizer step's batch, which is rltool's loss_reduction = "token"
-        loss_type="bnpo", scale_rewards="group", epsilon=settings["clip"], beta=0.0, disable_dropout=True,
-        use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False,
-        save_strategy="no", report_to="none", disable_tqdm=True, logging_steps=1_000_000, model_init_kwargs={"dtype": "float32"},
+        loss_type="bnpo", scale_rewards="group", epsilon=settings["clip"], beta=0.0, disable_dropout=True, use_cpu=True,
+        bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, save_strategy="no", report_to="none",
+        disable_tqdm=True, logging_steps=1_000_000, model_init_kwargs={"dtype": "float32"},
     )  # fmt: skip
 
 

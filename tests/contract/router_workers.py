@@ -1,4 +1,4 @@
-"""Fake SGLang servers for tests of the router: they demand their key, say who answered, and can be slow, failing or gone."""
+"""Fake SGLang servers for tests of the router: they demand their key, name who answered, can be slow, fail or go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rltool.engines.endpoints import EngineEndpoint
 
 
 class FakeWorker:
-    """A server in a thread of its own. `served` are the bodies of /generate; `keys` the Authorization header of every request."""
+    """A server in a thread. `served`: the bodies of /generate; `keys`: the Authorization header of every request."""
 
     def __init__(self, key: str | None, key_file: Path | None = None) -> None:
         self.key, self.key_file = key, key_file
@@ -42,7 +42,11 @@ class FakeWorker:
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         app = web.Application(middlewares=[self._guard])
-        replies: dict[str, Callable[[], Any]] = {"/server_info": self._server_info, "/model_info": self._model_info, "/v1/models": self._models}
+        replies: dict[str, Callable[[], Any]] = {
+            "/server_info": self._server_info,
+            "/model_info": self._model_info,
+            "/v1/models": self._models,
+        }
         for path, reply in replies.items():
             app.router.add_get(path, lambda _request, reply=reply: self._json(reply()))
         for path in ("/health", "/ready"):
@@ -78,26 +82,33 @@ class FakeWorker:
             await asyncio.sleep(self.delay)
         finally:
             self.in_flight -= 1
-        meta = {"id": body.get("rid"), "finish_reason": {"type": "length", "length": 1}, "output_token_logprobs": [[-0.5, 7, None]]}
+        meta = {
+            "id": body.get("rid"),
+            "finish_reason": {"type": "length", "length": 1},
+            "output_token_logprobs": [[-0.5, 7, None]],
+        }
         return web.json_response({"text": "", "output_ids": [7], "worker": self.url, "meta_info": meta})
 
     @staticmethod
     def _server_info() -> dict[str, Any]:
         return {
-            "model_path": "/models/tiny", "tokenizer_path": "/models/tiny", "served_model_name": "tiny", "is_generation": True,
-            "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 512, "max_running_requests": 8,
-            "disaggregation_mode": "null", "load_balance_method": "round_robin", "version": "0.5.23", "status": "ready",
-            "weight_version": "default",
+            "model_path": "/models/tiny", "tokenizer_path": "/models/tiny", "served_model_name": "tiny",
+            "is_generation": True, "tp_size": 1, "pp_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 512,
+            "max_running_requests": 8, "disaggregation_mode": "null", "load_balance_method": "round_robin",
+            "version": "0.5.23", "status": "ready", "weight_version": "default",
         }  # fmt: skip
 
     @staticmethod
     def _model_info() -> dict[str, Any]:
         return {
-            "model_path": "/models/tiny", "tokenizer_path": "/models/tiny", "is_generation": True, "weight_version": "default",
-            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "preferred_sampling_params": None,
-            "has_image_understanding": False, "has_audio_understanding": False,
+            "model_path": "/models/tiny", "tokenizer_path": "/models/tiny", "is_generation": True,
+            "weight_version": "default", "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+            "preferred_sampling_params": None, "has_image_understanding": False, "has_audio_understanding": False,
         }  # fmt: skip
 
     @staticmethod
     def _models() -> dict[str, Any]:
-        return {"object": "list", "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 512}]}
+        return {
+            "object": "list",
+            "data": [{"id": "tiny", "object": "model", "created": 1, "owned_by": "sglang", "max_model_len": 512}],
+        }

@@ -291,7 +291,7 @@ def test_transitions_are_logged_and_announced_and_reach_the_router(two):
             r.fleet.probe_succeeded(sick.url, sent_at=r.clock())
             await r.monitor.carry_out()
             assert router.calls == [("remove", sick.url), ("add", sick.url)]
-            r.fleet.drain(healthy.url, "told to leave")
+            r.fleet.drain(healthy.url, "asked to leave")
             await r.monitor.carry_out()
             r.fleet.remove(healthy.url, "left")
             await r.monitor.carry_out()

@@ -25,10 +25,17 @@ def free_port() -> int:
 @pytest.fixture
 def configure(tmp_path, key_file):
     """config(*addresses, more settings) of a model that the fakes serve."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": FakeVllm().vocab_size}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Qwen2ForCausalLM"], "vocab_size": FakeVllm().vocab_size})
+    )
 
     def config(*addresses: str, sets: tuple[str, ...] = (), key=key_file) -> TrainConfig:
-        values = [f'model.path="{tmp_path}"', f"engines.external={json.dumps(addresses)}", "sampling.max_prompt_tokens=16", "sampling.max_response_tokens=16"]
+        values = [
+            f'model.path="{tmp_path}"',
+            f"engines.external={json.dumps(addresses)}",
+            "sampling.max_prompt_tokens=16",
+            "sampling.max_response_tokens=16",
+        ]
         values += [f'engines.api_key_file="{key}"'] if key else []
         return load_config(TrainConfig, [], [*values, *sets]).config
 
@@ -78,7 +85,10 @@ def test_an_sglang_engine_is_recognised(configure, tmp_path):
     with FakeSglang() as engine:
         config = configure(engine.url, key=tmp_path / "sglang-key")
         fleet = probe_fleet(resolve_endpoints(config), timeout=5)
-    assert fleet.endpoints.engines[0].dialect == "sglang" and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"
+    assert (
+        fleet.endpoints.engines[0].dialect == "sglang"
+        and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"
+    )
 
 
 def endpoints_file(path, *engines, update_weights):

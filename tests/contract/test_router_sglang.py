@@ -58,7 +58,12 @@ def router(run, key):
     file = run.endpoints_file
     Endpoints(models={"policy": ModelEndpoints(engines=(seed.endpoint,))}).save(file)
     with ProcessGroup(run) as group:
-        start_router(RouterConfig(policy="round_robin", health_check_interval=1.0), ModelEndpoints(engines=(seed.endpoint,)), group, endpoints_file=file)
+        start_router(
+            RouterConfig(policy="round_robin", health_check_interval=1.0),
+            ModelEndpoints(engines=(seed.endpoint,)),
+            group,
+            endpoints_file=file,
+        )
         router = running_router(run)
         call(remove_worker, router, seed.url)
         seed.close()
@@ -77,7 +82,9 @@ def http(method, url, body=None, key=None):
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, data=data, headers=headers, method=method), timeout=TIMEOUT) as response:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data=data, headers=headers, method=method), timeout=TIMEOUT
+        ) as response:
             return response.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -91,7 +98,9 @@ def test_generation_reaches_the_worker_with_the_key_and_comes_back(router, worke
 
     async def work():
         async with EngineClient() as client:
-            request = GenerateRequest(prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=1), request_id="a" * 32, n=2, seed=5)
+            request = GenerateRequest(
+                prompt_ids=(1, 2), sampling=SamplingParams(max_tokens=1), request_id="a" * 32, n=2, seed=5
+            )
             return await client.generate(router, request, timeout=TIMEOUT)
 
     completions = asyncio.run(work())
@@ -101,7 +110,10 @@ def test_generation_reaches_the_worker_with_the_key_and_comes_back(router, worke
     call(remove_worker, router, worker.url)
 
 
-@pytest.mark.parametrize(("method", "path", "body"), [("POST", "/generate", GENERATE), ("GET", "/workers", None), ("POST", "/workers", {"url": "http://127.0.0.1:1"})])
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("POST", "/generate", GENERATE), ("GET", "/workers", None), ("POST", "/workers", {"url": "http://127.0.0.1:1"})],
+)
 @pytest.mark.parametrize("key_given", [None, "wrong"])
 def test_the_router_demands_the_key_of_clients(router, method, path, body, key_given):
     assert http(method, router.url + path, body, key_given) == 401
@@ -170,7 +182,9 @@ def test_adding_a_worker_twice_leaves_one(router, worker):
 
 def test_a_worker_that_never_answers_is_an_error_with_a_deadline_and_does_not_block_others(router, worker, run):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        dead = EngineEndpoint(url=f"http://127.0.0.1:{silent.getsockname()[1]}", dialect="sglang", key_file=run.key_file)
+        dead = EngineEndpoint(
+            url=f"http://127.0.0.1:{silent.getsockname()[1]}", dialect="sglang", key_file=run.key_file
+        )
         with pytest.raises(EngineUnreachable, match=dead.url):
             add_worker(router, dead, timeout=1.0)
         call(add_worker, router, worker.endpoint)
@@ -181,12 +195,19 @@ def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
     """With the default policy and token ids: it must not send everything to one worker."""
     worker.delay = other.delay = 0.2
     with ProcessGroup(open_run("spread", create=True, root=run.path.parent)) as group:
-        url = start_router(RouterConfig(key_file=run.key_file), ModelEndpoints(engines=(worker.endpoint, other.endpoint)), group)
+        url = start_router(
+            RouterConfig(key_file=run.key_file), ModelEndpoints(engines=(worker.endpoint, other.endpoint)), group
+        )
         router = EngineEndpoint(url=url, dialect="sglang", key_file=run.key_file)
 
         async def work():
             async with EngineClient() as client:
-                requests = [GenerateRequest(prompt_ids=(1, i + 1, i * 7), sampling=SamplingParams(max_tokens=1), request_id=f"{i:032}") for i in range(64)]
+                requests = [
+                    GenerateRequest(
+                        prompt_ids=(1, i + 1, i * 7), sampling=SamplingParams(max_tokens=1), request_id=f"{i:032}"
+                    )
+                    for i in range(64)
+                ]
                 await asyncio.gather(*(client.generate(router, request, timeout=TIMEOUT) for request in requests))
 
         asyncio.run(work())

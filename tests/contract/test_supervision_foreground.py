@@ -1,4 +1,4 @@
-"""A foreground command with real children: how it ends, and that nothing is left; and `rltool stop` from another shell."""
+"""A foreground command with real children: how it ends, what is left (nothing); `rltool stop` from another shell."""
 
 import json
 import os
@@ -29,16 +29,18 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessSpec
 from rltool.processes.supervise import run_in_foreground
 
-FAMILY = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); print('up', flush=True); time.sleep(600)"
+LONELY = "import time; print('up', flush=True); time.sleep(600)"
+FAMILY = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); " + LONELY
 
 def bring_up(group):
     group.start(ProcessSpec(role="engine-0", argv=(sys.executable, "-c", FAMILY)))
-    group.start(ProcessSpec(role="engine-1", argv=(sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")))
+    group.start(ProcessSpec(role="engine-1", argv=(sys.executable, "-c", LONELY)))
     print("brought up", flush=True)
 
 run = open_run("r", create=True, root=Path(sys.argv[1]))
 try:
-    sys.exit(run_in_foreground("serve-engines", run, bring_up, detach=bool(sys.argv[2]), note=lambda text: print(text, flush=True)))
+    note = lambda text: print(text, flush=True)
+    sys.exit(run_in_foreground("serve-engines", run, bring_up, detach=bool(sys.argv[2]), note=note))
 except RltoolError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -47,7 +49,12 @@ except RltoolError as error:
 
 class Foreground:
     def __init__(self, root, detach=""):
-        self.process = subprocess.Popen([sys.executable, "-c", FOREGROUND, str(root), detach], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", FOREGROUND, str(root), detach],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         first = self.process.stdout.readline()
         assert first == "brought up\n", first + self.process.stdout.read()
         self.run = open_run("r", create=False, root=root)
@@ -194,7 +201,8 @@ def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are
         "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "def end(number, frame):\n"
         "    time.sleep(0.5)\n"
-        f"    open({str(order)!r}, 'a').write('trainer: worker ' + ('alive' if worker.poll() is None else 'dead') + '\\n')\n"
+        "    found = 'alive' if worker.poll() is None else 'dead'\n"
+        f"    open({str(order)!r}, 'a').write('trainer: worker ' + found + '\\n')\n"
         "    worker.kill(); worker.wait(); sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, end)\n"
         "print('up', flush=True)\n"
@@ -206,7 +214,10 @@ def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are
         "signal.signal(signal.SIGTERM, end)\nprint('up', flush=True)\ntime.sleep(600)\n"
     )
     with ProcessGroup(run) as group:
-        started = [group.start(ProcessSpec(role=role, argv=(sys.executable, "-c", code))) for role, code in (("engine-0", engine), ("train", trainer))]
+        started = [
+            group.start(ProcessSpec(role=role, argv=(sys.executable, "-c", code)))
+            for role, code in (("engine-0", engine), ("train", trainer))
+        ]
         write_state(run, started[1].state.model_copy(update={"orderly_seconds": DEADLINE}))
         deadline = time.monotonic() + DEADLINE
         while any("up" not in process.log.read_text() for process in started):

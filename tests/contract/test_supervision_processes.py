@@ -24,7 +24,8 @@ DEADLINE = 30.0
 # A parent that prints the pid of a child which ignores TERM, as do some worker processes while they load CUDA.
 STUBBORN_FAMILY = """
 import signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"])
+deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
 print("child", child.pid, flush=True)
 time.sleep(600)
 """
@@ -63,7 +64,16 @@ def gone(process):
 
 
 def test_a_started_process_is_recorded_and_logs_both_streams(run):
-    process = start(python("worker", "import sys, os; print('out', os.environ['X']); sys.stderr.write('err')", environment={"X": "1"}, url="http://u", gpus=(3,)), run)
+    process = start(
+        python(
+            "worker",
+            "import sys, os; print('out', os.environ['X']); sys.stderr.write('err')",
+            environment={"X": "1"},
+            url="http://u",
+            gpus=(3,),
+        ),
+        run,
+    )
     assert process.popen.wait(DEADLINE) == 0
     log = process.log.read_text()
     assert "out 1" in log

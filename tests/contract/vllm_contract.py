@@ -68,7 +68,9 @@ async def arrays_say_what_vllms_own_route_says(client: EngineClient, engine: Eng
     for asked in (request(n=3), request(sampling={"stop_token_ids": (free.token_ids[4],)})):
         expected = await client.generate(own, asked, timeout=SECONDS)
         found = await client.generate(arrays, replace(asked, request_id=uuid.uuid4().hex), timeout=SECONDS)
-        assert [(s.token_ids, s.finish_reason, s.versions) for s in found] == [(s.token_ids, s.finish_reason, s.versions) for s in expected]
+        assert [(s.token_ids, s.finish_reason, s.versions) for s in found] == [
+            (s.token_ids, s.finish_reason, s.versions) for s in expected
+        ]
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 

@@ -1,7 +1,7 @@
 """Real engines, one of each kind per session, started at first use and shared by all tests.
 
-A test that changes an engine's weights leaves it with weights that its own test pushed: no test relies on those of the model
-directory, each pushes what it needs first.
+A test that changes an engine's weights leaves it with weights that its own test pushed: no test relies on those of the
+model directory, each pushes what it needs first.
 """
 
 from __future__ import annotations

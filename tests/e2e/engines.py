@@ -27,7 +27,7 @@ STOP_SECONDS = 20.0
 
 @dataclass
 class RunningEngine:
-    """A live server. `endpoint` is what endpoints.json would say of it."""
+    """A live server. `endpoint` is its entry in endpoints.json."""
 
     endpoint: EngineEndpoint
     launch: EngineLaunch
@@ -82,7 +82,9 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start_vllm(model_dir: Path, work_dir: Path, *, extra_args: tuple[str, ...] = (), max_model_len: int = 256) -> RunningEngine:
+def start_vllm(
+    model_dir: Path, work_dir: Path, *, extra_args: tuple[str, ...] = (), max_model_len: int = 256
+) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it."""
     key_file = work_dir / "key"
     key_file.touch(mode=0o600)

@@ -27,10 +27,27 @@ class Job:
         return self.root / "runs"
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "RLTOOL_RUNS": str(self.runs), "COLUMNS": "250", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
+        return {
+            **os.environ,
+            "RLTOOL_RUNS": str(self.runs),
+            "COLUMNS": "250",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def argv(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> list[str]:
-        words = [sys.executable, "-m", "rltool", *verb.split(), "--config", str(self.root / "run.toml"), "--run", run, *more]
+        words = [
+            sys.executable,
+            "-m",
+            "rltool",
+            *verb.split(),
+            "--config",
+            str(self.root / "run.toml"),
+            "--run",
+            run,
+            *more,
+        ]
         if self.endpoints is not None and verb in ("train", "debug rollout-only"):
             words += ["--rollout-external", self.endpoints]
         for item in sets:
@@ -39,14 +56,30 @@ class Job:
 
     def __call__(self, verb: str, run: str, *more: str, sets: Sequence[str] = (), code: int = 0) -> str:
         """Run it to its end; the exit code must be `code`. Returns stdout and stderr together."""
-        done = subprocess.run(self.argv(verb, run, *more, sets=sets), env=self.environment(), capture_output=True, text=True, timeout=DEADLINE, cwd=self.root)
-        assert done.returncode == code, f"rltool {verb} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        done = subprocess.run(
+            self.argv(verb, run, *more, sets=sets),
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            cwd=self.root,
+        )
+        assert done.returncode == code, (
+            f"rltool {verb} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
         return done.stdout + done.stderr
 
     def start(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> subprocess.Popen[str]:
         """Begin it; output goes to <root>/<run>.out."""
         with (self.root / f"{run}.out").open("w") as out:
-            return subprocess.Popen(self.argv(verb, run, *more, sets=sets), env=self.environment(), stdout=out, stderr=subprocess.STDOUT, text=True, cwd=self.root)
+            return subprocess.Popen(
+                self.argv(verb, run, *more, sets=sets),
+                env=self.environment(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=self.root,
+            )
 
     def output(self, run: str) -> str:
         return (self.root / f"{run}.out").read_text()

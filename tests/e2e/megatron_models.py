@@ -25,7 +25,7 @@ HEAD_DIM = 32
 
 
 def hf_config(kind: str, tied: bool, **sizes):
-    """A transformers configuration in which everything that the family has acts: scaling, windows, unnormalised routing."""
+    """A transformers configuration in which all that the family has acts: scaling, windows, unnormalised routing."""
     import transformers
 
     llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
@@ -114,7 +114,8 @@ def policy_batch(lengths: list[int], seed: int = 1) -> TrainBatch:
 
 
 def make_trainer(place, path, **options):
-    """A MegatronTrainer with HF weights loaded. options: tp, pp, optimizer, algorithm, temperature, steps, dtype, load."""
+    """A MegatronTrainer with HF weights loaded. options: tp, pp, optimizer, algorithm, temperature, steps,
+    dtype, load."""
     from rltool.megatron.runtime import Rendezvous
     from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 

@@ -1,4 +1,4 @@
-"""Trainer ranks for tests: two processes that stay alive, so that Megatron is imported once. Hard deadlines everywhere."""
+"""Trainer ranks for tests: two processes that stay alive, so that Megatron is imported once; hard deadlines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 DEADLINE = 120.0
-"""Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended, not waited for."""
+"""Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
 
 
 class CaseFailed(AssertionError):

@@ -1,4 +1,4 @@
-"""A reward that a random model earns a part of, so that a few steps have something to learn: the share of lower-case letters."""
+"""The share of lower-case letters: a random model earns a part of it, so that a few steps have something to learn."""
 
 from __future__ import annotations
 

@@ -134,7 +134,9 @@ def test_resume_repeats_gradient_norms_and_parameter_hash_bit_for_bit(ranks, sav
     path, batch, runs = saved
     directory, first = runs[layout]
     world, tp, pp = LAYOUTS[layout]
-    for before, after in zip(first, ranks.run(case_resume, world, path, tp, pp, batch, directory, SETTINGS), strict=True):
+    for before, after in zip(
+        first, ranks.run(case_resume, world, path, tp, pp, batch, directory, SETTINGS), strict=True
+    ):
         weights, metrics, hashed = before
         extra, restored, again, hashed_again = after
         assert extra["position"] == [3, 4]

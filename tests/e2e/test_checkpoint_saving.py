@@ -1,4 +1,4 @@
-"""Saving beside training: the bytes are those of the step that was saved, one save at a time, and failures are everybody's."""
+"""Saving beside training: the bytes are of the step that was saved, one save at a time, failures are everybody's."""
 
 from __future__ import annotations
 
@@ -130,7 +130,9 @@ def test_an_asynchronous_save_has_the_bytes_of_its_step_although_training_went_o
     found = {}
     for name, asynchronous in (("sync", False), ("async", True)):
         (tmp_path / name).mkdir()
-        results = ranks.run(case_save_while_training, world, path, settings, batch, tmp_path / name / "step_2", asynchronous)
+        results = ranks.run(
+            case_save_while_training, world, path, settings, batch, tmp_path / name / "step_2", asynchronous
+        )
         assert all(early is not asynchronous for early, *_ in results), "nothing was written before training went on"
         assert results[0][3].directory == tmp_path / name / "step_2" and results[0][3].bytes > 100_000
         found[name] = results
@@ -140,7 +142,9 @@ def test_an_asynchronous_save_has_the_bytes_of_its_step_although_training_went_o
     assert sync.files.pop("torch_dist/.metadata") and beside.files.pop("torch_dist/.metadata")
     assert beside.files == sync.files and any(name.endswith(".distcp") for name in sync.files)
     assert beside.metrics == {"eval/heldout/accuracy": 0.5}
-    assert [result[1:3] for result in found["sync"]] == [result[1:3] for result in found["async"]], "saving changes nothing"
+    assert [result[1:3] for result in found["sync"]] == [result[1:3] for result in found["async"]], (
+        "saving changes nothing"
+    )
     again, hashed = ranks.run(case_resume, world, path, settings, batch, tmp_path / "async" / "step_2")[0]
     assert (again, hashed) == found["async"][0][1:3] and again[0]["train/grad_norm"] != again[1]["train/grad_norm"]
 

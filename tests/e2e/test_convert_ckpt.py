@@ -182,7 +182,10 @@ def test_damaged_torch_dist_directory_is_refused_before_it_is_loaded(tmp_path, s
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("largest", "difference", "passes"), [(0.5, 9e-5, True), (0.5, 2e-4, False), (30.0, 9e-5, True), (30.0, 2e-4, False)])
+@pytest.mark.parametrize(
+    ("largest", "difference", "passes"),
+    [(0.5, 9e-5, True), (0.5, 2e-4, False), (30.0, 9e-5, True), (30.0, 2e-4, False)],
+)
 def test_logits_agree_within_the_same_bound_whatever_their_size(source, monkeypatch, largest, difference, passes):
     logits = torch.zeros(4, 8)
     logits[0, 0] = largest

@@ -22,7 +22,7 @@ LAYERS, HIDDEN, FFN, VOCAB = 14, 1280, 5120, 8192
 
 
 def write_large(directory: Path) -> tuple[int, int]:
-    """A Qwen2 of 1.5 GB in fp32, written tensor by tensor into two files. Returns bytes of all and of the largest layer."""
+    """A Qwen2 of 1.5 GB in fp32, written tensor by tensor into two files; bytes of all and of the largest layer."""
     sizes = dict(hidden_size=HIDDEN, intermediate_size=FFN, num_hidden_layers=LAYERS, vocab_size=VOCAB)
     config = hf_config("qwen2", tied=False, **sizes, num_attention_heads=16, num_key_value_heads=16, layer_types=None)
     config.architectures = ["Qwen2ForCausalLM"]

@@ -1,4 +1,4 @@
-"""The critic against plain torch on the transformers model, in every layout, beside the policy, and through checkpoints."""
+"""The critic against plain torch on the transformers model, in every layout, beside the policy, through checkpoints."""
 
 from __future__ import annotations
 
@@ -73,9 +73,16 @@ def weights(trainer, critic) -> dict[str, torch.Tensor]:
     from rltool.megatron.hf_weights import export_weights
 
     with trainer.runtime.mode():
-        named = {meta.name: tensor.clone() for meta, tensor in export_weights(critic.gpt, critic.family, trainer.dtype, trainer.runtime) if tensor is not None}
+        named = {
+            meta.name: tensor.clone()
+            for meta, tensor in export_weights(critic.gpt, critic.family, trainer.dtype, trainer.runtime)
+            if tensor is not None
+        }
     if trainer.coordinates.is_last_stage:
-        named |= {f"value_head.{name}": parameter.detach().clone() for name, parameter in critic.gpt.output_layer.named_parameters()}
+        named |= {
+            f"value_head.{name}": parameter.detach().clone()
+            for name, parameter in critic.gpt.output_layer.named_parameters()
+        }
     return named
 
 
@@ -112,7 +119,9 @@ def case_not_finite(place, path, batch):
     with pair(place, path, {}) as (trainer, critic):
         broken = batch.replace(value_targets=torch.where(batch.loss_mask > 0, torch.nan, 0.0))
         before = critic.parameter_hash()
-        metrics = critic.train_step(dealt(trainer, broken if place.rank else batch), global_loss_tokens=batch.num_loss_tokens)
+        metrics = critic.train_step(
+            dealt(trainer, broken if place.rank else batch), global_loss_tokens=batch.num_loss_tokens
+        )
         return metrics, critic.parameter_hash() == before
 
 
@@ -120,7 +129,10 @@ def both_steps(trainer, critic, batch, count):
     metrics = []
     for _ in range(count):
         own = dealt(trainer, batch)
-        metrics.append(trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens) | critic.train_step(own, global_loss_tokens=batch.num_loss_tokens))
+        metrics.append(
+            trainer.train_step(own, global_loss_tokens=batch.num_loss_tokens)
+            | critic.train_step(own, global_loss_tokens=batch.num_loss_tokens)
+        )
     return metrics
 
 
@@ -144,7 +156,10 @@ def case_resume(place, path, batch, layout, directory):
 
 
 def case_without_critic(place, path, batch, with_critic, directory):
-    """A checkpoint with a critic also serves a run without one; the other way round is refused. A critic may start from either."""
+    """A checkpoint with a critic also serves a run without one; the other way round is refused.
+
+    A critic may start from either.
+    """
     from rltool.checkpoints.torch_dist import load_checkpoint, load_weights, save_checkpoint
 
     with pair(place, path, {}) as (trainer, critic):
@@ -195,7 +210,9 @@ def reference(tmp_path_factory):
     values = hf_values(model, weight, bias, batch)
     noise = torch.randn(len(values), generator=torch.Generator().manual_seed(6))
     old = (values.detach() + 0.15 * noise) * batch.loss_mask
-    batch, _ = with_advantages(batch.replace(values=old, advantages=None), AlgorithmConfig(**GAE), max_response_tokens=16)
+    batch, _ = with_advantages(
+        batch.replace(values=old, advantages=None), AlgorithmConfig(**GAE), max_response_tokens=16
+    )
     targets = plain_targets(batch, old)
     torch.testing.assert_close(batch.value_targets, targets, rtol=1e-5, atol=1e-5)
 
@@ -213,7 +230,11 @@ def reference(tmp_path_factory):
     norm = torch.nn.utils.clip_grad_norm_([p for p in named.values() if p.grad is not None], CLIP_GRAD)
     assert norm > CLIP_GRAD, "the limit acts"
     optimizer.step()
-    metrics = {"train/value_loss": loss.item(), "train/value_clip_fraction": clipped / len(losses), "train/critic_grad_norm": norm.item()}
+    metrics = {
+        "train/value_loss": loss.item(),
+        "train/value_clip_fraction": clipped / len(losses),
+        "train/critic_grad_norm": norm.item(),
+    }
     assert 0.1 < metrics["train/value_clip_fraction"] < 0.9
     return path, batch, values.detach(), metrics, {name: parameter.detach() for name, parameter in named.items()}
 
@@ -235,10 +256,14 @@ def test_values_loss_and_one_step_equal_plain_torch_in_every_layout(ranks, refer
     weights = {name: tensor for _, _, own in results for name, tensor in own.items()}
     assert set(weights) == set(expected) - {"lm_head.weight"}
     for name, tensor in weights.items():
-        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, expected[name], rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-def test_a_critic_starts_at_zero_from_an_untied_or_smaller_model_and_leaves_the_policy_alone(ranks, reference, tmp_path):
+def test_a_critic_starts_at_zero_from_an_untied_or_smaller_model_and_leaves_the_policy_alone(
+    ranks, reference, tmp_path
+):
     path, batch, *_ = reference
     untied = save_hf(tmp_path / "untied", kind="llama", tied=False)
     smaller = tmp_path / "smaller"
@@ -273,10 +298,16 @@ def test_resume_repeats_policy_and_critic_bit_for_bit(ranks, saved, layout):
     path, batch, runs = saved
     directory, first = runs[layout]
     world, options = LAYOUTS[layout]
-    for (before, metrics, *hashes), (restored, again, *hashes_again) in zip(first, ranks.run(case_resume, world, path, batch, options, directory), strict=True):
+    for (before, metrics, *hashes), (restored, again, *hashes_again) in zip(
+        first, ranks.run(case_resume, world, path, batch, options, directory), strict=True
+    ):
         assert all(torch.equal(before[name], restored[name]) for name in before)
         assert again == metrics and hashes_again == hashes and hashes[0] != hashes[1]
-        assert metrics[0]["train/critic_grad_norm"] != metrics[1]["train/critic_grad_norm"] != metrics[1]["train/grad_norm"]
+        assert (
+            metrics[0]["train/critic_grad_norm"]
+            != metrics[1]["train/critic_grad_norm"]
+            != metrics[1]["train/grad_norm"]
+        )
 
 
 def test_a_critic_loads_under_another_layout(ranks, saved):
@@ -285,7 +316,9 @@ def test_a_critic_loads_under_another_layout(ranks, saved):
     ((restored, again, *_),) = ranks.run(case_resume, 1, path, batch, {}, directory)
     before, metrics, *_ = first[0]
     assert all(torch.equal(before[name], restored[name]) for name in before)
-    assert [step["train/critic_grad_norm"] for step in again] == pytest.approx([step["train/critic_grad_norm"] for step in metrics], rel=1e-4)
+    assert [step["train/critic_grad_norm"] for step in again] == pytest.approx(
+        [step["train/critic_grad_norm"] for step in metrics], rel=1e-4
+    )
 
 
 def test_a_checkpoint_without_a_critic_is_refused_by_name_and_one_with_serves_a_run_without(ranks, saved, tmp_path):
@@ -294,7 +327,9 @@ def test_a_checkpoint_without_a_critic_is_refused_by_name_and_one_with_serves_a_
     ((same, said, started, exported),) = ranks.run(case_without_critic, 1, path, batch, directory, tmp_path / "step_2")
     assert same and 'holds no critic: it was saved by a run without algorithm.advantage = "gae"' in said
     # The head stays what it was; the rest comes from the checkpoint's policy, and not from its critic.
-    assert torch.equal(started.pop("value_head.weight"), head(64)[0]) and torch.equal(started.pop("value_head.bias"), head(64)[1])
+    assert torch.equal(started.pop("value_head.weight"), head(64)[0]) and torch.equal(
+        started.pop("value_head.bias"), head(64)[1]
+    )
     assert started.keys() == exported.keys() and all(torch.equal(started[name], exported[name]) for name in started)
     assert any(not torch.equal(started[name], first[0][0][name]) for name in started)
     assert directories.list_checkpoints(directory.parent) == [directory]

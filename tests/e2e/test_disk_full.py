@@ -1,4 +1,4 @@
-"""A file system that is really full: a tmpfs as large as a few checkpoints, mounted in a namespace that ends with its command."""
+"""A file system that is really full: a tmpfs of a few checkpoints, in a namespace that ends with its command."""
 
 from __future__ import annotations
 
@@ -23,17 +23,23 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
 def train_on_a_small_disk(job: Job, run: str, size: int, steps: int, *sets: str, before: str = "") -> tuple[int, str]:
     """`debug train-only --fake-data` with a tmpfs of `size` bytes on the run's checkpoints, saving at every step.
 
-    before: shell commands, with "$1" for that directory. Returns the exit code and all output, with the names of what lies in the directory
-    at the end as the last line. The mount belongs to a namespace of its own (and of users, so that root is not needed): it
-    cannot outlive the command, whatever becomes of the test.
+    before: shell commands, with "$1" for that directory. Returns the exit code and all output, with the names of what
+    lies in the directory at the end as the last line. The mount belongs to a namespace of its own (and of users, so
+    that root is not needed): it cannot outlive the command, whatever becomes of the test.
     """
     checkpoints = job.runs / run / "checkpoints"
     checkpoints.mkdir(parents=True)
-    argv = job.argv("debug train-only", run, "--fake-data", "--steps", str(steps), sets=["checkpoint.every_steps=1", *sets])
-    script = f'mount -t tmpfs -o size={size} none "$1" || exit 99; {before}"${{@:2}}"; code=$?; wait; echo; ls -A "$1" | tr "\\n" " "; exit $code'
+    argv = job.argv(
+        "debug train-only", run, "--fake-data", "--steps", str(steps), sets=["checkpoint.every_steps=1", *sets]
+    )
+    script = (
+        f'mount -t tmpfs -o size={size} none "$1" || exit 99; {before}"${{@:2}}"; code=$?; wait; '
+        'echo; ls -A "$1" | tr "\\n" " "; exit $code'
+    )
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "bash", str(checkpoints), *argv],
-        env=job.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE, cwd=job.root,
+        env=job.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE,
+        cwd=job.root,
     )  # fmt: skip
     assert done.returncode != 99, f"no tmpfs can be mounted here: {done.stdout}"
     assert not list(checkpoints.iterdir()), "the file system is gone with its namespace"
@@ -42,10 +48,16 @@ def train_on_a_small_disk(job: Job, run: str, size: int, steps: int, *sets: str,
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_stays(job, asynchronous):
-    code, said = train_on_a_small_disk(job, f"stop-{asynchronous}", int(2.5 * CHECKPOINT), 5, f"checkpoint.async_save={asynchronous}")
+    code, said = train_on_a_small_disk(
+        job, f"stop-{asynchronous}", int(2.5 * CHECKPOINT), 5, f"checkpoint.async_save={asynchronous}"
+    )
     assert code == 1 and "Traceback" not in said, said
     words = " ".join(said.split())
-    assert words.count("was not written") == 1 and "step_3 was not written: " in words and "No space left on device" in words
+    assert (
+        words.count("was not written") == 1
+        and "step_3 was not written: " in words
+        and "No space left on device" in words
+    )
     assert "bytes and a little more" in words and "keep_last" in words
     assert said.splitlines()[-1].split() == ["latest", "step_1", "step_2"], "no partial directory"
 
@@ -53,7 +65,8 @@ def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_s
 def test_if_so_configured_training_goes_on_and_uses_the_space_that_is_freed(job):
     """A ballast fills the disk until the first failure has been recorded."""
     metrics = job.runs / "continue" / "metrics.jsonl"
-    freed = f'(for i in $(seq 2000); do grep -qs checkpoint/failures {metrics} && break; sleep 0.05; done; rm "$1"/ballast) & '
+    failed = f"grep -qs checkpoint/failures {metrics}"
+    freed = f'(for i in $(seq 2000); do {failed} && break; sleep 0.05; done; rm "$1"/ballast) & '
     ballast = f'head -c {int(2.5 * CHECKPOINT)} /dev/zero > "$1"/ballast; {freed}'
     settings = ('checkpoint.on_save_failure="continue"', "checkpoint.keep_last=2")
     code, said = train_on_a_small_disk(job, "continue", int(3.4 * CHECKPOINT), 40, *settings, before=ballast)

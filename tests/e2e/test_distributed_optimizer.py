@@ -1,4 +1,4 @@
-"""The distributed optimizer without Transformer Engine and Apex: what is saved is restored, bit by bit, also under another layout."""
+"""The distributed optimizer with neither Transformer Engine nor Apex: state is restored bit by bit, in any layout."""
 
 from __future__ import annotations
 
@@ -56,13 +56,21 @@ def case_bytes_of_state(place, path, settings, batch):
     with closing(make_trainer(place, path, **settings)) as trainer:
         steps(trainer, batch, 1)
         state = trainer.sharded_state(loading=False)["optimizer"]
-        tensors = [entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor) and entry.data is not None]
-        return sum(t.nbytes for t in tensors), sum(4 * p.numel() for p in trainer.gpt.parameters()), "param_state" in state
+        tensors = [
+            entry.data for entry in nested_values(state) if isinstance(entry, ShardedTensor) and entry.data is not None
+        ]
+        return (
+            sum(t.nbytes for t in tensors),
+            sum(4 * p.numel() for p in trainer.gpt.parameters()),
+            "param_state" in state,
+        )
 
 
 def test_one_rank_of_those_that_share_the_state_holds_it_for_a_checkpoint(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
-    (held, weights, described), (others, _, described_elsewhere) = ranks.run(case_bytes_of_state, 2, path, options(True), batch)
+    (held, weights, described), (others, _, described_elsewhere) = ranks.run(
+        case_bytes_of_state, 2, path, options(True), batch
+    )
     assert held > weights and described  # some of it is in factories, which are not counted
     assert others == 0 and not described_elsewhere
 
@@ -85,7 +93,9 @@ def test_a_mixture_of_experts_resumes_bit_equal(ranks, tmp_path, distributed, la
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})], ids=["one rank", "TP2", "PP2", "CP2"]
+    ("world", "layout"),
+    [(1, {}), (2, {"tp": 2}), (2, {"pp": 2}), (2, {"cp": 2})],
+    ids=["one rank", "TP2", "PP2", "CP2"],
 )
 def test_a_checkpoint_of_two_shares_goes_on_under_another_layout(ranks, tmp_path, world, layout):
     path, batch, directory = save_hf(tmp_path / "model"), policy_batch(LENGTHS), tmp_path / "step_3"

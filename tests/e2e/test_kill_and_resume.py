@@ -1,4 +1,4 @@
-"""A run killed with SIGKILL, driver and Ray's processes together, at any moment: it resumes and ends as if nothing had happened."""
+"""A run killed with SIGKILL, driver and Ray's processes together, at any moment: it ends as if undisturbed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def parameters(said: str) -> str:
 
 def facts(job: Job, run: str) -> list[dict]:
     """What training computed, by step; times and what has to do with checkpoints left out."""
-    return [{name: value for name, value in record.items() if name == "step" or name.startswith("train/")} for record in job.steps(run)]
+    return [
+        {name: value for name, value in record.items() if name == "step" or name.startswith("train/")}
+        for record in job.steps(run)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +54,13 @@ class Victim:
         self.job, self.run = job, run
         self.checkpoints = job.runs / run / "checkpoints"
         self.newest_before = directories.latest_checkpoint(self.checkpoints)
-        self.process: subprocess.Popen[str] = job.start("debug train-only", run, "--rollouts", str(record), *more, sets=sets)
+        self.process: subprocess.Popen[str] = job.start(
+            "debug train-only", run, "--rollouts", str(record), *more, sets=sets
+        )
 
     def partial(self) -> Path | None:
-        """What is being written, once there is a complete checkpoint to fall back on. A leftover is swept up before the first step."""
+        """What is being written, once there is a complete checkpoint to fall back on. A leftover is removed before the
+        first step."""
         if "step " not in self.job.output(self.run):
             return None
         found = list(self.checkpoints.glob(".step_*.partial"))
@@ -73,10 +79,13 @@ class Victim:
                 getattr(member, action)()
 
     def kill_in(self, moment: Callable[[Victim], bool]) -> None:
-        """Once the moment is seen, all processes are stopped where they are; if it still holds, they are killed, else they run on."""
+        """Once the moment is seen, all processes are stopped where they are; if it still holds, they are killed, else
+        they run on."""
         deadline = time.monotonic() + DEADLINE
         while True:
-            assert self.process.poll() is None, f"it ended before it could be killed:\n{self.job.output(self.run)[-3000:]}"
+            assert self.process.poll() is None, (
+                f"it ended before it could be killed:\n{self.job.output(self.run)[-3000:]}"
+            )
             assert time.monotonic() < deadline, self.job.output(self.run)[-3000:]
             if moment(self):
                 self.signal("suspend")

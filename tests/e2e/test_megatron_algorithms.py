@@ -45,7 +45,7 @@ def rollout(model) -> TrainBatch:
     near = lambda scale: own + scale * torch.randn(len(own), generator=generator)  # noqa: E731
     old = near(0.2)
     versions = STEP - 2 + torch.arange(len(own)) % 3
-    # Groups of 2, 3 and 3, dealt out of order.
+    # Groups of 2, 3 and 3, sharded out of order.
     return batch.replace(
         token_versions=torch.where(batch.loss_mask > 0, versions, -1),
         group_ids=torch.tensor([7, 3, 5, 3, 5, 7, 3, 5]),

@@ -21,7 +21,7 @@ def tensors(trainer) -> dict[str, torch.Tensor] | None:
 
 
 def split(batch, rank: int, ranks: int, micro_batches: int):
-    """This rank's samples, dealt into micro-batches."""
+    """This rank's samples, sharded into micro-batches."""
     own = list(range(batch.num_samples))[rank::ranks]
     return [batch.select(own[i::micro_batches]) for i in range(micro_batches)]
 
@@ -98,7 +98,7 @@ def test_logprobs_equal_those_of_transformers(ranks, tmp_path, kind, tied):
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_gradient_norm_and_weights_do_not_depend_on_layout_or_packing(ranks, tmp_path, tied):
     path, batch = save_hf(tmp_path, tied=tied), policy_batch(LENGTHS)
-    # A large eps keeps the update smooth in the gradient; at 1e-8 Adam's first step is its sign, even of rounding errors.
+    # A large eps keeps the update smooth in the gradient; at 1e-8 Adam's first step is its sign, of noise too.
     options = {"algorithm": {"kl_coef": 0.05}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
     runs = {}
     for world, tp, pp, micro_batches in ((1, 1, 1, 1), (1, 1, 1, 8), (2, 1, 1, 2), (2, 2, 1, 3), (2, 1, 2, 4)):
@@ -189,11 +189,14 @@ def test_supervised_loss_is_cross_entropy(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.7])
-def test_supervised_training_does_not_depend_on_the_sampling_temperature_and_policy_training_does(ranks, tmp_path, temperature):
+def test_supervised_training_does_not_depend_on_the_sampling_temperature_and_policy_training_does(
+    ranks, tmp_path, temperature
+):
     path, batch = save_hf(tmp_path), policy_batch(LENGTHS)
     for loss in ("sft", "policy"):
         at_one, other = (
-            ranks.run(case_train, 1, path, 1, 1, batch, 2, 1, {"algorithm": {"loss": loss}, "temperature": t})[0] for t in (1.0, temperature)
+            ranks.run(case_train, 1, path, 1, 1, batch, 2, 1, {"algorithm": {"loss": loss}, "temperature": t})[0]
+            for t in (1.0, temperature)
         )
         # Metrics of the step, and the hash of the weights after it.
         assert (at_one[0] == other[0] and at_one[2] == other[2]) == (loss == "sft")

@@ -1,4 +1,4 @@
-"""Every model family against transformers: log-probabilities, gradients, and weights in and out, in every layout it allows."""
+"""Every model family against transformers: log-probabilities, gradients, weights in and out, in each of its layouts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,14 @@ DEADLINE = 700.0
 def start(root: Path, out: Path, *words: str) -> subprocess.Popen:
     environment = {**os.environ, "RLTOOL_RUNS": str(root), "COLUMNS": "200"}
     with out.open("w") as file:
-        return subprocess.Popen([sys.executable, "-m", "rltool", "quickstart", *words], env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=root.parent, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-m", "rltool", "quickstart", *words],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            cwd=root.parent,
+            start_new_session=True,
+        )
 
 
 def everything_started(root: Path, run: str) -> list[psutil.Process]:

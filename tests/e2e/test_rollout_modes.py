@@ -1,4 +1,4 @@
-"""One step off-policy and asynchronous training against a real vLLM, with updates in flight; stops; and kill -9 with a resume in each mode."""
+"""One step off-policy and asynchronous training against a real vLLM: updates in flight, stops, kill -9 and resume."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_untied_dir: Path, vllm_en
 
 
 def trained_groups(job: Job, run: str) -> Counter[int]:
-    """How often each group was trained on, along the line of weights that survives: a step that was done again replaced its dump."""
+    """How often each group was trained on, along the line of weights that survives.
+
+    A step that was done again replaced its dump.
+    """
     counts: Counter[int] = Counter()
     for record in job.steps(run):
         dump = json.loads((job.runs / run / "rollouts" / f"step_{record['step']:06d}.json").read_text())
@@ -58,7 +61,9 @@ def test_no_trained_token_is_older_than_the_bound_and_current_ones_agree_with_th
     assert set(trained_groups(job, run).values()) == {1}
 
 
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode != "asynchronous")) for mode in MODES])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode != "asynchronous")) for mode in MODES]
+)
 def test_a_run_that_is_killed_and_resumed_loses_no_prompt_and_repeats_none(job, mode):
     run = f"killed-{mode.replace(' ', '-')}"
     sets = [*MODES[mode], "eval.sets={}", "checkpoint.every_steps=2"]
@@ -78,18 +83,27 @@ def test_a_run_that_is_killed_and_resumed_loses_no_prompt_and_repeats_none(job, 
     assert sorted(groups) == list(range(9 * 8))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)]
+)
 def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine_and_saves(job, vllm_engine_untied, number, code):
     """Responses that would take minutes on this machine: the stop does not wait for them."""
     run = f"stopped-{int(number)}"
-    long = ["sampling.max_response_tokens=200", "trainer.max_tokens_per_micro_batch=4096", "rollout.prompts_per_step=64", "rollout.samples_per_prompt=16"]
+    long = [
+        "sampling.max_response_tokens=200",
+        "trainer.max_tokens_per_micro_batch=4096",
+        "rollout.prompts_per_step=64",
+        "rollout.samples_per_prompt=16",
+    ]
     sets = [*long, "steps=1000", "eval.sets={}", "optimizer_steps_per_rollout=1", "sampling.stop_token_ids=[]"]
     process = job.start("train", run, sets=sets)
     wait_for(lambda: "data: " in job.output(run), lambda: job.output(run))
     wait_for(lambda: running_requests(vllm_engine_untied) > 0, lambda: job.output(run))
     process.send_signal(number)
     assert process.wait(DEADLINE) == code, job.output(run)
-    assert running_requests(vllm_engine_untied) == 0, "what was in flight is aborted, and not left to be generated for nobody"
+    assert running_requests(vllm_engine_untied) == 0, (
+        "what was in flight is aborted, and not left to be generated for nobody"
+    )
     assert (job.runs / run / "checkpoints" / "step_0").is_dir()
     _, paused = vllm_engine_untied.http("GET", "/is_paused", key=vllm_engine_untied.key)
     assert not paused["is_paused"]
@@ -97,7 +111,9 @@ def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine_and_saves(job, vllm_en
 
 def running_requests(engine: RunningEngine) -> float:
     _, text = engine.http("GET", "/metrics", key=engine.key)
-    return sum(float(line.rsplit(" ", 1)[1]) for line in str(text).splitlines() if line.startswith("vllm:num_requests_running"))
+    return sum(
+        float(line.rsplit(" ", 1)[1]) for line in str(text).splitlines() if line.startswith("vllm:num_requests_running")
+    )
 
 
 def wait_for(condition, say) -> None:

@@ -1,4 +1,4 @@
-"""`rltool serve-engines`, `router`, `status`, `logs` and `stop` as a user types them, on the real vLLM and sglang-router."""
+"""`rltool serve-engines`, `router`, `status`, `logs`, `stop` as a user types them, on real vLLM and sglang-router."""
 
 from __future__ import annotations
 
@@ -46,7 +46,11 @@ def rltool(root: Path, *words: str, code: int = 0) -> str:
 
 
 def generate(url: str, key: str) -> dict:
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 1.0}, "return_logprob": True}
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 4, "temperature": 1.0},
+        "return_logprob": True,
+    }
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(url + "/generate", json.dumps(body).encode(), headers, method="POST")
     with urllib.request.urlopen(request, timeout=60) as reply:
@@ -54,7 +58,9 @@ def generate(url: str, key: str) -> dict:
 
 
 def pause(url: str, key: str) -> None:
-    request = urllib.request.Request(url + "/pause?mode=keep", headers={"Authorization": f"Bearer {key}"}, method="POST")
+    request = urllib.request.Request(
+        url + "/pause?mode=keep", headers={"Authorization": f"Bearer {key}"}, method="POST"
+    )
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.status == 200
 
@@ -79,7 +85,18 @@ def wait_for(condition, what: str):
 
 
 def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_tied_dir):
-    said = rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--max-model-len", "64", "--run", "job", "--detach")
+    said = rltool(
+        root,
+        "serve-engines",
+        str(tiny_tied_dir),
+        "--device",
+        "cpu",
+        "--max-model-len",
+        "64",
+        "--run",
+        "job",
+        "--detach",
+    )
     run = open_run("job", create=False, root=root)
     assert f"rltool train --config run.toml --rollout-external @{run.endpoints_file}" in said
     said += rltool(root, "router", "--detach")
@@ -94,7 +111,10 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert rows["engine-0"]["weight_version"]
     endpoints = json.loads(run.endpoints_file.read_text())["models"]["policy"]
     assert endpoints["data_url"] == rows["router"]["url"]
-    assert endpoints["engines"][0] | {"plugin": True, "weight_backend": "rltool", "key_file": "state/key"} == endpoints["engines"][0]
+    assert (
+        endpoints["engines"][0] | {"plugin": True, "weight_backend": "rltool", "key_file": "state/key"}
+        == endpoints["engines"][0]
+    )
 
     reply = generate(endpoints["data_url"], key)
     assert len(reply["output_ids"]) == len(reply["meta_info"]["output_token_logprobs"]) > 0
@@ -103,7 +123,8 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert len(trees) >= 3  # the engine has at least one worker process
     assert all(key not in " ".join(process.cmdline()) for process in trees)
     assert "engine-0 |" in rltool(root, "logs", "-n", "3")
-    rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2)  # it is running already
+    # it is running already
+    rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2)
 
     pause(rows["engine-0"]["url"], key)  # as a trainer does that dies in the middle of a sync
     paused = json.loads(rltool(root, "status", "--json"))["runs"][0]["processes"]
@@ -121,7 +142,9 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_while_engines_are_starting_leaves_no_process(root, tiny_tied_dir, number):
     argv, environment = command(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "cut")
-    supervisor = subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root.parent)
+    supervisor = subprocess.Popen(
+        argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=root.parent
+    )
     try:
         states = root / "cut" / "state"
         wait_for((states / "engine-0.json").exists, "the engine's state file")
@@ -143,7 +166,9 @@ def test_an_interrupt_while_engines_are_starting_leaves_no_process(root, tiny_ti
 
 
 def test_an_engine_that_cannot_start_ends_the_command_with_its_log_and_leaves_nothing(root, tiny_tied_dir):
-    said = rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "bad", "--", "--no-such-flag", code=1)
+    said = rltool(
+        root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "bad", "--", "--no-such-flag", code=1
+    )
     assert "engine-0 ended with exit code 2 while starting" in said
     assert "--no-such-flag" in said
     assert "rltool logs engine-0 --run bad" in said

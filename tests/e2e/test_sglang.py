@@ -1,39 +1,42 @@
 """The real SGLang on a CPU, in its own environment, driven by rltool's client, dialect, fleet and weight sync.
 
-Values are the proof: HF's forward pass scores what SGLang sampled, in fp32 on both sides. Seeds cannot be tested here: SGLang
-honours them only with --enable-deterministic-inference, which refuses every attention backend that a CPU has.
+Values are the proof: HF's forward pass scores what SGLang sampled, in fp32 on both sides. Seeds cannot be tested here:
+SGLang honours them only with --enable-deterministic-inference, which refuses every attention backend that a CPU has.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import secrets
 import subprocess
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import pytest
 import torch
-from rltool.weights.control import GROUP, WeightControl
 
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.rollout import WeightsConfig
 from rltool.config.serve import EngineLaunch
-from rltool.config.train import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
+from rltool.engines.resume import TRANSFER_GROUP as GROUP
+from rltool.engines.resume import resume_engines
 from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest, TensorMeta
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import host_store
+from rltool.engines.wire import host_store, meta_of
 from rltool.errors import EngineRejected
 from rltool.weights.sender import Connection, SendReport, Target, WeightSender, write_to_disk
-from rltool.weights.sync import WeightSync
+from rltool.weights.sync import Failures, SyncReport, WeightSync
+from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine, free_port, wait_ready
 from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
 
@@ -53,7 +56,10 @@ BUCKET_BYTES = 200_000
 def sglang_python() -> Path:
     """The interpreter of SGLang's environment. In CI its absence is a failure: a skipped test proves nothing."""
     named = os.environ.get("RLTOOL_SGLANG_PYTHON")
-    how = "tests/sglang_cpu/setup.sh .venv-sglang, then RLTOOL_SGLANG_PYTHON=$PWD/.venv-sglang/bin/python (`make test` does both)"
+    how = (
+        "tests/sglang_cpu/setup.sh .venv-sglang, then RLTOOL_SGLANG_PYTHON=$PWD/.venv-sglang/bin/python "
+        "(`make test` does both)"
+    )
     if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
         pytest.skip(f"SGLang runs in an environment of its own, and RLTOOL_SGLANG_PYTHON names none: {how}")
     if not named or not Path(named).exists():
@@ -69,17 +75,20 @@ def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     key_file.touch(mode=0o600)
     key_file.write_text(secrets.token_hex(16))
     launch = EngineLaunch(
-        index=0, model=tiny_tied_dir, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu", served_name="policy", dtype=None, max_model_len=512,
-        seed=7, trust_remote_code=False, python=sglang_python(), key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
+        index=0, model=tiny_tied_dir, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
+        served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
+        key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
     )  # fmt: skip
     log = work_dir / "sglang.log"
     log.touch(mode=0o600)
     with log.open("wb") as file:
         process = subprocess.Popen(
-            SPEAKS.argv(launch), env=os.environ | SPEAKS.environment(launch), stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-            cwd=work_dir, start_new_session=True,
+            SPEAKS.argv(launch), env=os.environ | SPEAKS.environment(launch), stdout=file, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, cwd=work_dir, start_new_session=True,
         )  # fmt: skip
-    running = RunningEngine(EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log)
+    running = RunningEngine(
+        EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log
+    )
     tree = []
     try:
         wait_ready(running)
@@ -92,39 +101,94 @@ def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             child.kill()
 
 
+class Ranks:
+    """The trainer's ranks, one of them, with transformers in place of Megatron: a real WeightSender in threads."""
+
+    def __init__(self, config: WeightsConfig, model_files: Path) -> None:
+        self.sender, self._model_files = WeightSender(config, timeout=SECONDS), model_files
+        self.model: torch.nn.Module | None = None
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return tensors_of(self.model)
+
+    def _stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
+        return ((meta_of(name, tensor), tensor) for name, tensor in self.tensors.items())
+
+    async def weight_metadata(self) -> list[TensorMeta]:
+        return [meta for meta, _ in self._stream()]
+
+    async def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
+        return await asyncio.to_thread(self.sender.host, targets, group)
+
+    async def join(self) -> Failures:
+        return await asyncio.to_thread(self.sender.join)
+
+    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
+        return await asyncio.to_thread(self.sender.send, self._stream(), buckets, urls)
+
+    async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
+        return await asyncio.to_thread(write_to_disk, self._stream(), buckets, directory, self._model_files)
+
+    async def leave_transfer(self) -> None:
+        self.sender.close()
+
+    async def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """log p of each token given those before it, [T] float32; 0 for the first of a sample."""
+        assert self.model is not None
+        parts = []
+        for ids in batch.tokens.split(batch.lengths.tolist()):
+            with torch.no_grad():
+                logits = self.model(ids[None]).logits[0, :-1].float()
+            found = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            parts.append(torch.cat([torch.zeros(1), found]))
+        return torch.cat(parts)
+
+
 class Trainer:
     """rltool's own weight sync, with one plain rank in place of Megatron, against one engine."""
 
-    def __init__(self, client: EngineClient, engine: RunningEngine, disk_root: Path) -> None:
+    def __init__(self, client: EngineClient, engine: RunningEngine, disk_root: Path, transport: Transport) -> None:
         self.client, self.engine, self.where = client, engine, engine.endpoint
-        self.disk_root = disk_root
         self.version = WeightVersion(uuid.uuid4().hex, 0, 0)
         self.fleet = Fleet()
-        self.config = WeightsConfig(timeout=SECONDS)
-        self.tensors: Mapping[str, torch.Tensor] = {}
+        self.endpoints, self.infos = {self.where.url: self.where}, {}
+        self.reports: list[SyncReport] = []
+        config = WeightsConfig(bucket_bytes=BUCKET_BYTES)
+        self.ranks = Ranks(config, engine.launch.model)
+        self.sync = WeightSync(
+            client, self.fleet, self.endpoints, self.infos, self.ranks, config,
+            ValueCheck(vocab_size(engine.launch.model), temperature=1.0, tolerance=EQUAL, max_model_len=512),
+            transport=transport, step_deadline=SECONDS, disk_root=disk_root,
+        )  # fmt: skip
 
     async def connected(self) -> Trainer:
-        """Preflight: probe, and clear what the test before may have left."""
-        infos = {self.where.url: await self.client.probe(self.where)}
-        self.control = WeightControl([self.where], infos, self.client, self.fleet, self.config)
-        assert await self.control.clear_leftovers() == {}
+        """Free the engine of what the test before may have left, and take it into the fleet."""
+        await self.bring_back()
+        info = self.infos[self.where.url] = await self.probe()
+        self.fleet.add(self.where.url)
+        sent_at = self.fleet.member(self.where.url).since
+        self.fleet.probe_succeeded(self.where.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
         return self
 
-    async def tell(self, requests: list[HttpRequest]) -> list[Any]:
+    async def bring_back(self) -> None:
+        """As `rltool engines resume` does."""
+        [resumed] = await resume_engines(self.client, [self.where], timeout=SECONDS)
+        assert resumed.error is None
+
+    async def run(self, requests: list[HttpRequest]) -> list[Any]:
         return await self.client.run(self.where, requests, timeout=SECONDS)
 
-    async def push(self, model, transport: str = "gloo") -> str:
+    async def push(self, model: torch.nn.Module) -> str:
         """One full sync of the model's weights; the version that the engine then has."""
-        self.tensors = tensors_of(model)
-        self.version = self.version.next()
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(2) as pool:
-            handles = _Control(self.control, loop), _Sender(self, pool)
-            sync = WeightSync(
-                *handles, transport=transport, limit_bytes=BUCKET_BYTES, timeout=SECONDS, disk_root=self.disk_root
-            )
-            report = await asyncio.to_thread(sync.sync, str(self.version))
-        assert (report.engines_ok, report.bytes) == (1, sum(t.numel() * t.element_size() for t in self.tensors.values()))
+        self.ranks.model = model
+        self.version = replace(self.version, number=self.version.number + 1)
+        report = await self.sync.sync(self.version)
+        assert (report.version, report.updated, report.failed) == (str(self.version), (self.where.url,), {})
+        assert report.bytes == sum(t.numel() * t.element_size() for t in self.ranks.tensors.values())
+        assert self.fleet.serving() == (self.where.url,)
+        assert (report.difference is None) == bool(self.reports)
+        self.reports.append(report)
         return str(self.version)
 
     async def sample(self, **request: Any) -> Completion:
@@ -134,51 +198,24 @@ class Trainer:
         return await self.client.probe(self.where)
 
 
-class _Control:
-    """WeightControl as the driver sees it: every call is a future."""
-
-    def __init__(self, control: WeightControl, loop: asyncio.AbstractEventLoop) -> None:
-        self._control, self._loop = control, loop
-
-    def __getattr__(self, name: str) -> Callable[..., Future]:
-        async def call(*arguments: Any) -> Any:
-            result = getattr(self._control, name)(*arguments)
-            return await result if isinstance(result, Awaitable) else result
-
-        return lambda *arguments: asyncio.run_coroutine_threadsafe(call(*arguments), self._loop)
+def vocab_size(directory: Path) -> int:
+    return json.loads((directory / "config.json").read_text())["vocab_size"]
 
 
-class _Sender:
-    """The trainer's one rank."""
-
-    def __init__(self, trainer: Trainer, pool: ThreadPoolExecutor) -> None:
-        self._trainer, self._pool, self._sender = trainer, pool, WeightSender(trainer.config)
-
-    def weight_metadata(self) -> list[TensorMeta]:
-        return [TensorMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in self._trainer.tensors.items()]
-
-    def _stream(self):
-        return zip(self.weight_metadata(), self._trainer.tensors.values(), strict=True)
-
-    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return self._sender.host(targets, group)
-
-    def join(self) -> Future:
-        return self._pool.submit(self._sender.join)
-
-    def send(self, buckets: Sequence[Bucket], skip: Collection[str]) -> Future[SendReport]:
-        return self._pool.submit(self._sender.send, self._stream(), buckets, skip)
-
-    def write(self, buckets: Sequence[Bucket], directory: Path) -> Future[SendReport]:
-        return self._pool.submit(write_to_disk, self._stream(), buckets, directory, self._trainer.engine.launch.model)
+class Play(Protocol):
+    def __call__(self, scenario: Callable[[Trainer], Awaitable[None]], transport: Transport = "gloo") -> None: ...
 
 
 @pytest.fixture
-def play(engine: RunningEngine, tmp_path: Path) -> Callable[[Callable[[Trainer], Awaitable[None]]], None]:
-    def run(scenario: Callable[[Trainer], Awaitable[None]]) -> None:
+def play(engine: RunningEngine, tmp_path: Path) -> Play:
+    def run(scenario: Callable[[Trainer], Awaitable[None]], transport: Transport = "gloo") -> None:
         async def session() -> None:
             async with EngineClient() as client:
-                await scenario(await Trainer(client, engine, tmp_path).connected())
+                trainer = Trainer(client, engine, tmp_path / "weights", transport)
+                try:
+                    await scenario(await trainer.connected())
+                finally:
+                    trainer.ranks.sender.close()
 
         asyncio.run(asyncio.wait_for(session(), 240))
 
@@ -197,15 +234,17 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play
         assert mean_difference(old, sample) < EQUAL
         assert mean_difference(new, sample) > DIFFERENT
 
-        version = await trainer.push(new, transport)
+        version = await trainer.push(new)
         sample = await trainer.sample()
         assert mean_difference(new, sample) < EQUAL
         assert mean_difference(old, sample) > DIFFERENT
         assert [(span.version, span.start, span.end) for span in sample.versions] == [(version, 0, 24)]
         info = await trainer.probe()
         assert (info.weight_version, info.model_id) == (version, "policy")
+        assert await trainer.sync.leave() == {}
+        assert (await trainer.probe()).paused is False
 
-    play(scenario)
+    play(scenario, transport)
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(engine, play):
@@ -239,7 +278,7 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
         first_version = await trainer.push(old)
         running = asyncio.create_task(trainer.sample(max_tokens=LONG))
         await has_running_request(trainer)
-        await trainer.tell(SPEAKS.pause("keep"))  # before the sync does it again: joining its group gives the request time to end
+        await trainer.run(SPEAKS.pause("keep"))  # before the sync does it again, so that it holds in the middle
         assert not running.done()
         second_version = await trainer.push(new)
         sample = await running
@@ -247,7 +286,12 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
         first, second = sample.versions
         assert (first.start, first.end, second.end) == (0, second.start, LONG)
         for model, span in ((old, first), (new, second)):
-            part = replace(sample, token_ids=sample.token_ids[span.start : span.end], logprobs=sample.logprobs[span.start : span.end], versions=())
+            part = replace(
+                sample,
+                token_ids=sample.token_ids[span.start : span.end],
+                logprobs=sample.logprobs[span.start : span.end],
+                versions=(),
+            )
             assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
 
     play(scenario)
@@ -292,12 +336,12 @@ def test_the_stop_token_is_part_of_the_response(engine, play):
 
 def test_a_paused_engine_says_so_and_holds_requests_until_it_is_resumed(play):
     async def scenario(trainer: Trainer):
-        await trainer.tell(SPEAKS.pause("keep"))
+        await trainer.run(SPEAKS.pause("keep"))
         assert (await trainer.probe()).paused is True
         waiting = asyncio.create_task(trainer.sample())
         done, _ = await asyncio.wait({waiting}, timeout=0.5)
         assert not done
-        await trainer.tell(SPEAKS.resume())
+        await trainer.run(SPEAKS.resume())
         assert len((await waiting).token_ids) == 24
         assert (await trainer.probe()).paused is False
         await trainer.client.health(trainer.where)
@@ -309,7 +353,7 @@ def test_an_aborting_pause_returns_partial_samples_and_lets_a_sync_follow(engine
     async def scenario(trainer: Trainer):
         running = asyncio.create_task(trainer.sample(max_tokens=LONG))
         await has_running_request(trainer)
-        await trainer.tell(SPEAKS.pause("abort"))
+        await trainer.run(SPEAKS.pause("abort"))
         partial = await running
         assert partial.finish_reason == "abort" and len(partial.token_ids) == len(partial.logprobs) < LONG
         model = perturbed_model(engine.launch.model, seed=10)
@@ -328,7 +372,10 @@ def test_an_abort_ends_our_own_requests_alone_with_the_tokens_that_they_have(pla
         assert 0 < (await client.load(where)).kv_cache_usage < 1
         await client.abort(where, [*client.request_ids(where, ours), uuid.uuid4().hex], timeout=SECONDS)
         cut, whole = [await task for task in tasks]
-        assert all(sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG for sample in cut)
+        assert all(
+            sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG
+            for sample in cut
+        )
         assert [(sample.finish_reason, len(sample.token_ids)) for sample in whole] == [("length", LONG)] * 2
 
     play(scenario)
@@ -340,13 +387,13 @@ def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_
         before, since = (new_request(seed=None, max_tokens=LONG) for _ in range(2))
         running = asyncio.create_task(client.generate(where, before, timeout=SECONDS))
         await has_running_request(trainer)
-        await trainer.tell(SPEAKS.pause("keep"))
+        await trainer.run(SPEAKS.pause("keep"))
         held_back = asyncio.create_task(client.generate(where, since, timeout=SECONDS))
-        await asyncio.sleep(0.5)  # until it has arrived, of which nothing tells
+        await asyncio.sleep(0.5)  # until it has arrived, which nothing shows
         await client.abort(where, [before.request_id, since.request_id], timeout=SECONDS)
         (sample,) = await running
         assert sample.finish_reason == "abort" and 0 < len(sample.token_ids) == len(sample.logprobs) < LONG
-        await trainer.tell(SPEAKS.resume())
+        await trainer.run(SPEAKS.resume())
         (sample,) = await held_back
         assert (sample.finish_reason, len(sample.token_ids)) == ("length", LONG)
 
@@ -355,9 +402,9 @@ def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_
 
 def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engine, play):
     async def die_midway(trainer: Trainer):
-        await trainer.tell([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
+        await trainer.run([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
         with pytest.raises(EngineRejected, match="already open"):
-            await trainer.tell(SPEAKS.begin_update())
+            await trainer.run(SPEAKS.begin_update())
 
     async def come_back(trainer: Trainer):
         model = perturbed_model(engine.launch.model, seed=11)
@@ -369,12 +416,23 @@ def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engi
 
 
 def test_an_engine_that_joins_a_trainer_that_dies_is_free_at_once(engine, play):
-    """SGLang waits 30 minutes for its trainer, deaf to everything else; only the end of the trainer's store releases it."""
+    """SGLang waits 30 minutes for its trainer, deaf to everything else.
+
+    Only the end of the trainer's store releases it.
+    """
 
     async def scenario(trainer: Trainer):
         store = host_store("127.0.0.1", 0, SECONDS)
-        init = SPEAKS.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=SECONDS)
-        joining = asyncio.create_task(trainer.tell(init))
+        init = SPEAKS.init_transfer(
+            "gloo",
+            address="127.0.0.1",
+            port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group=GROUP,
+            timeout_seconds=SECONDS,
+        )
+        joining = asyncio.create_task(trainer.run(init))
         while store.num_keys() < 2:  # torch's count of clients and rank 1's address: now it waits for ours
             assert not joining.done()
             await asyncio.sleep(0.01)
@@ -394,8 +452,10 @@ def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engin
         version = await trainer.push(model)
         absent = str(tmp_path / "absent" / "model-00001-of-00001.safetensors")
         with pytest.raises(EngineRejected, match="update_weights_from_disk"):
-            await trainer.tell([*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)])
-        await trainer.control.clear_leftovers()
+            await trainer.run(
+                [*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)]
+            )
+        await trainer.bring_back()
         sample = await trainer.sample()
         assert mean_difference(model, sample) < EQUAL
         assert sample.versions[0].version == version

@@ -30,7 +30,12 @@ def routed(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path, vllm_e
     run = open_run("engines", create=True, root=root / "runs")
     endpoints.save(run.endpoints_file)
     with ProcessGroup(run) as group:
-        start_router(RouterConfig(key_file=vllm_engine_tied.endpoint.key_file), endpoints.models["policy"], group, endpoints_file=run.endpoints_file)
+        start_router(
+            RouterConfig(key_file=vllm_engine_tied.endpoint.key_file),
+            endpoints.models["policy"],
+            group,
+            endpoints_file=run.endpoints_file,
+        )
         yield write_job(root, tiny_tied_dir, f"@{run.endpoints_file}")
 
 
@@ -84,7 +89,9 @@ def test_it_evaluates_before_and_after_and_writes_checkpoint_export_and_tensorbo
     evaluated = [record["step"] for record in routed.metrics("trained") if "eval/heldout/accuracy" in record]
     assert evaluated == [-1, 2]
     assert {p.name for p in (run / "checkpoints").glob("step_*")} == {"step_2", "step_3"}
-    assert (run / "hf" / "step_3" / "model.safetensors").exists() and (run / "hf" / "step_3" / "tokenizer.json").exists()
+    assert (run / "hf" / "step_3" / "model.safetensors").exists() and (
+        run / "hf" / "step_3" / "tokenizer.json"
+    ).exists()
     assert list((run / "tensorboard").iterdir())
     assert not (run / "state" / "train.json").exists()
 
@@ -95,7 +102,11 @@ def test_a_resumed_run_fed_the_recorded_rollouts_has_bit_equal_gradients_and_par
     routed("debug train-only", "halved", "--rollouts", str(recorded), "--steps", "1")
     resumed = routed("debug train-only", "halved", "--rollouts", str(recorded), "--resume")
     live, replayed, halved = (routed.steps(run) for run in ("trained", "whole", "halved"))
-    assert [r["train/grad_norm"] for r in live] == [r["train/grad_norm"] for r in replayed] == [r["train/grad_norm"] for r in halved]
+    assert (
+        [r["train/grad_norm"] for r in live]
+        == [r["train/grad_norm"] for r in replayed]
+        == [r["train/grad_norm"] for r in halved]
+    )
     hashes = [re.search(r"sha256:(\w+)", text).group(1) for text in (trained, whole, resumed)]
     assert len(set(hashes)) == 1
     # The loss alone would prove nothing; nor would a hash that no training changes.
@@ -108,11 +119,21 @@ def test_a_resumed_run_goes_on_against_the_engines_under_a_new_attempt(routed, t
     assert [record["step"] for record in steps] == [0, 1, 2, 3]
     assert steps[3]["train/logprob_abs_diff_mean"] < 1e-5 and "resumed after step 3" in said
     run, attempt, _ = steps[3]["weight_version"].split(":")
-    assert run == steps[0]["weight_version"].split(":")[0] and int(attempt) > int(steps[0]["weight_version"].split(":")[1])
+    assert run == steps[0]["weight_version"].split(":")[0] and int(attempt) > int(
+        steps[0]["weight_version"].split(":")[1]
+    )
 
 
 def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_agree_as_well(direct):
-    sets = ["algorithm.kl_coef=0.05", "steps=2", "optimizer_steps_per_rollout=1", 'weights.transport="disk"', "trainer.world_size=2", "trainer.cpus_per_rank=0.5", "algorithm.loss_reduction=\"sample\""]
+    sets = [
+        "algorithm.kl_coef=0.05",
+        "steps=2",
+        "optimizer_steps_per_rollout=1",
+        'weights.transport="disk"',
+        "trainer.world_size=2",
+        "trainer.cpus_per_rank=0.5",
+        'algorithm.loss_reduction="sample"',
+    ]
     said = direct("train", "disk", sets=sets)
     assert "asked directly" in said and "2 bundles (2 trainer, 0 engine)" in said
     for record in direct.steps("disk"):
@@ -123,7 +144,11 @@ def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_ag
 
 
 def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
-    direct("train", "tp", sets=["steps=1", "trainer.world_size=2", "trainer.tensor_parallel=2", "trainer.cpus_per_rank=0.5"])
+    direct(
+        "train",
+        "tp",
+        sets=["steps=1", "trainer.world_size=2", "trainer.tensor_parallel=2", "trainer.cpus_per_rank=0.5"],
+    )
     assert direct.steps("tp")[0]["train/logprob_abs_diff_mean"] < 1e-5
 
 
@@ -170,10 +195,10 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_c
     assert (direct.runs / "failing" / "checkpoints" / "step_0").is_dir()
 
 
-def test_a_gap_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):
-    said = direct("train", "gap", sets=["monitor.logprob_difference_limit=1e-12"], code=1)
+def test_a_logprob_difference_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):
+    said = direct("train", "differing", sets=["monitor.logprob_difference_limit=1e-12"], code=1)
     assert "trainer and engines disagree" in said and "no optimizer step was made" in said
-    assert not direct.steps("gap")
+    assert not direct.steps("differing")
 
 
 BROKEN = [
@@ -200,7 +225,10 @@ def test_bad_input_is_one_clear_error_with_exit_code_2_and_nothing_started(direc
 
 def test_a_broken_line_and_an_unsupported_architecture_are_named(direct, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a", "label": "b"}\n{"prompt": \n')
-    assert "broken.jsonl" in (said := direct("train", "refused", sets=[f'data.train=["{tmp_path}/broken.jsonl"]'], code=2)) and "2" in said
+    assert (
+        "broken.jsonl" in (said := direct("train", "refused", sets=[f'data.train=["{tmp_path}/broken.jsonl"]'], code=2))
+        and "2" in said
+    )
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"], "vocab_size": 120}))
     assert "MambaForCausalLM" in direct("train", "refused", sets=[f"model.path={tmp_path}"], code=2)
 

@@ -1,4 +1,4 @@
-"""Algorithms that need more than one model, through the command: `debug train-only` on recorded rollouts, without any engine."""
+"""Algorithms with more than one model, through the command: `debug train-only` on recorded rollouts, with no engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
             prompt = [generator.randrange(VOCAB_SIZE) for _ in range(5)]
             for index in range(4):
                 length = generator.randint(1, 12)
-                sample = Sample(group_id=8 * step + group, index=index, prompt_index=group, prompt_ids=prompt, status=SampleStatus.COMPLETED)
+                sample = Sample(
+                    group_id=8 * step + group,
+                    index=index,
+                    prompt_index=group,
+                    prompt_ids=prompt,
+                    status=SampleStatus.COMPLETED,
+                )
                 sample.response_ids = [generator.randrange(VOCAB_SIZE) for _ in range(length)]
                 sample.response_mask = [1] * length
                 sample.response_logprobs = [-math.log(VOCAB_SIZE) + generator.gauss(0, 0.2) for _ in range(length)]
@@ -43,7 +49,16 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
 
 def replay(job: Job, run: str, *more: str, sets: list[str]) -> str:
     """The parameter hash at the end."""
-    return hash_of(job("debug train-only", run, "--rollouts", str(job.root / "recorded"), *more, sets=["optimizer_steps_per_rollout=1", *sets]))
+    return hash_of(
+        job(
+            "debug train-only",
+            run,
+            "--rollouts",
+            str(job.root / "recorded"),
+            *more,
+            sets=["optimizer_steps_per_rollout=1", *sets],
+        )
+    )
 
 
 def hash_of(said: str) -> str:
@@ -80,22 +95,45 @@ def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_pat
 
 def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depend_on_them(job):
     sets = [
-        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01",
-        "algorithm.is_weights=token", "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9", "algorithm.is_mask_high=1.1",
-        "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
+        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
+        "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01", "algorithm.is_weights=token",
+        "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9",
+        "algorithm.is_mask_high=1.1", "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
     ]  # fmt: skip
     replay(job, "one", sets=sets)
     replay(job, "two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
     for one, two in zip(job.steps("one"), job.steps("two"), strict=True):
-        for name in ("loss", "grad_norm", "kl", "entropy", "is_weight_mean", "masked_fraction", "overlong_fraction", "advantage_std", "ratio_mean", "clip_fraction"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "kl",
+            "entropy",
+            "is_weight_mean",
+            "masked_fraction",
+            "overlong_fraction",
+            "advantage_std",
+            "ratio_mean",
+            "clip_fraction",
+        ):
             assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-5, abs=1e-6), name
-        assert one["train/masked_fraction"] > 0 and one["train/is_truncated_fraction"] > 0 and one["train/overlong_fraction"] > 0
+        assert (
+            one["train/masked_fraction"] > 0
+            and one["train/is_truncated_fraction"] > 0
+            and one["train/overlong_fraction"] > 0
+        )
     first, second = job.steps("one")
     assert first["train/kl"] == pytest.approx(0, abs=1e-6) and second["train/kl"] != 0
 
 
 def test_ppo_trains_policy_and_critic_on_fake_data_and_resumes_bit_equally(job):
-    sets = ["algorithm.advantage=gae", "algorithm.kl_coef=0.05", "algorithm.kl_in=reward", "critic.lr=1e-3", "critic.warmup_rollouts=1", "checkpoint.async_save=true"]
+    sets = [
+        "algorithm.advantage=gae",
+        "algorithm.kl_coef=0.05",
+        "algorithm.kl_in=reward",
+        "critic.lr=1e-3",
+        "critic.warmup_rollouts=1",
+        "checkpoint.async_save=true",
+    ]
 
     def fake(run: str, *more: str) -> str:
         return hash_of(job("debug train-only", run, "--fake-data", *more, sets=["steps=4", *sets]))
@@ -105,13 +143,21 @@ def test_ppo_trains_policy_and_critic_on_fake_data_and_resumes_bit_equally(job):
     fake("ppo-halved", "--steps", "2")
     assert fake("ppo-halved", "--resume") == whole
     first, *rest = [record for record in job.metrics("ppo") if "train/value_loss" in record]
-    assert "train/grad_norm" not in first and first["train/explained_variance"] is not None and first["train/value_mean"] == 0
+    assert (
+        "train/grad_norm" not in first
+        and first["train/explained_variance"] is not None
+        and first["train/value_mean"] == 0
+    )
     assert len(rest) == 3 and len({record["train/value_loss"] for record in (first, *rest)}) == 4
     for record in rest:
-        assert record["train/grad_norm"] > 0 and record["train/critic_grad_norm"] > 0 and record["train/value_mean"] != 0
+        assert (
+            record["train/grad_norm"] > 0 and record["train/critic_grad_norm"] > 0 and record["train/value_mean"] != 0
+        )
         assert 0 <= record["train/value_clip_fraction"] <= 1 and record["train/explained_variance"] < 1
     halved = [record for record in job.metrics("ppo-halved") if "train/value_loss" in record]
-    assert [record["train/value_loss"] for record in halved] == [record["train/value_loss"] for record in (first, *rest)]
+    assert [record["train/value_loss"] for record in halved] == [
+        record["train/value_loss"] for record in (first, *rest)
+    ]
 
 
 def test_ppo_does_not_depend_on_the_ranks(job):
@@ -119,11 +165,23 @@ def test_ppo_does_not_depend_on_the_ranks(job):
     replay(job, "ppo-one", sets=sets)
     replay(job, "ppo-two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
     for one, two in zip(job.steps("ppo-one"), job.steps("ppo-two"), strict=True):
-        for name in ("loss", "grad_norm", "value_loss", "value_clip_fraction", "value_mean", "explained_variance", "critic_grad_norm", "advantage_std"):
+        for name in (
+            "loss",
+            "grad_norm",
+            "value_loss",
+            "value_clip_fraction",
+            "value_mean",
+            "explained_variance",
+            "critic_grad_norm",
+            "advantage_std",
+        ):
             assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-5, abs=1e-6), name
         assert one["train/value_loss"] > 0
 
 
 def test_an_unusable_algorithm_is_refused_before_anything_starts(job):
     said = job("debug train-only", "refused", "--rollouts", str(job.root / "recorded"), sets=["critic.lr=1e-4"], code=2)
-    assert 'it needs algorithm.advantage = "gae"' in said.replace("\n", " ") and not (job.runs / "refused" / "metrics.jsonl").exists()
+    assert (
+        'it needs algorithm.advantage = "gae"' in said.replace("\n", " ")
+        and not (job.runs / "refused" / "metrics.jsonl").exists()
+    )

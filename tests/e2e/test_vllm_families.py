@@ -1,4 +1,4 @@
-"""Exported models in the real vLLM. Here the families with the most of their own; `python -m tests.e2e.vllm_families` takes all."""
+"""Exported models in the real vLLM: the most peculiar families; `python -m tests.e2e.vllm_families` takes all."""
 
 from __future__ import annotations
 

@@ -79,7 +79,16 @@ def test_every_route_of_the_server_is_guarded(vllm_engine_tied):
 
 def test_variants_of_an_allowed_path_are_no_way_around_the_guard(vllm_engine_tied):
     engine = vllm_engine_tied
-    for path in ("/health/../pause", "//pause", "/pause/", "/PAUSE", "/%70ause?x", "/health%2f..%2fpause", "/health;/pause", "/health/"):
+    for path in (
+        "/health/../pause",
+        "//pause",
+        "/pause/",
+        "/PAUSE",
+        "/%70ause?x",
+        "/health%2f..%2fpause",
+        "/health;/pause",
+        "/health/",
+    ):
         assert engine.http("POST", path)[0] == 401
     assert engine.http("POST", "/health")[0] == 401
 
@@ -101,7 +110,7 @@ def test_the_key_stands_in_no_command_line(vllm_engine_tied):
 
 
 def test_more_prompt_tokens_than_a_forward_pass_takes_do_not_kill_the_engine(vllm_engine_tied):
-    """A seeded prompt that is prefilled in pieces ends vLLM 0.32 on the CPU: the launch line must keep it from cutting them."""
+    """A seeded prompt that is prefilled in pieces ends vLLM 0.32 on the CPU: the launch line must keep it whole."""
     engine = vllm_engine_tied
     prompts = [tuple((i * 7 + j * (i + 1)) % 100 + 10 for j in range(230)) for i in range(48)]  # 11,040 tokens at once
 

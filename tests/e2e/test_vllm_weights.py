@@ -121,7 +121,7 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
             first, second = sample.versions
             assert (first.version, second.version) == ("old", "new")
             assert (first.start, first.end, second.end) == (0, second.start, 240)
-            # each part has the log-probabilities of the weights that sampled it: the cache of the first part was recomputed
+            # each part has the log-probabilities of the weights that sampled it: the first part's cache was recomputed
             for model, span in ((old, first), (new, second)):
                 tokens, logprobs = sample.token_ids[span.start : span.end], sample.logprobs[span.start : span.end]
                 part = replace(sample, token_ids=tokens, logprobs=logprobs, versions=())
@@ -133,7 +133,9 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
 WRONG_UPDATES = {
     "a wrong shape": lambda tensors: {**tensors, "model.norm.weight": tensors["model.norm.weight"][:-1].clone()},
     "an unknown name": lambda tensors: {**tensors, "model.layers.0.unheard_of.weight": tensors["model.norm.weight"]},
-    "a missing tensor": lambda tensors: {n: t for n, t in tensors.items() if n != "model.layers.1.self_attn.k_proj.weight"},
+    "a missing tensor": lambda tensors: {
+        n: t for n, t in tensors.items() if n != "model.layers.1.self_attn.k_proj.weight"
+    },
     "a missing embedding": lambda tensors: {n: t for n, t in tensors.items() if n != "model.embed_tokens.weight"},
 }
 
@@ -164,7 +166,11 @@ def test_an_update_that_its_trainer_left_open_does_not_stop_the_next_trainer(vll
         model = perturbed_model(engine.launch.model, seed=10)
         speaks = dialect("vllm")
         await sender.control(speaks.pause("keep"))
-        await sender.control(speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT))
+        await sender.control(
+            speaks.init_transfer(
+                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
+            )
+        )
         await sender.control(speaks.begin_update())
         # ... and here the trainer died. What another one does before its first sync:
         await sender.control(speaks.shutdown_transfer(GROUP))
@@ -186,11 +192,22 @@ def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied
         path = tmp_path / "bucket.safetensors"
         save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
         speaks = dialect("vllm")
-        await sender.control(speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT))
-        for announced, file in ((lying, path), (bucket[:1], path), (bucket, tmp_path / "absent"), ((*bucket, TensorMeta("x", "float32", (1,))), path)):
+        await sender.control(
+            speaks.init_transfer(
+                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
+            )
+        )
+        for announced, file in (
+            (lying, path),
+            (bucket[:1], path),
+            (bucket, tmp_path / "absent"),
+            ((*bucket, TensorMeta("x", "float32", (1,))), path),
+        ):
             await sender.control(speaks.begin_update())
             with pytest.raises(EngineError, match="does not hold what was announced|cannot read"):
-                await sender.control(speaks.update_bucket("disk", announced, group=GROUP, version="bad", path=str(file)))
+                await sender.control(
+                    speaks.update_bucket("disk", announced, group=GROUP, version="bad", path=str(file))
+                )
         await sender.control(speaks.shutdown_transfer(GROUP))
         await sender.gloo(tensors, "good")
 
@@ -204,7 +221,9 @@ def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_
         tensors = tensors_of(perturbed_model(engine.launch.model, seed=13))
         speaks = dialect("vllm")
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = speaks.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=2.0)
+        init = speaks.init_transfer(
+            "gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=2.0
+        )
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, 2.0, store=store)
         _, group = await asyncio.gather(sender.control(init), join)
         await sender.control(speaks.begin_update())
@@ -229,7 +248,15 @@ def test_a_shut_down_transfer_leaves_no_connection_open(vllm_engine_untied):
         await sender.control(speaks.shutdown_transfer(GROUP))
         before = open_sockets()
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = speaks.init_transfer("gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT)
+        init = speaks.init_transfer(
+            "gloo",
+            address="127.0.0.1",
+            port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group=GROUP,
+            timeout_seconds=TIMEOUT,
+        )
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         await asyncio.gather(sender.control(init), join)
         assert open_sockets() > before

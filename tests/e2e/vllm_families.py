@@ -1,7 +1,8 @@
-"""Loads models that went through convert-ckpt, there and back, into the real vLLM, one family after the other in one process.
+"""Loads models that went through convert-ckpt, there and back, into the real vLLM, family after family in one process.
 
-`python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each: the largest difference of a prompt's log-probabilities
-to transformers with the weights from before the conversion, in fp32, and the seconds that vLLM took. All families without arguments.
+`python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each: the largest difference of a prompt's
+log-probabilities to transformers with the weights from before the conversion, in fp32, and the seconds that vLLM took.
+All families without arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A trainer in miniature for engine tests: perturbed copies of a checkpoint, a gloo and a disk sender, and HF's log-probabilities."""
+"""A trainer in miniature for engine tests: perturbed copies of a checkpoint, a gloo and a disk sender, HF's scores."""
 
 from __future__ import annotations
 
@@ -52,11 +52,15 @@ def hf_logprobs(model, prompt: tuple[int, ...], completion: Completion, temperat
     return (logits / temperature).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def mean_difference(model, completion: Completion, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0) -> float:
+def mean_difference(
+    model, completion: Completion, *, prompt: tuple[int, ...] = PROMPT, temperature: float = 1.0
+) -> float:
     return (hf_logprobs(model, prompt, completion, temperature) - torch.tensor(completion.logprobs)).abs().mean().item()
 
 
-def new_request(*, n: int = 1, seed: int | None = 11, max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT, **sampling) -> GenerateRequest:
+def new_request(
+    *, n: int = 1, seed: int | None = 11, max_tokens: int = 24, prompt: tuple[int, ...] = PROMPT, **sampling
+) -> GenerateRequest:
     sampling = {"ignore_eos": True} | sampling
     return GenerateRequest(prompt, SamplingParams(max_tokens, **sampling), uuid.uuid4().hex, n=n, seed=seed)
 
@@ -71,12 +75,20 @@ class Sender:
     async def control(self, requests: list[HttpRequest]) -> None:
         await self.client.run(self.engine.endpoint, requests, timeout=TIMEOUT)
 
-    async def gloo(self, tensors: Mapping[str, torch.Tensor], version: str, *, buckets: list[Bucket] | None = None) -> None:
+    async def gloo(
+        self, tensors: Mapping[str, torch.Tensor], version: str, *, buckets: list[Bucket] | None = None
+    ) -> None:
         """begin, all buckets, finish, shutdown. `buckets` overrides what is announced (and the bytes that are sent)."""
         speaks = dialect("vllm")
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
         init = speaks.init_transfer(
-            "gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
+            "gloo",
+            address="127.0.0.1",
+            port=store.port,
+            rank_offset=1,
+            world_size=2,
+            group=GROUP,
+            timeout_seconds=TIMEOUT,
         )
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         _, group = await asyncio.gather(self.control(init), join)
@@ -94,7 +106,9 @@ class Sender:
     async def disk(self, tensors: Mapping[str, torch.Tensor], version: str, directory: Path) -> None:
         speaks = dialect("vllm")
         await self.control(
-            speaks.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT)
+            speaks.init_transfer(
+                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
+            )
         )
         await self.control(speaks.begin_update())
         for index, bucket in enumerate(buckets_of(tensors)):

@@ -70,7 +70,10 @@ def test_a_ready_group_that_is_too_old_is_never_part_of_a_batch():
 
 
 def test_tokens_that_are_masked_do_not_make_a_group_too_old():
-    for policy in (AdmissionPolicy(batch=2, max_staleness=1, on_stale="mask"), AdmissionPolicy(batch=2, max_staleness=1, mask_older_than=0)):
+    for policy in (
+        AdmissionPolicy(batch=2, max_staleness=1, on_stale="mask"),
+        AdmissionPolicy(batch=2, max_staleness=1, mask_older_than=0),
+    ):
         assert choose(policy, groups(True, True, oldest=0), 5).batch == (0, 1)
 
 
@@ -81,7 +84,7 @@ def test_when_stale_groups_are_resampled_a_batch_takes_what_is_ready_and_waits_f
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_admission_alone_keeps_every_group_within_the_bound_whatever_the_order_of_completion(staleness):
-    """Groups finish in random order over hundreds of steps; the batch of each step is taken as soon as it is complete."""
+    """Groups finish in random order over hundreds of steps; each step takes its batch once it is complete."""
     rng = random.Random(staleness)
     policy = AdmissionPolicy(batch=3, max_staleness=staleness)
     started: dict[int, int] = {}

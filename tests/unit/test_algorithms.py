@@ -28,7 +28,10 @@ def plain_group_advantages(rewards, groups, normalize_std):
 def test_group_advantages_match_a_plain_loop_for_shuffled_groups_of_any_size(normalize_std):
     groups = torch.tensor([7, 3, 7, 99, 3, 7, -1, 3, 7])
     rewards = torch.rand(9, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(group_advantages(rewards, groups, normalize_std=normalize_std), plain_group_advantages(rewards, groups, normalize_std))
+    torch.testing.assert_close(
+        group_advantages(rewards, groups, normalize_std=normalize_std),
+        plain_group_advantages(rewards, groups, normalize_std),
+    )
 
 
 def test_one_dropped_sample_does_not_mix_groups():
@@ -96,8 +99,9 @@ def batch():
     lengths = torch.tensor([2, 3, 1])
     mask = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.float32)
     return TrainBatch(
-        tokens=torch.arange(6), lengths=lengths, loss_mask=mask, rewards=torch.tensor([1.0, 0.0, 0.5]), group_ids=torch.tensor([4, 4, 5]),
-        loss_weights=mask, advantages=broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths, mask),
+        tokens=torch.arange(6), lengths=lengths, loss_mask=mask, rewards=torch.tensor([1.0, 0.0, 0.5]),
+        group_ids=torch.tensor([4, 4, 5]), loss_weights=mask,
+        advantages=broadcast_to_tokens(torch.tensor([1.0, 2.0, 3.0]), lengths, mask),
     )  # fmt: skip
 
 

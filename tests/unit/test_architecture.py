@@ -1,4 +1,4 @@
-"""Imports point one way, and heavy packages stay in the rooms that own them. Read from the source: nothing is imported."""
+"""Imports point one way, and heavy packages stay in the rooms that own them. Read from source: nothing is imported."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ LEVELS = (
     {"cli"},
     {"__main__"},
 )
-"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} -> {config, processes};
-the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of its own level."""
+"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} ->
+{config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of
+its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
-    ("router", "engines"): "a router is told of engines: it reads their addresses and is spoken to by the same HTTP client",
+    ("router", "engines"): "a router fronts engines: it reads their addresses and has the same HTTP client",
 }
 """Imports between rooms of one level, each with its reason. The reverse of one of these would be a circle."""
 
@@ -44,7 +45,7 @@ OWNERS = {
         "megatron": "the trainer",
         "weights": "tensors are sent",
         "checkpoints": "tensors are saved and compared",
-        "training": "the driver deals batches",
+        "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
@@ -93,7 +94,9 @@ def imports_of(text: str, file: str) -> Iterator[Import]:
                 yield from (Import(file, alias.name, lazy) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{file}: relative imports hide where they point"
-                names = [f"rltool.{alias.name}" for alias in child.names] if child.module == "rltool" else [child.module]
+                names = (
+                    [f"rltool.{alias.name}" for alias in child.names] if child.module == "rltool" else [child.module]
+                )
                 yield from (Import(file, name, lazy) for name in names)
             else:
                 yield from visit(child, lazy or is_function(child) or is_type_checking(child))
@@ -112,7 +115,11 @@ def is_type_checking(node: ast.AST) -> bool:
 def all_imports() -> list[Import]:
     package = ROOT / "rltool"
     files = sorted(package.rglob("*.py"))
-    return [found for file in files for found in imports_of(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix())]
+    return [
+        found
+        for file in files
+        for found in imports_of(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix())
+    ]
 
 
 def wrong_directions(imports: list[Import]) -> list[str]:
@@ -120,7 +127,13 @@ def wrong_directions(imports: list[Import]) -> list[str]:
     for found in imports:
         parts = found.module.split(".")
         # `from rltool import __version__`, and `import rltool` for it, are for everybody
-        if parts[0] != "rltool" or len(parts) == 1 or parts[1].startswith("__") or found.room == parts[1] or found.file == "__init__.py":
+        if (
+            parts[0] != "rltool"
+            or len(parts) == 1
+            or parts[1].startswith("__")
+            or found.room == parts[1]
+            or found.file == "__init__.py"
+        ):
             continue
         if LEVEL[found.room] <= LEVEL[parts[1]] and (found.room, parts[1]) not in SAME_LEVEL:
             wrong.append(f"{found.file} imports {found.module}")
@@ -130,13 +143,19 @@ def wrong_directions(imports: list[Import]) -> list[str]:
 def misplaced(imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
-        if found.package in OWNERS and not any(found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package]):
+        if found.package in OWNERS and not any(
+            found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package]
+        ):
             wrong.append(f"{found.file} imports {found.module}")
     return wrong
 
 
 def test_every_room_has_a_level():
-    rooms = {path.name.removesuffix(".py") for path in (ROOT / "rltool").iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    rooms = {
+        path.name.removesuffix(".py")
+        for path in (ROOT / "rltool").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
     assert rooms - {"__init__"} == set(LEVEL)
 
 
@@ -145,7 +164,11 @@ def test_imports_point_one_way():
 
 
 def test_every_exception_is_still_needed():
-    pairs = {(found.room, found.module.split(".")[1]) for found in all_imports() if found.package == "rltool" and "." in found.module}
+    pairs = {
+        (found.room, found.module.split(".")[1])
+        for found in all_imports()
+        if found.package == "rltool" and "." in found.module
+    }
     assert set(SAME_LEVEL) <= pairs
     assert not {(b, a) for a, b in SAME_LEVEL} & pairs
     for package, places in OWNERS.items():
@@ -159,7 +182,11 @@ def test_heavy_packages_are_imported_only_where_they_belong():
 
 
 def test_slow_and_optional_packages_are_imported_inside_functions():
-    assert [f"{found.file} imports {found.module}" for found in all_imports() if found.package in LAZY_ONLY and not found.lazy] == []
+    assert [
+        f"{found.file} imports {found.module}"
+        for found in all_imports()
+        if found.package in LAZY_ONLY and not found.lazy
+    ] == []
 
 
 def test_the_base_installation_imports_nothing_heavy_at_the_top():
@@ -180,7 +207,9 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
 def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    assert {module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire"))} <= allowed
+    assert {
+        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire"))
+    } <= allowed
 
 
 @pytest.mark.parametrize(
@@ -190,13 +219,23 @@ def test_the_plugin_needs_nothing_of_the_trainer():
         ("weights/a.py", "from rltool.rollout import sample"),
         ("engines/a.py", "def f():\n    import rltool.router.launch"),
         ("megatron/a.py", "from rltool import weights"),
-        ("training/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rltool.commands.train import train"),
+        (
+            "training/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rltool.commands.train import train",
+        ),
     ],
 )
 def test_an_import_that_points_back_is_found(file, text):
     assert len(wrong_directions(list(imports_of(text, file)))) == 1
 
 
-@pytest.mark.parametrize(("file", "text"), [("rollout/data.py", "import torch"), ("weights/a.py", "def f():\n    from ray import get"), ("engines/vllm.py", "import vllm.version")])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("rollout/data.py", "import torch"),
+        ("weights/a.py", "def f():\n    from ray import get"),
+        ("engines/vllm.py", "import vllm.version"),
+    ],
+)
 def test_a_heavy_import_in_a_wrong_place_is_found(file, text):
     assert len(misplaced(list(imports_of(text, file)))) == 1

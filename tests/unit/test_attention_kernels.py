@@ -1,4 +1,4 @@
-"""Which attention kernel is chosen on a GPU. The kernels are written in plain torch here, so that the choice runs on the CPU."""
+"""Which attention kernel is chosen on a GPU. The kernels are plain torch here, so that the choice runs on the CPU."""
 
 import math
 import os
@@ -17,7 +17,19 @@ CPU = torch.device("cpu")
 
 
 def shape(**changed):
-    return Shape(**{"device": CPU, "dtype": torch.bfloat16, "heads": 4, "groups": 2, "dim": 8, "scale": None, "window": None, "blocks": False, **changed})
+    return Shape(
+        **{
+            "device": CPU,
+            "dtype": torch.bfloat16,
+            "heads": 4,
+            "groups": 2,
+            "dim": 8,
+            "scale": None,
+            "window": None,
+            "blocks": False,
+            **changed,
+        }
+    )
 
 
 def reference(query, key, value, packed, scale=None, window=None, *, top_left=False):
@@ -31,7 +43,9 @@ def reference(query, key, value, packed, scale=None, window=None, *, top_left=Fa
         mask = at <= seen_by
         if window is not None:
             mask &= at > seen_by - window
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1))
+        outputs.append(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
+        )
     return torch.cat(outputs)
 
 
@@ -40,7 +54,17 @@ class DotProductAttention(torch.nn.Module):
 
     wrong = ""
 
-    def __init__(self, num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format, attn_mask_type, window_size, softmax_scale):
+    def __init__(
+        self,
+        num_attention_heads,
+        kv_channels,
+        num_gqa_groups,
+        attention_dropout,
+        qkv_format,
+        attn_mask_type,
+        window_size,
+        softmax_scale,
+    ):
         super().__init__()
         if self.wrong == "unsupported":
             raise ValueError("no kernel for this configuration")
@@ -64,7 +88,12 @@ class DotProductAttention(torch.nn.Module):
 @pytest.fixture
 def installed(monkeypatch):
     """Transformer Engine, and a torch kernel to compare it with; no choice is remembered from elsewhere."""
-    for cached in (attention.judged, attention._dot_product_attention, attention._varlen_parameters, attention._takes_grouped_queries):
+    for cached in (
+        attention.judged,
+        attention._dot_product_attention,
+        attention._varlen_parameters,
+        attention._takes_grouped_queries,
+    ):
         cached.cache_clear()
     package, module = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
     module.DotProductAttention = type("DotProductAttention", (DotProductAttention,), {})
@@ -73,18 +102,33 @@ def installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", module)
     monkeypatch.setattr(attention, "torch_attention", reference)
     yield module.DotProductAttention
-    for cached in (attention.judged, attention._dot_product_attention, attention._varlen_parameters, attention._takes_grouped_queries):
+    for cached in (
+        attention.judged,
+        attention._dot_product_attention,
+        attention._varlen_parameters,
+        attention._takes_grouped_queries,
+    ):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+@pytest.mark.parametrize(
+    "case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}]
+)
 def test_transformer_engine_is_used_where_it_agrees(installed, case):
     assert judged(shape(**case), backend="auto") is attention.transformer_engine_attention
 
 
 @pytest.mark.parametrize(
     ("wrong", "case"),
-    [("one sequence", {}), ("gradient", {}), ("nan", {}), ("no window", {"window": 20}), ("no window", {"window": 300}), ("top left", {"blocks": True}), ("unsupported", {})],
+    [
+        ("one sequence", {}),
+        ("gradient", {}),
+        ("nan", {}),
+        ("no window", {"window": 20}),
+        ("no window", {"window": 300}),
+        ("top left", {"blocks": True}),
+        ("unsupported", {}),
+    ],
 )
 def test_it_is_not_used_where_it_is_wrong_and_the_log_says_so(installed, caplog, wrong, case):
     installed.wrong = wrong
@@ -103,7 +147,18 @@ def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypat
 
 
 def flash_attn_varlen_func(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, softmax_scale=None, causal=False, window_size=(None, None)
+    q,
+    k,
+    v,
+    qv=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
 ):
     """FlashAttention 4's, with the arguments that count. Its windows count the keys before a query."""
     assert causal and window_size[1] in (None, 0)
@@ -121,7 +176,9 @@ def flash_attn(installed, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize("case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}])
+@pytest.mark.parametrize(
+    "case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}]
+)
 def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
     assert judged(shape(**case), backend="auto") is attention.flash_attention_4
     assert judged(shape(**case), backend="flash_attention_4") is attention.flash_attention_4
@@ -129,7 +186,9 @@ def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
 
 
 def test_the_next_kernel_serves_where_flash_attention_4_is_wrong(flash_attn, caplog):
-    flash_attn.flash_attn_varlen_func = lambda *args, **options: flash_attn_varlen_func(*args, **{**options, "softmax_scale": 0.5})
+    flash_attn.flash_attn_varlen_func = lambda *args, **options: flash_attn_varlen_func(
+        *args, **{**options, "softmax_scale": 0.5}
+    )
     assert judged(shape(), backend="auto") is attention.transformer_engine_attention
     assert "FlashAttention 4's attention" in caplog.text and "it is not used" in caplog.text
     with pytest.raises(RltoolError, match='set trainer.attention = "torch"'):
@@ -167,7 +226,9 @@ class Varlen:
     def __init__(self, grouped):
         self.grouped, self.key_heads = grouped, []
 
-    def of_2_11(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
+    def of_2_11(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)
+    ):
         self.key_heads.append(key.size(1))
         if key.size(1) != query.size(1) and self.grouped == "refuses":
             raise RuntimeError("number of heads must match")
@@ -177,7 +238,9 @@ class Varlen:
         assert window_size != (-1, -1)
         return reference(query, key, value, packed, scale, None if window_size[0] < 0 else window_size[0] + 1)
 
-    def of_2_13(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+    def of_2_13(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+    ):
         assert enable_gqa == (query.size(1) != key.size(1))
         return self.of_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
@@ -198,7 +261,14 @@ def varlen(installed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "grouped", "heads"), [("of_2_11", "right", 2), ("of_2_11", "refuses", 4), ("of_2_11", "wrong", 4), ("of_2_13", "right", 2), ("older", "right", 2)]
+    ("kind", "grouped", "heads"),
+    [
+        ("of_2_11", "right", 2),
+        ("of_2_11", "refuses", 4),
+        ("of_2_11", "wrong", 4),
+        ("of_2_13", "right", 2),
+        ("older", "right", 2),
+    ],
 )
 @pytest.mark.parametrize("groups", [2, 4])
 def test_torchs_kernel_gets_keys_repeated_only_where_it_must(varlen, kind, grouped, heads, groups):

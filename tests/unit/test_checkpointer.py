@@ -40,7 +40,14 @@ class Trainer:
             raise SaveFailed(f"no space for {step}")
         directory.mkdir(parents=True)
         (directory / "data").write_text("x" * step)
-        manifest = Manifest(kind="training", architecture="a", dtype="float32", step=step, metrics=metrics, files=describe_files(directory))
+        manifest = Manifest(
+            kind="training",
+            architecture="a",
+            dtype="float32",
+            step=step,
+            metrics=metrics,
+            files=describe_files(directory),
+        )
         (directory / FILE).write_text(to_text(manifest))
         directories.set_latest(directory)
         return Saved(directory, 10, 0.5)
@@ -50,10 +57,19 @@ class Run:
     def __init__(self, tmp_path, resumed_from=None, **settings):
         self.trainer, self.out, self.directory = Trainer(), io.StringIO(), tmp_path
         config = CheckpointConfig(**settings)
-        self.checkpoints = Checkpointer(config, self.trainer, tmp_path, lambda at: ({"step": at.step}, {}), Console(file=self.out, width=200), resumed_from=resumed_from)
+        self.checkpoints = Checkpointer(
+            config,
+            self.trainer,
+            tmp_path,
+            lambda at: ({"step": at.step}, {}),
+            Console(file=self.out, width=200),
+            resumed_from=resumed_from,
+        )
 
     def save(self, step, **metrics):
-        self.checkpoints.save(Progress(step, metrics={name.replace("__", "/"): value for name, value in metrics.items()}))
+        self.checkpoints.save(
+            Progress(step, metrics={name.replace("__", "/"): value for name, value in metrics.items()})
+        )
 
     def steps(self):
         return [directories.step_of(path) for path in directories.list_checkpoints(self.directory)]

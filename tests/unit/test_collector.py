@@ -1,4 +1,4 @@
-"""The collector over simulated work: what starts, what makes a batch, what is counted, and that no group is ever lost."""
+"""The collector over simulated work: what starts, what makes a batch, what is counted; no group is ever lost."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Versions:
 
 @dataclass
 class Work:
-    """Generates two tokens a sample in two pieces, so that a version may change in between. Knobs: `delay(group)` in seconds,
-    `fail(group)`: an error to raise, `reason(group)`: why it is dropped."""
+    """Generates two tokens a sample in two pieces, so that a version may change in between. Knobs: `delay(group)` in
+    seconds, `fail(group)`: an error to raise, `reason(group)`: why it is dropped."""
 
     versions: Versions
     delay: callable = lambda group: 0.0
@@ -72,7 +72,9 @@ class Work:
 
 def make(work, policy, *, prompts=50, on_event=lambda: None, **settings):
     source = PromptSource([Prompt(i, (1, 2), f"p{i}") for i in range(prompts)], seed=1)
-    return Collector(source, policy, work, work.versions, CollectorConfig(**{**SETTINGS, **settings}), on_event=on_event)
+    return Collector(
+        source, policy, work, work.versions, CollectorConfig(**{**SETTINGS, **settings}), on_event=on_event
+    )
 
 
 def publish(collector, step):
@@ -100,7 +102,15 @@ def test_synchronous_batches_are_the_groups_in_order_and_none_starts_before_it_i
         assert collector.ledger.issued == 0
         found = await batches(collector, 3)
         assert numbers(found) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
-        assert collector.ledger.counts() == {"issued": 15, "running": 0, "partial": 0, "ready": 0, "in_hand": 5, "trained": 10, "dropped": 0}
+        assert collector.ledger.counts() == {
+            "issued": 15,
+            "running": 0,
+            "partial": 0,
+            "ready": 0,
+            "in_hand": 5,
+            "trained": 10,
+            "dropped": 0,
+        }
 
     asyncio.run(run())
 
@@ -240,14 +250,18 @@ def test_a_ready_group_that_has_become_too_old_is_sampled_again_and_counted():
     ids=lambda p: f"staleness {p.max_staleness}, oversampling {p.oversampling:g}, {p.on_stale}",
 )
 def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_token_is_too_old(policy, seed):
-    """With injected filters, failures that a resume follows, and generation of random length; the books are checked after every event."""
+    """With injected filters, failures that a resume follows, and generation of random length.
+
+    The books are checked after every event.
+    """
     rng = random.Random(seed)
     trained: Counter[int] = Counter()
 
     async def attempt(kept, first, steps):
         versions = Versions()
         work = Work(
-            versions, delay=lambda g: rng.choice([0.0, 0.0, 0.001, 0.004]), reason=lambda g: "bad" if rng.random() < 0.1 else None,
+            versions, delay=lambda g: rng.choice([0.0, 0.0, 0.001, 0.004]),
+            reason=lambda g: "bad" if rng.random() < 0.1 else None,
             fail=lambda g: EngineError("lost") if rng.random() < 0.002 else None,
         )  # fmt: skip
         collector = make(work, policy, on_event=lambda: collector.ledger.check())

@@ -13,15 +13,23 @@ def write(tmp_path: Path, text: str, name: str = "run.toml") -> Path:
 
 
 def test_flags_win_over_set_over_later_files_over_earlier_ones_over_defaults(tmp_path):
-    first = write(tmp_path, 'seed = 1\nsteps = 5\n[model]\npath = "a"\n[optimizer]\nlr = 1.0\nmin_lr = 0.5\n', "first.toml")
+    first = write(
+        tmp_path, 'seed = 1\nsteps = 5\n[model]\npath = "a"\n[optimizer]\nlr = 1.0\nmin_lr = 0.5\n', "first.toml"
+    )
     second = write(tmp_path, "steps = 6\n[optimizer]\nlr = 2.0\n", "second.toml")
-    loaded = load_config(TrainConfig, [first, second], ["optimizer.lr=3.0", "model.path=models/b"], {"seed": ("--seed", 9), "steps": ("--steps", None)})
+    loaded = load_config(
+        TrainConfig,
+        [first, second],
+        ["optimizer.lr=3.0", "model.path=models/b"],
+        {"seed": ("--seed", 9), "steps": ("--steps", None)},
+    )
     config = loaded.config
     assert (config.seed, config.steps, config.optimizer.lr, config.optimizer.min_lr) == (9, 6, 3.0, 0.5)
     assert config.model.path == Path("models/b")
     assert config.optimizer.beta1 == 0.9
     assert loaded.origins == {
-        "seed": "--seed", "steps": str(second), "optimizer.lr": "--set", "optimizer.min_lr": str(first), "model.path": "--set",
+        "seed": "--seed", "steps": str(second), "optimizer.lr": "--set", "optimizer.min_lr": str(first),
+        "model.path": "--set",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""PPO's loop: values before advantages, policy before critic, a warm-up of the critic alone; and the pure parts of the critic."""
+"""PPO's loop: values before advantages, policy before critic, a warm-up of the critic alone; its pure parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from tests import plain_algorithms as plain
 from tests.tiny_models import write_tiny_qwen2
 
 RESPONSE = 6
-VALUES = torch.randn(len(example_batch().tokens), generator=torch.Generator().manual_seed(7)) * example_batch().loss_mask
+VALUES = (
+    torch.randn(len(example_batch().tokens), generator=torch.Generator().manual_seed(7)) * example_batch().loss_mask
+)
 
 
 class ActorCritic:
@@ -59,7 +61,12 @@ class ActorCritic:
 
 
 def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, ActorCritic]:
-    common = ["model.path=model", "algorithm.advantage=gae", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_difference_limit=10.0"]
+    common = [
+        "model.path=model",
+        "algorithm.advantage=gae",
+        f"sampling.max_response_tokens={RESPONSE}",
+        "monitor.logprob_difference_limit=10.0",
+    ]
     nothing: Any = None
     trainer = ActorCritic(skips=skips)
     config = load_config(TrainConfig, [], [*common, *sets]).config
@@ -69,7 +76,9 @@ def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, Act
 def on_policy_batch(step: int = 0) -> Any:
     mask = example_batch().loss_mask
     versions = torch.where(mask > 0, step, -1)
-    return example_batch().replace(token_versions=versions, old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
+    return example_batch().replace(
+        token_versions=versions, old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None
+    )
 
 
 KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"]
@@ -92,8 +101,18 @@ def test_values_come_before_the_policy_and_the_critic_trains_after_it(sets, step
     metrics = loop.train(on_policy_batch(step))
     assert trainer.calls == calls
     assert ("train/grad_norm" in metrics) == ("policy" in calls)
-    assert {"train/value_loss", "train/value_mean", "train/explained_variance", "train/logprob_abs_diff_mean", "time/values_seconds"} <= set(metrics)
-    assert metrics["train/skipped_steps"] == 0 and not [name for name in metrics if name.endswith("_skipped")] and not loop.between_updates
+    assert {
+        "train/value_loss",
+        "train/value_mean",
+        "train/explained_variance",
+        "train/logprob_abs_diff_mean",
+        "time/values_seconds",
+    } <= set(metrics)
+    assert (
+        metrics["train/skipped_steps"] == 0
+        and not [name for name in metrics if name.endswith("_skipped")]
+        and not loop.between_updates
+    )
 
 
 @pytest.mark.parametrize("sets", [[], KL], ids=str)
@@ -109,7 +128,9 @@ def test_the_critics_targets_are_advantage_plus_value_before_whitening(sets):
     torch.testing.assert_close(batch.value_targets, raw + VALUES, rtol=1e-5, atol=1e-5)
     assert torch.equal(batch.values, VALUES)
     assert metrics["train/value_mean"] == pytest.approx(VALUES[mask].mean().item(), abs=1e-6)
-    assert metrics["train/explained_variance"] == pytest.approx(1 - (raw[mask].var() / (raw + VALUES)[mask].var()).item(), rel=1e-5)
+    assert metrics["train/explained_variance"] == pytest.approx(
+        1 - (raw[mask].var() / (raw + VALUES)[mask].var()).item(), rel=1e-5
+    )
 
 
 def test_a_critic_that_skips_counts_as_a_skipped_step():
@@ -117,8 +138,12 @@ def test_a_critic_that_skips_counts_as_a_skipped_step():
     assert loop.train(on_policy_batch())["train/skipped_steps"] == 2 and loop.skipped_in_a_row == 2
 
 
-@pytest.mark.parametrize(("sets", "calls"), [([], ["values", "policy", "discard"]), (["critic.warmup_rollouts=1"], ["forward of the policy"])], ids=str)
-def test_a_gap_stops_the_critic_as_well(sets, calls):
+@pytest.mark.parametrize(
+    ("sets", "calls"),
+    [([], ["values", "policy", "discard"]), (["critic.warmup_rollouts=1"], ["forward of the policy"])],
+    ids=str,
+)
+def test_a_logprob_difference_stops_the_critic_as_well(sets, calls):
     loop, trainer = loop_with(*sets, "monitor.logprob_difference_limit=1e-6")
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         loop.train(on_policy_batch())
@@ -127,7 +152,9 @@ def test_a_gap_stops_the_critic_as_well(sets, calls):
 
 def test_a_warm_up_takes_no_steps_from_the_schedule_of_the_policy():
     def steps(*sets: str) -> int:
-        return load_config(TrainConfig, [], ["model.path=model", "steps=10", "optimizer_steps_per_rollout=2", *sets]).config.policy_optimizer_steps
+        return load_config(
+            TrainConfig, [], ["model.path=model", "steps=10", "optimizer_steps_per_rollout=2", *sets]
+        ).config.policy_optimizer_steps
 
     assert steps() == 20 and steps("algorithm.advantage=gae", "critic.warmup_rollouts=3") == 14
 
@@ -155,7 +182,9 @@ def test_a_critic_of_another_vocabulary_is_refused_before_anything_starts(tmp_pa
     import json
 
     model, critic = (write_tiny_qwen2(tmp_path / name, tied=True) for name in ("model", "critic"))
-    config = load_config(TrainConfig, [], [f"model.path={model}", "algorithm.advantage=gae", f"critic.path={critic}"]).config
+    config = load_config(
+        TrainConfig, [], [f"model.path={model}", "algorithm.advantage=gae", f"critic.path={critic}"]
+    ).config
     check_model(config)
     described = json.loads((critic / "config.json").read_text())
     (critic / "config.json").write_text(json.dumps(described | {"vocab_size": described["vocab_size"] + 1}))

@@ -28,7 +28,9 @@ class LetterTokenizer:
 
 
 def load(*paths, limit=None, max_prompt_tokens=1000, **config):
-    return load_prompts(paths, LetterTokenizer(), DataConfig(**config), max_prompt_tokens=max_prompt_tokens, limit=limit)
+    return load_prompts(
+        paths, LetterTokenizer(), DataConfig(**config), max_prompt_tokens=max_prompt_tokens, limit=limit
+    )
 
 
 def jsonl(path, *rows):
@@ -37,7 +39,12 @@ def jsonl(path, *rows):
 
 
 def test_jsonl_rows_become_prompts(tmp_path):
-    path = jsonl(tmp_path / "a.jsonl", {"prompt": "ab", "label": "x", "response": "y", "metadata": {"k": [1]}}, "", {"prompt": "c", "label": 7})
+    path = jsonl(
+        tmp_path / "a.jsonl",
+        {"prompt": "ab", "label": "x", "response": "y", "metadata": {"k": [1]}},
+        "",
+        {"prompt": "c", "label": 7},
+    )
     first, second = load(path).prompts
     assert first == Prompt(0, (0, 97, 98), "ab", "x", "y", {"k": [1]})
     assert (second.index, second.label, second.response, second.metadata) == (1, "7", None, {})
@@ -83,7 +90,10 @@ BROKEN = [
     ({"prompt": 5}, "expected text, or a list of messages"),
     ({"messages": []}, "expected text, or a list of messages"),
     ({"messages": [{"role": "user"}]}, "expected text, or a list of messages"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "the chat template refuses these messages: roles must alternate"),
+    (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "the chat template refuses these messages: roles must alternate",
+    ),
     ({"prompt": "a", "label": ["x"]}, "'label' must be text or a number, found list"),
     ({"prompt": "a", "label": True}, "'label' must be text or a number, found bool"),
     ({"prompt": "a", "metadata": 3}, "'metadata' must be an object"),
@@ -135,7 +145,9 @@ def test_truncated_parquet_file(tmp_path):
         load(path)
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.csv", "ends in .jsonl or .parquet"), ("missing.jsonl", "does not exist")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.csv", "ends in .jsonl or .parquet"), ("missing.jsonl", "does not exist")]
+)
 def test_unusable_files(tmp_path, name, message):
     (tmp_path / "a.csv").write_text("prompt\n")
     with pytest.raises(UsageError, match=message):
@@ -193,7 +205,10 @@ def test_resume_goes_on_exactly(taken):
     assert indices(resumed.next(13)) == expected
 
 
-@pytest.mark.parametrize(("other", "message"), [(source(6), "another data set"), (source(seed=9), "another seed"), (source(shuffle=False), "data.shuffle")])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(source(6), "another data set"), (source(seed=9), "another seed"), (source(shuffle=False), "data.shuffle")],
+)
 def test_resume_with_other_data_is_refused(other, message):
     with pytest.raises(UsageError, match=message):
         source().load_state_dict(other.state_dict())

@@ -1,4 +1,4 @@
-"""What the documentation says is checked against the code: commands, links, keys, names, quoted messages, examples."""
+"""The documentation is checked against the code: commands, links, keys, names, quoted messages, examples."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from rltool.config.train import TrainConfig
 from rltool.rollout.contracts import check_generate_function, check_reward_function
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
 
 
 @cache
@@ -54,7 +57,9 @@ def typed_commands() -> list[tuple[str, str]]:
 
 
 def mentioned_commands() -> list[tuple[str, str]]:
-    return [(page, code) for page, text in PAGES.items() for code in inline_code(text) if re.match(r"rltool [a-z]", code)]
+    return [
+        (page, code) for page, text in PAGES.items() for code in inline_code(text) if re.match(r"rltool [a-z]", code)
+    ]
 
 
 def leaf(words: list[str]):
@@ -70,14 +75,20 @@ def leaf(words: list[str]):
 
 
 def options(command) -> set[str]:
-    return {"--help"} | {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts) if name.startswith("-")}
+    return {"--help"} | {
+        name
+        for parameter in command.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("-")
+    }
 
 
 @pytest.mark.parametrize(("page", "line"), typed_commands())
 def test_every_command_to_copy_parses(page, line):
     words = shlex.split(line, comments=True)[1:]
     command, arguments = leaf(words)
-    command.make_context(command.name, list(arguments))  # raises for an unknown option, a missing argument or a wrong value
+    # raises for an unknown option, a missing argument or a wrong value
+    command.make_context(command.name, list(arguments))
     for before, word in pairwise(words):
         if before == "--set":
             assert word.partition("=")[0] in set(generator().keys(TrainConfig)), word
@@ -92,7 +103,17 @@ def test_every_mentioned_command_has_its_verb_and_options(page, code):
 
 def test_there_are_commands_to_check():
     assert len(typed_commands()) > 25
-    assert {line.split()[1] for _, line in typed_commands()} >= {"serve-engines", "router", "convert-ckpt", "train", "debug", "engines", "status", "logs", "stop"}
+    assert {line.split()[1] for _, line in typed_commands()} >= {
+        "serve-engines",
+        "router",
+        "convert-ckpt",
+        "train",
+        "debug",
+        "engines",
+        "status",
+        "logs",
+        "stop",
+    }
 
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if hasattr(load_command(verb), "commands")])
@@ -104,7 +125,12 @@ def test_every_command_of_a_group_is_shown_once_as_it_is_typed(verb):
 
 def test_every_make_target_exists():
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    used = {match[1] for text in PAGES.values() for code in (*code_lines(text), *inline_code(text)) if (match := re.match(r"make ([a-z0-9-]+)", code))}
+    used = {
+        match[1]
+        for text in PAGES.values()
+        for code in (*code_lines(text), *inline_code(text))
+        if (match := re.match(r"make ([a-z0-9-]+)", code))
+    }
     assert used >= {"quickstart", "test"}
     assert used <= targets
 
@@ -130,7 +156,9 @@ def test_every_relative_link_leads_somewhere(page):
 
 
 def test_every_page_is_linked_from_the_readme():
-    assert {page for page in PAGES if page.startswith("docs/")} == set(re.findall(r"\]\((docs/[a-z]+\.md)\)", PAGES["README.md"]))
+    assert {page for page in PAGES if page.startswith("docs/")} == set(
+        re.findall(r"\]\((docs/[a-z]+\.md)\)", PAGES["README.md"])
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -156,10 +184,18 @@ def test_every_python_name_of_ours_that_is_named_exists(page):
         if not re.fullmatch(r"rltool(\.\w+)+(:\w+)?", code):
             continue
         parts = re.split(r"[.:]", code)
-        depth = max(d for d in range(1, len(parts) + 1) if (module := ROOT.joinpath(*parts[:d])).with_suffix(".py").is_file() or module.is_dir())
+        depth = max(
+            d
+            for d in range(1, len(parts) + 1)
+            if (module := ROOT.joinpath(*parts[:d])).with_suffix(".py").is_file() or module.is_dir()
+        )
         file = ROOT.joinpath(*parts[:depth]).with_suffix(".py")
         if depth < len(parts):
-            names = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}
+            names = {
+                node.name
+                for node in ast.parse(file.read_text()).body
+                if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            }
             assert parts[depth] in names, f"{page}: {code}"
 
 
@@ -207,7 +243,11 @@ def test_every_quoted_error_message_is_one_of_the_code(quoted):
 
 
 def test_every_metric_that_is_listed_is_measured():
-    names = {code for code in inline_code(PAGES["docs/training.md"]) if re.fullmatch(r"(rollout|train|eval|weights|time)/[\w/]+", code)}
+    names = {
+        code
+        for code in inline_code(PAGES["docs/training.md"])
+        if re.fullmatch(r"(rollout|train|eval|weights|time)/[\w/]+", code)
+    }
     assert len(names) > 30
     measured = strings_of_the_code()
     for name in names - {"weights/NAME_seconds"}:
@@ -224,7 +264,15 @@ def python_example(containing: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
 
-@pytest.mark.parametrize(("name", "check"), [("brevity", check_reward_function), ("two_turns", check_generate_function), ("best_of_group", check_advantage_function), ("one_sided", check_loss_function)])
+@pytest.mark.parametrize(
+    ("name", "check"),
+    [
+        ("brevity", check_reward_function),
+        ("two_turns", check_generate_function),
+        ("best_of_group", check_advantage_function),
+        ("one_sided", check_loss_function),
+    ],
+)
 def test_the_examples_keep_their_contracts(name, check, monkeypatch, tmp_path):
     # A file, and not a module made here: a reward function is imported by a process of its own.
     module = f"example_of_the_docs_{name}"

@@ -20,12 +20,20 @@ def random_samples(count, seed=0):
         mask = [rng.randint(0, 1) for _ in range(n)]
         samples.append(
             Sample(
-                group_id=rng.randrange(2**40), index=i, prompt_index=rng.randrange(1000), prompt_ids=[rng.randrange(150_000) for _ in range(rng.randint(1, 9))],
-                prompt_text="ünï\u2028 🙂 \"quoted\"\n", label=rng.choice([None, "", "x"]), metadata={"a": [1, {"b": None}], "pi": 0.1 + 0.2},
-                seed=rng.choice([None, 2**31 - 1]), response_ids=[rng.randrange(150_000) for _ in range(n)], response_mask=mask,
+                group_id=rng.randrange(2**40),
+                index=i,
+                prompt_index=rng.randrange(1000),
+                prompt_ids=[rng.randrange(150_000) for _ in range(rng.randint(1, 9))],
+                prompt_text='ünï\u2028 🙂 "quoted"\n',
+                label=rng.choice([None, "", "x"]),
+                metadata={"a": [1, {"b": None}], "pi": 0.1 + 0.2},
+                seed=rng.choice([None, 2**31 - 1]),
+                response_ids=[rng.randrange(150_000) for _ in range(n)],
+                response_mask=mask,
                 response_logprobs=[rng.gauss(-2, 3) if m else 0.0 for m in mask],
                 versions=[VersionSpan("run:0:1", 0, n // 2), VersionSpan("run:0:2", n // 2, n)] if n else [],
-                status=rng.choice(list(SampleStatus)), reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
+                status=rng.choice(list(SampleStatus)),
+                reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
                 remove_sample=rng.random() < 0.5,
             )
         )

@@ -11,7 +11,9 @@ from rltool.errors import UsageError
 
 
 def fleet(*urls, **changes):
-    return Endpoints(models={"policy": ModelEndpoints(engines=tuple(EngineEndpoint(url=url) for url in urls), **changes)})
+    return Endpoints(
+        models={"policy": ModelEndpoints(engines=tuple(EngineEndpoint(url=url) for url in urls), **changes)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,9 @@ def test_a_path_without_the_at_sign_is_refused_with_that_hint(path):
 
 def test_what_was_saved_is_what_is_loaded(tmp_path):
     key = tmp_path / "state" / "key"
-    engine = EngineEndpoint(url="http://127.0.0.1:1", dialect="vllm", gpus=(0, 1), tp=2, plugin=True, boot_id="b", key_file=key)
+    engine = EngineEndpoint(
+        url="http://127.0.0.1:1", dialect="vllm", gpus=(0, 1), tp=2, plugin=True, boot_id="b", key_file=key
+    )
     endpoints = Endpoints(models={"policy": ModelEndpoints(data_url="http://127.0.0.1:2", engines=(engine,))})
     endpoints.save(tmp_path / "endpoints.json")
     assert Endpoints.load(tmp_path / "endpoints.json") == endpoints
@@ -142,7 +146,9 @@ def test_two_routers_for_one_model_are_refused(tmp_path):
 
 def test_a_file_with_several_models_needs_the_right_name(tmp_path):
     engines = (EngineEndpoint(url="http://a:1"),)
-    Endpoints(models={"judge": ModelEndpoints(engines=engines), "draft": ModelEndpoints(engines=engines)}).save(tmp_path / "e")
+    Endpoints(models={"judge": ModelEndpoints(engines=engines), "draft": ModelEndpoints(engines=engines)}).save(
+        tmp_path / "e"
+    )
     with pytest.raises(UsageError, match="no model 'policy', only draft, judge"):
         resolve([f"@{tmp_path}/e"])
     assert resolve([f"@{tmp_path}/e"], model="judge").engines == engines
@@ -177,17 +183,23 @@ def test_nothing_typed_is_refused():
 
 
 def test_the_router_is_addressed_with_the_key_of_its_engines(tmp_path):
-    model = ModelEndpoints(data_url="http://r:1", engines=(EngineEndpoint(url="http://a:1", key_file=tmp_path / "key"),))
+    model = ModelEndpoints(
+        data_url="http://r:1", engines=(EngineEndpoint(url="http://a:1", key_file=tmp_path / "key"),)
+    )
     router = model.data_endpoint()
     assert (router.url, router.dialect, router.key_file) == ("http://r:1", "sglang", tmp_path / "key")
     assert ModelEndpoints().data_endpoint() is None
 
 
 @pytest.mark.parametrize(
-    ("engines", "plugin"), [((), False), (("vllm", "vllm"), True), (("vllm", "sglang"), False), (("vllm", "stock"), False), ((None,), False)]
+    ("engines", "plugin"),
+    [((), False), (("vllm", "vllm"), True), (("vllm", "sglang"), False), (("vllm", "stock"), False), ((None,), False)],
 )
 def test_a_router_to_nothing_but_vllm_with_the_plugin_is_known_as_one(engines, plugin):
-    behind = [EngineEndpoint(url="http://a:1", dialect=kind and kind.replace("stock", "vllm"), plugin=kind == "vllm") for kind in engines]
+    behind = [
+        EngineEndpoint(url="http://a:1", dialect=kind and kind.replace("stock", "vllm"), plugin=kind == "vllm")
+        for kind in engines
+    ]
     assert ModelEndpoints(data_url="http://r:1", engines=tuple(behind)).data_endpoint().plugin is plugin
 
 

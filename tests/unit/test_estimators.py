@@ -28,7 +28,11 @@ LONGEST = 6
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
-        *({"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k} for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline") for k in ("k1", "k2", "k3")),
+        *(
+            {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
+            for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+            for k in ("k1", "k2", "k3")
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -69,14 +73,18 @@ def test_whitening_per_rank_would_be_something_else():
 
 
 def test_distillation_pulls_up_what_the_teacher_finds_likelier():
-    found = distillation_advantages(torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([-0.5, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0]))
+    found = distillation_advantages(
+        torch.tensor([-1.0, -1.0, 0.0]), torch.tensor([-0.5, -3.0, -9.0]), torch.tensor([1.0, 1.0, 0.0])
+    )
     assert found.tolist() == [0.5, -2.0, 0.0]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_mismatch_ratios_equal_a_plain_loop(level):
     batch = example_batch()
-    found = corrections.mismatch_ratio(batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.loss_mask, level=level)
+    found = corrections.mismatch_ratio(
+        batch.old_logprobs, batch.rollout_logprobs, batch.lengths, batch.loss_mask, level=level
+    )
     expected = torch.zeros_like(found)
     start = 0
     for length, ratios in zip(batch.lengths.tolist(), plain.mismatch_ratios(batch, level), strict=True):
@@ -87,7 +95,9 @@ def test_mismatch_ratios_equal_a_plain_loop(level):
 
 
 def test_a_ratio_of_a_long_sequence_does_not_overflow():
-    ratio = corrections.mismatch_ratio(torch.zeros(1000), torch.full((1000,), -1.0), torch.tensor([1000]), torch.ones(1000), level="sequence")
+    ratio = corrections.mismatch_ratio(
+        torch.zeros(1000), torch.full((1000,), -1.0), torch.tensor([1000]), torch.ones(1000), level="sequence"
+    )
     assert torch.isfinite(ratio).all() and ratio[0] > 1e8
     with pytest.raises(ValueError, match="known: token, sequence, geometric"):
         corrections.mismatch_ratio(torch.zeros(1), torch.zeros(1), torch.tensor([1]), torch.ones(1), level="batch")
@@ -185,7 +195,9 @@ def test_weights_of_a_mean_sum_to_the_loss_tokens_and_are_zero_elsewhere(reducti
 
 @pytest.mark.parametrize("reduction", ["token", "sample", "group", "constant"])
 def test_a_batch_without_any_loss_token_has_finite_weights(reduction):
-    weights = token_loss_weights(torch.tensor([2]), torch.zeros(2), reduction, group_ids=torch.tensor([0]), constant_length=4)
+    weights = token_loss_weights(
+        torch.tensor([2]), torch.zeros(2), reduction, group_ids=torch.tensor([0]), constant_length=4
+    )
     assert weights.tolist() == [0.0, 0.0]
 
 

@@ -45,7 +45,9 @@ class World:
         return self
 
     def answers(self, url: str, *, version: str | None = None, boot_id: str | None = "") -> None:
-        self.fleet.probe_succeeded(url, sent_at=self.later(), boot_id=self.boots[url] if boot_id == "" else boot_id, version=version)
+        self.fleet.probe_succeeded(
+            url, sent_at=self.later(), boot_id=self.boots[url] if boot_id == "" else boot_id, version=version
+        )
 
     def misses_probes(self, url: str, times: int) -> None:
         for _ in range(times):
@@ -571,7 +573,13 @@ def test_a_command_to_an_unknown_engine_names_the_known_ones():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"probe_seconds": 0}, {"pause_seconds": -1}, {"probes_to_suspect": 0}, {"probes_to_suspect": 6}, {"incidents_to_dead": 2}],
+    [
+        {"probe_seconds": 0},
+        {"pause_seconds": -1},
+        {"probes_to_suspect": 0},
+        {"probes_to_suspect": 6},
+        {"incidents_to_dead": 2},
+    ],
     ids=str,
 )
 def test_a_policy_that_makes_no_sense_is_refused(wrong):
@@ -584,7 +592,9 @@ def test_a_weight_version_survives_its_text_form():
     assert WeightVersion.parse(str(version)) == version
 
 
-@pytest.mark.parametrize("text", ["default", "3", "", f"{RUN}:0", f"{RUN}:0:-1", f"{RUN}:00:1", f"{RUN}:0:1 ", f"{RUN.upper()}:0:1"])
+@pytest.mark.parametrize(
+    "text", ["default", "3", "", f"{RUN}:0", f"{RUN}:0:-1", f"{RUN}:00:1", f"{RUN}:0:1 ", f"{RUN.upper()}:0:1"]
+)
 def test_what_no_trainer_of_ours_wrote_is_not_a_weight_version(text):
     with pytest.raises(BadWeightVersion):
         WeightVersion.parse(text)
@@ -614,7 +624,7 @@ class Truth:
 
 @dataclass
 class Walk:
-    """Facts and commands in random order, legal or not, against simulated engines that restart behind the fleet's back."""
+    """Facts and commands in random order, legal or not, against simulated engines that restart unseen."""
 
     rng: random.Random
     world: World = field(default_factory=lambda: World(start_seconds=400, pause_seconds=200))

@@ -8,7 +8,11 @@ from rltool.megatron.host_memory import room_for
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_keep_every_value_apart(pinned):
-    tensors = {f"w{i}": torch.randn(i, 3) for i in range(1, 9)} | {"half": torch.randn(5).bfloat16(), "empty": torch.empty(0, 4), "scalar": torch.tensor(2.0)}
+    tensors = {f"w{i}": torch.randn(i, 3) for i in range(1, 9)} | {
+        "half": torch.randn(5).bfloat16(),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.0),
+    }
     room = room_for(tensors, pinned=pinned, slab=4 * 20)
     assert room.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -66,7 +66,10 @@ def test_replicas_have_different_seeds_and_boot_ids(model, run):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_engines": 2, "tp": 2, "gpus": (0, 1, 2)}, r"2 x --tp 2 takes 4 GPUs, --gpus names 3 \(0,1,2\): name more"),
+        (
+            {"num_engines": 2, "tp": 2, "gpus": (0, 1, 2)},
+            r"2 x --tp 2 takes 4 GPUs, --gpus names 3 \(0,1,2\): name more",
+        ),
         ({"num_engines": 1, "gpus": (0, 1)}, "takes 1 GPUs, --gpus names 2"),
         ({"num_engines": 3, "gpus": (0, 5, 5)}, "GPU 5 twice"),
         ({"num_engines": 1, "gpus": (0,), "device": "cpu"}, "--device cpu"),
@@ -85,7 +88,10 @@ def test_absent_and_held_gpus_are_refused_by_name():
         check_gpus((0, 1), present=(0, 1), held={1: "run a, engine-0"})
 
 
-@pytest.mark.parametrize(("text", "gpus"), [("0,1,2,3", (0, 1, 2, 3)), ("0-3", (0, 1, 2, 3)), (" 7, 2 ", (7, 2)), ("4-5,0", (4, 5, 0)), ("", ())])
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [("0,1,2,3", (0, 1, 2, 3)), ("0-3", (0, 1, 2, 3)), (" 7, 2 ", (7, 2)), ("4-5,0", (4, 5, 0)), ("", ())],
+)
 def test_gpu_lists_and_ranges_are_read(text, gpus):
     assert parse_gpus(text) == gpus
 
@@ -103,7 +109,13 @@ def test_weights_travel_over_nccl_between_gpus_and_our_backend_on_the_cpu(model,
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "config.json cannot be read"), ("{", "not JSON"), ("{}", "architectures"), ('{"architectures": []}', "architectures"), ("[]", "architectures")],
+    [
+        (None, "config.json cannot be read"),
+        ("{", "not JSON"),
+        ("{}", "architectures"),
+        ('{"architectures": []}', "architectures"),
+        ("[]", "architectures"),
+    ],
 )
 def test_a_directory_that_is_no_model_is_refused(tmp_path, content, message):
     if content is not None:
@@ -153,8 +165,8 @@ def test_engine_flags_without_the_double_dash_are_a_usage_error():
 
 def info(launch, **changes):
     facts = dict(
-        dialect="vllm", engine_version="0", model_id="policy", world_size=1, max_model_len=None, vocab_size=None, dtype=None,
-        weight_backend="rltool", weight_version=None, boot_id=launch.boot_id, plugin=True,
+        dialect="vllm", engine_version="0", model_id="policy", world_size=1, max_model_len=None, vocab_size=None,
+        dtype=None, weight_backend="rltool", weight_version=None, boot_id=launch.boot_id, plugin=True,
     )  # fmt: skip
     return EngineInfo(**(facts | changes))
 

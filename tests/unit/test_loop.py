@@ -1,4 +1,4 @@
-"""The loop with everything around it replaced by records of calls: what happens, in which order, and what is saved when."""
+"""The loop with all around it replaced by records of calls: what happens, in which order, what is saved when."""
 
 from __future__ import annotations
 
@@ -124,7 +124,19 @@ def test_weights_are_synced_before_the_first_rollout_and_after_every_update(tmp_
     world = World()
     run = Run(tmp_path, world)
     run.loop.run()
-    assert world.calls == ["sync", "evaluate", "rollout", "gradients", "update", "sync", "rollout", "gradients", "update", "sync", "evaluate"]
+    assert world.calls == [
+        "sync",
+        "evaluate",
+        "rollout",
+        "gradients",
+        "update",
+        "sync",
+        "rollout",
+        "gradients",
+        "update",
+        "sync",
+        "evaluate",
+    ]
     assert run.saves == [2]
     assert [r["step"] for r in run.records()] == [-1, 0, 1]
     assert run.records()[1]["weight_versions"] == ["v0"] and run.records()[1]["weight_version"] == "v1"
@@ -148,8 +160,25 @@ def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
 
 def test_supervised_training_syncs_weights_only_to_evaluate(tmp_path):
     world = World()
-    Run(tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}).loop.run()
-    assert world.calls == ["sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate", "rollout", "update", "rollout", "update", "sync", "evaluate"]
+    Run(
+        tmp_path, world, steps=4, algorithm={"loss": "sft"}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 2}
+    ).loop.run()
+    assert world.calls == [
+        "sync",
+        "evaluate",
+        "rollout",
+        "update",
+        "rollout",
+        "update",
+        "sync",
+        "evaluate",
+        "rollout",
+        "update",
+        "rollout",
+        "update",
+        "sync",
+        "evaluate",
+    ]
 
 
 def test_it_ends_once_the_goal_is_reached(tmp_path):
@@ -159,17 +188,17 @@ def test_it_ends_once_the_goal_is_reached(tmp_path):
     assert run.loop.run().step == 2 and run.saves == [2]
 
 
-@pytest.mark.parametrize("gap", [0.2, math.nan])
-def test_a_gap_above_the_limit_stops_before_the_optimizer_step_and_saves_the_state_before_the_rollout(tmp_path, gap):
+@pytest.mark.parametrize("excess", [0.2, math.nan])
+def test_a_difference_above_the_limit_stops_before_the_step_and_saves_the_state_before_the_rollout(tmp_path, excess):
     world = World()
-    world.trainer_logprob = -1.0 + gap
+    world.trainer_logprob = -1.0 + excess
     run = Run(tmp_path, world)
     with pytest.raises(TrainingStopped, match="no optimizer step was made"):
         run.loop.run()
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 
 
-def test_a_replay_measures_the_gap_and_goes_on(tmp_path):
+def test_a_replay_measures_the_logprob_difference_and_goes_on(tmp_path):
     world = World()
     world.trainer_logprob = -3.0
     run = Run(tmp_path, world, engines=False)
@@ -254,7 +283,10 @@ def test_checkpoints_and_exports_come_when_they_are_due_and_none_twice(tmp_path)
 
 
 class FailingSaves(Saves):
-    """The second checkpoint fails, at the step boundary after it was begun; `ended` counts the waits for what is in flight."""
+    """The second checkpoint fails, at the step boundary after it was begun.
+
+    `ended` counts the waits for what is in flight.
+    """
 
     ended = 0
     failing = False
@@ -309,7 +341,9 @@ def test_an_error_between_two_updates_still_lets_the_save_in_flight_end(tmp_path
 def test_a_checkpoint_knows_the_metrics_of_its_step(tmp_path):
     world = World()
     world.accuracy = 0.25
-    run = Run(tmp_path, world, steps=2, checkpoint={"every_steps": 1}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 1})
+    run = Run(
+        tmp_path, world, steps=2, checkpoint={"every_steps": 1}, eval={"sets": {"heldout": "h.jsonl"}, "every_steps": 1}
+    )
     measured = []
     run.saves.save = lambda progress: measured.append((progress.step, progress.metrics["eval/heldout/accuracy"]))
     run.loop.run()

@@ -21,7 +21,11 @@ class RememberingTrainer:
     """Has the log-probabilities of `example_batch`, and keeps every batch that it is to train on."""
 
     def __init__(self) -> None:
-        self.known = {"policy": example_batch().old_logprobs, "reference": example_batch().ref_logprobs, "teacher": example_batch().teacher_logprobs}
+        self.known = {
+            "policy": example_batch().old_logprobs,
+            "reference": example_batch().ref_logprobs,
+            "teacher": example_batch().teacher_logprobs,
+        }
         self.asked: list[str] = []
         self.trained: list[TrainBatch] = []
 
@@ -63,10 +67,19 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
     [
         (["algorithm.kl_coef=0.1"], ["reference"], []),
         (["algorithm.overlong_buffer=3"], [], ["train/overlong_fraction"]),
-        (["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], ["policy", "reference"], ["train/kl"]),
+        (
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            ["policy", "reference"], ["train/kl"],
+        ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
-        (["algorithm.is_weights=token", "algorithm.is_cap=1.05"], ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"]),
-        (["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"], ["policy"], ["train/masked_fraction"]),
+        (
+            ["algorithm.is_weights=token", "algorithm.is_cap=1.05"],
+            ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
+        ),
+        (
+            ["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"],
+            ["policy"], ["train/masked_fraction"],
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -86,14 +99,18 @@ def test_one_step_gets_what_the_algorithm_needs_and_no_more(sets, asked, metrics
 
 
 def test_optimizer_steps_share_one_whitening_and_have_their_own_reduction():
-    trainer, _, config = train("algorithm.advantage=reinforce_pp", "optimizer_steps_per_rollout=2", "algorithm.loss_reduction=sample")
+    trainer, _, config = train(
+        "algorithm.advantage=reinforce_pp", "optimizer_steps_per_rollout=2", "algorithm.loss_reduction=sample"
+    )
     assert trainer.asked == ["policy"], "with two steps the old log-probabilities are those before the first"
     first, second = trainer.trained
     expected = expected_advantages(config)
     for part in (first, second):
         torch.testing.assert_close(part.advantages, expected[part.tokens], rtol=1e-5, atol=1e-6)
         assert part.loss_weights.sum().item() == pytest.approx(part.num_loss_tokens)
-    assert first.num_samples + second.num_samples == 7 and not set(first.group_ids.tolist()) & set(second.group_ids.tolist())
+    assert first.num_samples + second.num_samples == 7 and not set(first.group_ids.tolist()) & set(
+        second.group_ids.tolist()
+    )
 
 
 def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():

@@ -77,7 +77,7 @@ def test_the_old_policy_costs_a_forward_of_its_own_only_where_it_must_be_known_f
     [([], ["forward and backward", "discard"]), (["optimizer_steps_per_rollout=2"], ["forward of the policy"])],
     ids=str,
 )
-def test_a_gap_above_the_limit_is_found_before_any_weight_changes(sets, calls):
+def test_a_logprob_difference_above_the_limit_is_found_before_any_weight_changes(sets, calls):
     loop, trainer = loop_with(0.5, *sets)
     with pytest.raises(TrainingStopped, match="no optimizer step was made on this rollout"):
         loop.train(on_policy_batch())

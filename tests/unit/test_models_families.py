@@ -117,7 +117,11 @@ def test_unknown_architecture_is_refused_with_the_supported_ones_and_the_page():
         ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("Qwen3ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
         ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias"),
-        ("MistralForCausalLM", {"sliding_window": 63}, "sliding_window = 63 is shorter than max_position_embeddings = 64"),
+        (
+            "MistralForCausalLM",
+            {"sliding_window": 63},
+            "sliding_window = 63 is shorter than max_position_embeddings = 64",
+        ),
         ("MistralForCausalLM", {"max_position_embeddings": 8192}, "sliding_window = 4096"),
         ("MixtralForCausalLM", {"sliding_window": 32}, "sliding_window = 32"),
         ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise"),

@@ -54,7 +54,11 @@ def fused(chunk, keep=False):
 @pytest.mark.parametrize("coefficients", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.4)])
 def test_values_and_gradients_in_fp32_equal_the_unfused_path_and_the_definition(chunk, coefficients, keep):
     for reference in (plain, unfused):
-        for found, expected in zip(run(fused(chunk, keep), torch.float32, 0.7, coefficients), run(reference, torch.float32, 0.7, coefficients), strict=True):
+        for found, expected in zip(
+            run(fused(chunk, keep), torch.float32, 0.7, coefficients),
+            run(reference, torch.float32, 0.7, coefficients),
+            strict=True,
+        ):
             torch.testing.assert_close(found, expected.float(), rtol=2e-5, atol=2e-5)
 
 
@@ -63,7 +67,10 @@ def test_in_bf16_it_is_at_least_as_close_to_the_definition_as_the_unfused_path(k
     exact = run(plain, torch.bfloat16, 1.0)
     errors = {}
     for name, function in (("fused", fused(7, keep)), ("unfused", unfused)):
-        errors[name] = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(run(function, torch.bfloat16, 1.0), exact, strict=True)]
+        errors[name] = [
+            ((a.double() - b.double()).norm() / b.double().norm()).item()
+            for a, b in zip(run(function, torch.bfloat16, 1.0), exact, strict=True)
+        ]
     # Values never pass through bf16 logits; gradients do, rounded once.
     assert errors["fused"][0] < 1e-6 < errors["unfused"][0]
     assert errors["fused"][1] < 1e-6
@@ -77,7 +84,9 @@ def test_padded_vocabulary_rows_get_no_probability_and_no_gradient():
     hidden, weight, targets, _ = inputs(torch.float32)
     loud = weight.clone()
     loud[VOCAB:] = 1e4
-    for found, expected in zip(fused(5)(hidden, loud, targets, 1.0), fused(5)(hidden, weight, targets, 1.0), strict=True):
+    for found, expected in zip(
+        fused(5)(hidden, loud, targets, 1.0), fused(5)(hidden, weight, targets, 1.0), strict=True
+    ):
         assert torch.equal(found, expected)
 
 
@@ -120,7 +129,9 @@ def test_kept_probabilities_leave_the_gradient_of_a_nearly_certain_token_exact()
 def test_probabilities_are_kept_only_where_a_gradient_will_be_asked_for(monkeypatch):
     kept = []
     statistics = output_head.vocabulary_statistics
-    monkeypatch.setattr(output_head, "vocabulary_statistics", lambda *given: (kept.append(given[3] is not None), statistics(*given))[1])
+    monkeypatch.setattr(
+        output_head, "vocabulary_statistics", lambda *given: (kept.append(given[3] is not None), statistics(*given))[1]
+    )
     hidden, weight, targets, _ = inputs(torch.float32)
 
     def run_once():
@@ -142,7 +153,8 @@ hidden = torch.randn(4096, 16, requires_grad=True)
 weight = torch.randn(16000, 16, requires_grad=True)
 targets = torch.randint(0, 16000, (4096,))
 def step(rows, chunk):
-    logprobs, entropy = head_logprobs(hidden[:rows], weight, targets[:rows], temperature=1.0, vocab_size=16000, chunk=chunk)
+    parts = hidden[:rows], weight, targets[:rows]
+    logprobs, entropy = head_logprobs(*parts, temperature=1.0, vocab_size=16000, chunk=chunk)
     (logprobs.sum() + entropy.sum()).backward()
 step(8, 8)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -152,7 +164,9 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def peak_mib(chunk: int) -> float:
-    done = subprocess.run([sys.executable, "-c", PEAK.format(chunk=chunk)], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK.format(chunk=chunk)], capture_output=True, text=True, timeout=120, check=True
+    )
     return float(done.stdout)
 
 

@@ -10,7 +10,9 @@ LENGTHS = [5, 17, 2, 1, 12]
 
 
 def everyone(lengths, size, multiple_of=1):
-    return [pack(torch.tensor(lengths), CPU, cp_rank=rank, cp_size=size, multiple_of=multiple_of) for rank in range(size)]
+    return [
+        pack(torch.tensor(lengths), CPU, cp_rank=rank, cp_size=size, multiple_of=multiple_of) for rank in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -4,7 +4,11 @@ from rltool.training.placement import plan_placement
 
 
 def config(mode: str, world_size: int = 4, engines: int = 2, gpus: int = 3) -> TrainConfig:
-    return TrainConfig(model={"path": "m"}, trainer=TrainerConfig(world_size=world_size), engines=EnginesConfig(mode=mode, groups=({"count": engines, "tp": gpus},)))
+    return TrainConfig(
+        model={"path": "m"},
+        trainer=TrainerConfig(world_size=world_size),
+        engines=EnginesConfig(mode=mode, groups=({"count": engines, "tp": gpus},)),
+    )
 
 
 def test_external_engines_ask_for_the_trainers_world_size_and_not_one_bundle_more():

@@ -1,4 +1,4 @@
-"""What vLLM loads into every process of every server must be cheap, repeatable and without effect until it is asked for."""
+"""What vLLM loads into every process of every server must be cheap, repeatable and without effect until asked for."""
 
 import subprocess
 import sys
@@ -18,7 +18,9 @@ def modules_after(statement):
 
 
 def test_importing_the_plugin_imports_nothing_heavy():
-    assert not {"vllm", "torch", "ray", "megatron", "typer", "aiohttp", "pydantic"} & set(modules_after("import rltool.engines.plugin"))
+    assert not {"vllm", "torch", "ray", "megatron", "typer", "aiohttp", "pydantic"} & set(
+        modules_after("import rltool.engines.plugin")
+    )
 
 
 def test_the_middleware_needs_neither_ray_nor_megatron_nor_typer():
@@ -64,7 +66,7 @@ class Condition:
 
 @pytest.fixture
 def condition(monkeypatch):
-    """A fresh class, in the place where the plugin looks for vLLM's."""
+    """A new class, in the place where the plugin looks for vLLM's."""
     module = types.ModuleType("vllm.distributed.device_communicators.shm_broadcast")
     module.SpinCondition = type("SpinCondition", (Condition,), {"wait": Condition.wait})
     parts = module.__name__.split(".")

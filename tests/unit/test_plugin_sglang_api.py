@@ -19,13 +19,16 @@ def sampled(index=0, tokens=(7, 8), **changes):
 
 
 def answer(*choices, **request_changes):
-    return from_vllm(to_vllm(body(**request_changes)), {"choices": list(choices), "usage": {"prompt_tokens_details": {"cached_tokens": 1}}})
+    return from_vllm(
+        to_vllm(body(**request_changes)),
+        {"choices": list(choices), "usage": {"prompt_tokens_details": {"cached_tokens": 1}}},
+    )
 
 
 def test_sampling_parameters_get_vllms_names():
     given = {
-        "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "n": 2, "sampling_seed": 3,
-        "ignore_eos": True, "min_new_tokens": 1,
+        "max_new_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": -1, "stop_token_ids": [1], "n": 2,
+        "sampling_seed": 3, "ignore_eos": True, "min_new_tokens": 1,
     }  # fmt: skip
     request = to_vllm(body(sampling_params=given))
     assert request == {
@@ -54,7 +57,13 @@ def test_a_sampling_parameter_that_cannot_be_honoured_is_refused_by_name(name):
 
 @pytest.mark.parametrize("value", [None, [], "", {}, False])
 def test_defaults_that_a_router_writes_out_are_accepted(value):
-    to_vllm(body(sampling_params={"max_new_tokens": 4, "stop": value, "skip_special_tokens": True}, image_data=value, stream=False))
+    to_vllm(
+        body(
+            sampling_params={"max_new_tokens": 4, "stop": value, "skip_special_tokens": True},
+            image_data=value,
+            stream=False,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,10 @@ def test_one_sample_is_an_object_several_are_a_list_in_order():
 def test_logprobs_and_weight_versions_are_intact():
     meta = answer(sampled())["meta_info"]
     assert meta["output_token_logprobs"] == [[-0.5, 7, None], [-1.5, 8, None]]
-    assert meta["weight_versions"] == [{"version": "old", "start": 0, "end": 1}, {"version": "new", "start": 1, "end": 2}]
+    assert meta["weight_versions"] == [
+        {"version": "old", "start": 0, "end": 1},
+        {"version": "new", "start": 1, "end": 2},
+    ]
     assert meta["weight_version"] == "new"
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == ("r", 2, 2, 1)
 

@@ -63,8 +63,8 @@ def prepared(algorithm: AlgorithmConfig) -> TrainBatch:
 def loss_and_gradients(
     algorithm: AlgorithmConfig, split: list[list[int]] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, float]]:
-    """(loss, its gradient in the log-probabilities [T], in the entropies [T], sums of metrics) with samples dealt as in
-    `split`."""
+    """(loss, its gradient in the log-probabilities [T], in the entropies [T], sums of metrics) with samples sharded
+    as in `split`."""
     batch = prepared(algorithm)
     logprobs, entropy = current(batch)
     of_sample = [list(part) for part in torch.arange(len(batch.tokens)).split(batch.lengths.tolist())]

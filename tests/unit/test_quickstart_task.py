@@ -34,7 +34,11 @@ def test_labels_are_reasoning_gyms_and_right(task):
     for row in rows(task.train) + rows(task.heldout):
         word = row["metadata"]["word"]
         assert MIN_LETTERS <= len(word) <= MAX_LETTERS
-        assert (row["prompt"], row["label"], row["metadata"]["source_dataset"]) == (f"{word}=", word[::-1], "spell_backward")
+        assert (row["prompt"], row["label"], row["metadata"]["source_dataset"]) == (
+            f"{word}=",
+            word[::-1],
+            "spell_backward",
+        )
 
 
 def test_warm_start_has_the_training_words_with_mistakes_in_the_stated_share(task):

@@ -9,5 +9,7 @@ def test_without_an_address_a_cluster_of_ones_own_is_started_whatever_else_runs_
     asked = {}
     monkeypatch.setattr(ray, "init", lambda **options: asked.update(options))
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with ray_cluster(RayConfig(), plan_placement(TrainConfig(model=ModelConfig(path="model")), gpu=False, generates=False)):
+    with ray_cluster(
+        RayConfig(), plan_placement(TrainConfig(model=ModelConfig(path="model")), gpu=False, generates=False)
+    ):
         assert asked["address"] == "local" and asked["num_cpus"] == 1

@@ -20,7 +20,9 @@ def record(step, **values):
 
 
 def write(run_dir, *records, config=None):
-    (run_dir / "metrics.jsonl").write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
+    (run_dir / "metrics.jsonl").write_text(
+        "".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records)
+    )
     if config is not None:
         (run_dir / "config.json").write_text(json.dumps(config))
 
@@ -29,11 +31,17 @@ def full_run(run_dir):
     write(
         run_dir,
         *(
-            record(s, rollout__reward_mean=0.3 + s / 50, rollout__response_length_mean=5.0, train__logprob_abs_diff_mean=1e-6, train__logprob_abs_diff_max=0.0,
-                   time__generate_seconds=1.0, time__train_seconds=0.5, time__step_seconds=1.7, **({"eval__words__accuracy": 0.3 + s / 50} if s in (0, 30) else {}))
+            record(
+                s, rollout__reward_mean=0.3 + s / 50, rollout__response_length_mean=5.0,
+                train__logprob_abs_diff_mean=1e-6, train__logprob_abs_diff_max=0.0, time__generate_seconds=1.0,
+                time__train_seconds=0.5, time__step_seconds=1.7,
+                **({"eval__words__accuracy": 0.3 + s / 50} if s in (0, 30) else {}),
+            )
             for s in range(31)
         ),
-        config={"config": {"model": {"path": "<script>alert(1)</script>"}, "seed": 7}, "origins": {"seed": "--seed & co"}},
+        config={
+            "config": {"model": {"path": "<script>alert(1)</script>"}, "seed": 7}, "origins": {"seed": "--seed & co"},
+        },
     )  # fmt: skip
 
 
@@ -88,7 +96,15 @@ def test_run_with_a_single_step_and_few_metrics_has_a_report(tmp_path):
 
 
 def test_repeated_steps_count_once_and_torn_last_line_is_forgiven(tmp_path):
-    write(tmp_path, record(0, a=1.0), record(1, a=2.0), record(1, a=3.0), record(2, a=None), record(3, a=float("nan")), '{"step": 4, "a"')
+    write(
+        tmp_path,
+        record(0, a=1.0),
+        record(1, a=2.0),
+        record(1, a=3.0),
+        record(2, a=None),
+        record(3, a=float("nan")),
+        '{"step": 4, "a"',
+    )
     assert read_metrics(tmp_path / "metrics.jsonl") == {"a": [(0.0, 1.0), (1.0, 3.0)]}
 
 
@@ -157,7 +173,13 @@ def test_moving_mean_uses_what_is_there():
 
 
 def test_numbers_are_readable():
-    assert [format_number(v) for v in (0.0, 0.12345, 12345.6, 1.5e-7, 2e9)] == ["0", "0.1235", "12,346", "1.50e-07", "2.00e+09"]
+    assert [format_number(v) for v in (0.0, 0.12345, 12345.6, 1.5e-7, 2e9)] == [
+        "0",
+        "0.1235",
+        "12,346",
+        "1.50e-07",
+        "2.00e+09",
+    ]
 
 
 def test_flatten():

@@ -32,7 +32,9 @@ def test_the_best_stay_beside_the_newest(higher, staying):
 
 def test_of_equally_good_ones_the_newer_stays():
     for higher in (True, False):
-        assert expendable([Kept(1, 0.5), Kept(2, 0.5), Kept(3, 0.5), Kept(4)], keep_last=1, keep_best=1, higher_is_better=higher) == [1, 2]
+        assert expendable(
+            [Kept(1, 0.5), Kept(2, 0.5), Kept(3, 0.5), Kept(4)], keep_last=1, keep_best=1, higher_is_better=higher
+        ) == [1, 2]
 
 
 def test_what_was_not_measured_is_never_the_best():
@@ -48,5 +50,7 @@ def test_the_newest_is_never_among_those_that_go():
     values = [None, 0.0, 1.0, math.nan]
     for a, b, c in itertools.product(values, repeat=3):
         for last, best, higher in itertools.product((0, 1, 2), (0, 1, 2), (True, False)):
-            gone = expendable([Kept(1, a), Kept(2, b), Kept(9, c)], keep_last=last, keep_best=best, higher_is_better=higher)
+            gone = expendable(
+                [Kept(1, a), Kept(2, b), Kept(9, c)], keep_last=last, keep_best=best, higher_is_better=higher
+            )
             assert 9 not in gone and len(gone) <= max(0, 3 - max(last, 1))

@@ -10,8 +10,18 @@ from rltool.rollout.sample import Sample, SampleStatus
 
 
 def sample(index=0, label="nus", **fields):
-    return Sample(group_id=0, index=index, prompt_index=4, prompt_ids=[1], label=label, response_ids=[index], response_mask=[1],
-                  response_logprobs=[-1.0], status=SampleStatus.COMPLETED, **fields)
+    return Sample(
+        group_id=0,
+        index=index,
+        prompt_index=4,
+        prompt_ids=[1],
+        label=label,
+        response_ids=[index],
+        response_mask=[1],
+        response_logprobs=[-1.0],
+        status=SampleStatus.COMPLETED,
+        **fields,
+    )
 
 
 @pytest.mark.parametrize(("text", "value"), [("nus", 1.0), (" nus\n", 1.0), ("nuss", 0.0), ("Nus", 0.0), ("", 0.0)])

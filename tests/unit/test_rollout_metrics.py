@@ -16,7 +16,12 @@ def sample(group, length, reward, status=SampleStatus.COMPLETED, mask=None, vers
 
 
 def test_rollout_metrics():
-    samples = [sample(0, 2, 1.0), sample(0, 4, 0.0, mask=[1, 0, 0, 1]), sample(1, 6, 0.5, SampleStatus.TRUNCATED, version="v2"), sample(1, 4, 0.5)]
+    samples = [
+        sample(0, 2, 1.0),
+        sample(0, 4, 0.0, mask=[1, 0, 0, 1]),
+        sample(1, 6, 0.5, SampleStatus.TRUNCATED, version="v2"),
+        sample(1, 4, 0.5),
+    ]
     metrics = rollout_metrics(samples, seconds=2.0, dropped={"reward_failed": 1, "aborted": 2})
     assert metrics["rollout/reward_mean"] == 0.5
     assert metrics["rollout/reward_std"] == pytest.approx(math.sqrt(0.125))
@@ -25,7 +30,11 @@ def test_rollout_metrics():
     assert metrics["rollout/truncated_fraction"] == 0.25
     assert metrics["rollout/tokens_per_second"] == 7.0
     assert metrics["rollout/zero_std_group_fraction"] == 0.5
-    assert (metrics["rollout/dropped"], metrics["rollout/dropped_reward_failed"], metrics["rollout/dropped_aborted"]) == (3, 1, 2)
+    assert (
+        metrics["rollout/dropped"],
+        metrics["rollout/dropped_reward_failed"],
+        metrics["rollout/dropped_aborted"],
+    ) == (3, 1, 2)
     assert metrics["rollout/samples"] == 4 and metrics["rollout/weight_versions"] == 2
 
 

@@ -13,7 +13,9 @@ def test_trainer_settings_typed_on_the_command_line_are_refused():
 
 
 def test_trainer_settings_of_a_shared_file_are_told():
-    assert check_settings({"trainer.world_size": "run.toml", "optimizer.lr": "run.toml", "steps": "--steps"}) == ["not used without a trainer: [optimizer], [trainer]"]
+    assert check_settings({"trainer.world_size": "run.toml", "optimizer.lr": "run.toml", "steps": "--steps"}) == [
+        "not used without a trainer: [optimizer], [trainer]"
+    ]
     assert check_settings({"sampling.temperature": "run.toml"}) == []
 
 

@@ -16,7 +16,15 @@ ENGINE = EngineEndpoint(url="http://engine:2", dialect="vllm")
 
 def listing(*workers):
     items = [
-        {"id": f"id-{url}", "url": url, "model_id": "policy", "is_healthy": healthy, "load": 0, "worker_type": "regular"} for url, healthy in workers
+        {
+            "id": f"id-{url}",
+            "url": url,
+            "model_id": "policy",
+            "is_healthy": healthy,
+            "load": 0,
+            "worker_type": "regular",
+        }
+        for url, healthy in workers
     ]
     return {"workers": items, "total": len(items)}
 
@@ -29,7 +37,9 @@ class ScriptedRouter:
         self.asked = []
 
     def send(self, base_url, request, *, key=None, timeout):
-        name = {"GET /workers": "list", "POST /workers": "add", "GET /readiness": "ready"}.get(f"{request.method} {request.path}")
+        name = {"GET /workers": "list", "POST /workers": "add", "GET /readiness": "ready"}.get(
+            f"{request.method} {request.path}"
+        )
         name = name or ("remove" if request.method == "DELETE" else "job")
         self.asked.append(name)
         replies = self.answers[name]
@@ -55,7 +65,9 @@ PENDING = {"id": "w", "job_status": {"status": "processing", "message": None}}
 
 
 def test_add_returns_only_when_the_worker_is_listed_as_healthy(run):
-    router = ScriptedRouter(add=[ACCEPTED], job=[PENDING], list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))])
+    router = ScriptedRouter(
+        add=[ACCEPTED], job=[PENDING], list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))]
+    )
     assert run(add_worker, router, ENGINE).healthy
     assert router.asked.count("list") == 3
 
@@ -67,12 +79,18 @@ def test_add_passes_on_why_the_router_could_not_register_the_worker(run):
 
 
 def test_add_does_not_mind_that_the_job_is_not_there_yet(run):
-    router = ScriptedRouter(add=[ACCEPTED], job=[EngineRejected("gone", 404), PENDING], list=[listing(), listing(), listing((ENGINE.url, True))])
+    router = ScriptedRouter(
+        add=[ACCEPTED],
+        job=[EngineRejected("gone", 404), PENDING],
+        list=[listing(), listing(), listing((ENGINE.url, True))],
+    )
     assert run(add_worker, router, ENGINE).url == ENGINE.url
 
 
 def test_remove_returns_only_when_the_worker_is_gone_from_the_list(run):
-    router = ScriptedRouter(remove=[{"status": "accepted"}], list=[listing((ENGINE.url, True)), listing((ENGINE.url, True)), listing()])
+    router = ScriptedRouter(
+        remove=[{"status": "accepted"}], list=[listing((ENGINE.url, True)), listing((ENGINE.url, True)), listing()]
+    )
     assert run(remove_worker, router, ENGINE.url + "/") is True
     assert router.asked.count("list") == 3
 
@@ -95,7 +113,10 @@ def test_a_worker_that_never_leaves_is_an_error(run):
 
 
 def test_ready_needs_every_worker_and_the_routers_own_word(run):
-    router = ScriptedRouter(list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))], ready=[EngineError("503"), {"status": "ready"}])
+    router = ScriptedRouter(
+        list=[listing(), listing((ENGINE.url, False)), listing((ENGINE.url, True))],
+        ready=[EngineError("503"), {"status": "ready"}],
+    )
     run(wait_ready, router, [ENGINE.url])
     assert router.asked == ["list", "list", "list", "ready", "list", "ready"]
 
@@ -122,7 +143,9 @@ def test_the_routers_command_line_names_the_key_file_and_not_the_key(tmp_path):
     assert argv[argv.index("--host") + 1] == "127.0.0.1"
 
 
-@pytest.mark.parametrize(("dialect", "plugin", "refused"), [("vllm", False, True), ("vllm", True, False), ("sglang", False, False)])
+@pytest.mark.parametrize(
+    ("dialect", "plugin", "refused"), [("vllm", False, True), ("vllm", True, False), ("sglang", False, False)]
+)
 def test_a_stock_vllm_is_refused_because_it_cannot_answer_the_router(monkeypatch, dialect, plugin, refused):
     found = SimpleNamespace(dialect=dialect, plugin=plugin)
     monkeypatch.setattr("rltool.router.launch.probe", lambda engine, *, timeout: found)

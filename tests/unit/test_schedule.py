@@ -42,11 +42,16 @@ def test_costs_are_balanced_in_place_of_tokens_and_packing_stays_within_them():
     costs = [cost.training_flops(length) for length in lengths]
     plan = plan_micro_batches(lengths, max_tokens=1000, data_parallel=2, costs=costs)
     assert sorted(i for rank in plan for micro in rank for i in micro) == list(range(11))
-    # In tokens the ten short ones weigh as much as the long one; in attention they are a tenth of it, and stay together.
+    # In tokens the ten short ones weigh as much as the long one; in attention they are a tenth: they stay together.
     assert [sorted(i for micro in rank for i in micro) for rank in plan] == [[0], list(range(1, 11))]
     mixed = [1000] * 2 + [250] * 16
     by_tokens = plan_micro_batches(mixed, max_tokens=2000, data_parallel=2)
-    by_cost = plan_micro_batches([1500, *[100] * 15], max_tokens=1500, data_parallel=2, costs=[cost.training_flops(n) for n in [1500, *[100] * 15]])
+    by_cost = plan_micro_batches(
+        [1500, *[100] * 15],
+        max_tokens=1500,
+        data_parallel=2,
+        costs=[cost.training_flops(n) for n in [1500, *[100] * 15]],
+    )
     assert [sum(mixed[i] for micro in rank for i in micro) for rank in by_tokens] == [3000, 3000]
     assert [sum(1 for micro in rank for _ in micro) for rank in by_cost] == [1, 15]
 

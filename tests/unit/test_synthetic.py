@@ -13,7 +13,13 @@ from rltool.rollout.synthetic import synthetic_samples
 from rltool.training.sources import FakeRollouts, RecordedRollouts
 from tests.tiny_models import VOCAB_SIZE, write_tiny_qwen2
 
-SIZES = {"num_prompts": 64, "samples_per_prompt": 8, "max_prompt_tokens": 256, "max_response_tokens": 1024, "vocab_size": 120}
+SIZES = {
+    "num_prompts": 64,
+    "samples_per_prompt": 8,
+    "max_prompt_tokens": 256,
+    "max_response_tokens": 1024,
+    "vocab_size": 120,
+}
 
 
 def test_the_same_seed_and_step_give_the_same_samples_and_others_do_not():
@@ -36,7 +42,9 @@ def test_samples_of_a_group_share_their_prompt_and_differ_in_reward():
     samples = synthetic_samples(2, seed=0, **SIZES)
     groups = [samples[i : i + 8] for i in range(0, len(samples), 8)]
     assert all(len({(sample.group_id, tuple(sample.prompt_ids)) for sample in group}) == 1 for group in groups)
-    assert sum(len({sample.reward for sample in group}) == 2 for group in groups) > 32, "groups with equal rewards teach nothing"
+    assert sum(len({sample.reward for sample in group}) == 2 for group in groups) > 32, (
+        "groups with equal rewards teach nothing"
+    )
     ids = {token for sample in samples for token in sample.response_ids}
     assert min(ids) == 0 and max(ids) == 119
     assert all(value <= 0 for sample in samples for value in sample.response_logprobs)
@@ -50,7 +58,9 @@ def test_tiny_limits_work(limit):
 
 def test_a_recorded_run_on_synthetic_data_replays_bit_by_bit(tmp_path):
     model = write_tiny_qwen2(tmp_path / "model", tied=True)
-    config = TrainConfig.model_validate({"model": {"path": model}, "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}})
+    config = TrainConfig.model_validate(
+        {"model": {"path": model}, "rollout": {"prompts_per_step": 4, "samples_per_prompt": 2}}
+    )
     fake = FakeRollouts(config, tmp_path / "record")
     live = [fake.next_batch(step).batch for step in range(2)]
     replayed = [RecordedRollouts(config, tmp_path / "record").next_batch(step).batch for step in range(2)]

@@ -46,7 +46,16 @@ def test_tensor_that_was_not_announced_is_an_error(tmp_path):
         write_tensor_file(tmp_path / "x", [("w", torch.float32, (2,))], [torch.zeros(3)])
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b[:4], lambda b: b"\xff" * 8 + b[8:], lambda b: b[:8] + b"{" * (len(b) - 8)])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-1],
+        lambda b: b + b"x",
+        lambda b: b[:4],
+        lambda b: b"\xff" * 8 + b[8:],
+        lambda b: b[:8] + b"{" * (len(b) - 8),
+    ],
+)
 def test_damaged_file_is_refused_by_name(tmp_path, damage):
     save_file(TENSORS, tmp_path / "x")
     (tmp_path / "x").write_bytes(damage((tmp_path / "x").read_bytes()))

@@ -38,7 +38,10 @@ def test_a_sound_configuration_passes(base):
         (["rollout.prompts_per_step=33", "optimizer_steps_per_rollout=2"], "1 prompts remain.*such as 32"),
         (["rollout.prompts_per_step=1", "optimizer_steps_per_rollout=2"], "such as 2"),
         (["global_batch_size=100"], "32 x rollout.samples_per_prompt 8 = 256 samples.*set global_batch_size to 256"),
-        (["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.world_size=4"], "2 samples for 4 data-parallel ranks"),
+        (
+            ["rollout.prompts_per_step=1", "rollout.samples_per_prompt=2", "trainer.world_size=4"],
+            "2 samples for 4 data-parallel ranks",
+        ),
         (["rollout.samples_per_prompt=1"], "nothing would be learned.*reinforce_pp"),
         (["sampling.top_p=0.9"], "renormalise"),
         (["sampling.top_k=20"], "renormalise"),
@@ -47,8 +50,24 @@ def test_a_sound_configuration_passes(base):
         (['data.train=["none.jsonl"]'], "none.jsonl does not exist"),
         (["model.path=/nonexistent"], "is not a directory"),
         (["eval.stop_at=0.5"], "eval.every_steps above 0"),
-        (["checkpoint.keep_last=1", "checkpoint.keep_best=1", 'checkpoint.best_metric="eval/none/accuracy"', "eval.every_steps=1"], "would never be measured.*there is none"),
-        (["checkpoint.keep_last=1", "checkpoint.keep_best=1", 'checkpoint.best_metric="eval/heldout/accuracy"', 'eval.sets={heldout="h.jsonl"}'], "would never be measured.*every_steps"),
+        (
+            [
+                "checkpoint.keep_last=1",
+                "checkpoint.keep_best=1",
+                'checkpoint.best_metric="eval/none/accuracy"',
+                "eval.every_steps=1",
+            ],
+            "would never be measured.*there is none",
+        ),
+        (
+            [
+                "checkpoint.keep_last=1",
+                "checkpoint.keep_best=1",
+                'checkpoint.best_metric="eval/heldout/accuracy"',
+                'eval.sets={heldout="h.jsonl"}',
+            ],
+            "would never be measured.*every_steps",
+        ),
         (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "algorithm.kl_coef = 0.1 has no meaning.*leave it out"),
     ],
 )
@@ -72,8 +91,9 @@ MODEL = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "vocab_size":
 
 def info(**changes) -> EngineInfo:
     values = dict(
-        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128, dtype="float32",
-        weight_backend="rltool", weight_version=None, boot_id="b", plugin=True, model_config=dict(MODEL),
+        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128,
+        dtype="float32", weight_backend="rltool", weight_version=None, boot_id="b", plugin=True,
+        model_config=dict(MODEL),
     )  # fmt: skip
     return EngineInfo(**{**values, **changes})
 
