@@ -36,7 +36,10 @@ def get_all(
             raise DeadlinePassed(
                 f"no answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool logs`)"
             )
-        done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+        try:
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+        except SystemError as error:  # what Ray makes of a KeyboardInterrupt that comes at the wrong moment
+            raise error.__cause__ or error from None
         if pending:
             _raise_if_died(done)
         if while_waiting is not None and pending:

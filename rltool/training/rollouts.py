@@ -142,8 +142,9 @@ class Rollouts:
         StopRequested."""
         shown = time.monotonic()
 
-        def show_progress(waited: float) -> None:
+        def look(waited: float) -> None:
             nonlocal shown
+            self._stop.raise_if_requested()
             if time.monotonic() - shown < PROGRESS_SECONDS:
                 return
             shown = time.monotonic()
@@ -156,8 +157,7 @@ class Rollouts:
             self._show_events()
 
         try:
-            with self._stop.interruptible():
-                return get_all([ref], deadline, name, while_waiting=show_progress)[0]
+            return get_all([ref], deadline, name, while_waiting=look)[0]
         except StopRequested:
             with contextlib.suppress(RltoolError):  # the manager may be what has died
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")

@@ -14,12 +14,14 @@ class StopRequested(BaseException):
 
 
 class StopSignal:
-    """`requested` names the first signal that came. Within `interruptible()` it is raised at once, elsewhere it is kept
-    for the loop to see."""
+    """`requested` names the first signal that came. It is for the loop, and for waits that may be given up, to see.
+
+    The handler raises nothing: an exception that comes out of it inside one of Ray's waits ends as a SystemError
+    ("returned a result with an exception set"), and now and then it did. A second Ctrl-C takes that risk.
+    """
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
-        self._interruptible = False
 
     @property
     def exit_code(self) -> int:
@@ -41,21 +43,12 @@ class StopSignal:
         driver."""
         return {number: signal.signal(number, self._handle) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """A wait whose loss costs nothing (a rollout in progress): a signal ends it with StopRequested."""
+    def raise_if_requested(self) -> None:
+        """StopRequested once a signal has come: called again and again by a wait whose loss costs nothing."""
         if self.requested:
             raise StopRequested
-        self._interruptible = True
-        try:
-            yield
-        finally:
-            self._interruptible = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = self.requested or signal.Signals(number)
-        if self._interruptible:
-            self._interruptible = False
-            raise StopRequested

@@ -17,7 +17,7 @@ from rltool.errors import EngineError, SaveFailed, TrainingStopped
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.sources import SourcedBatch
-from rltool.training.stopping import StopSignal
+from rltool.training.stopping import StopRequested, StopSignal
 
 
 def make_batch(groups=(0, 0, 1, 1), version=0) -> TrainBatch:
@@ -243,8 +243,8 @@ def test_a_signal_during_a_rollout_gives_it_up_and_saves_the_step_before_it(tmp_
 
     def rollout(step):
         if step == 1:
-            with run.stop.interruptible():  # as the wait for the rollout manager is
-                signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            run.stop.raise_if_requested()  # as the wait for the rollout manager does
         return World.next_batch(world, step)
 
     world.next_batch = rollout
@@ -364,3 +364,11 @@ def test_a_resumed_writer_drops_the_records_of_steps_that_will_be_done_again(tmp
     writer.close()
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [r["step"] for r in records] == [0, 1, 2] and records[2]["a"] is None and records[2]["b"] == 1.0
+
+
+def test_a_signal_never_raises_out_of_its_handler_for_inside_a_wait_of_ray_that_ends_as_a_system_error():
+    with StopSignal().installed() as stop:
+        signal.raise_signal(signal.SIGTERM)  # raises nothing
+        assert stop.requested == signal.SIGTERM
+        with pytest.raises(StopRequested):
+            stop.raise_if_requested()
