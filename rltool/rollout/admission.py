@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rltool.config.train import TrainConfig
+
 OnStale = Literal["wait", "resample", "mask"]
 
 
@@ -37,6 +39,19 @@ class AdmissionPolicy:
     partial_rollout: bool = False
     mask_older_than: int | None = None
     """Tokens older than this get no loss, so they do not make a group too old."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> AdmissionPolicy:
+        """As [rollout] and algorithm.mask_tokens_older_than say."""
+        rollout = config.rollout
+        return cls(
+            batch=rollout.prompts_per_step,
+            max_staleness=rollout.max_staleness,
+            oversampling=rollout.oversampling_factor,
+            on_stale=rollout.on_stale,
+            partial_rollout=rollout.partial_rollout,
+            mask_older_than=config.algorithm.mask_tokens_older_than,
+        )
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_staleness < 0 or self.oversampling < 1:

@@ -11,7 +11,8 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.processes.output import redirect_output
 from rltool.rollout.snapshot import SourceState
-from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
+from rltool.training.rollout_batch import Rollout
+from rltool.training.rollout_service import Engines, RolloutService, Syncing
 from rltool.weights.sync import SyncReport
 
 

@@ -12,11 +12,10 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rltool.algorithms.batch import TrainBatch
 from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
@@ -25,9 +24,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine
+from rltool.errors import EngineConflict, RltoolError, UnknownEngine
 from rltool.rollout.admission import AdmissionPolicy
-from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
@@ -36,14 +34,13 @@ from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
-from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.reward_pool import RewardPool
-from rltool.rollout.sample import Sample
-from rltool.rollout.scoring import Scorer, ScoreStats, load_filter, load_hook
+from rltool.rollout.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterMembership
+from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.weights.sync import Ranks, SyncReport, WeightSync
 from rltool.weights.verify import ValueCheck
 
@@ -71,17 +68,6 @@ class Syncing:
     lineage: Lineage
     transport: Transport
     disk_root: Path
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its
-    tokens."""
-
-    batch: TrainBatch
-    metrics: dict[str, float]
-    versions: tuple[str, ...]
-    samples: list[Sample] = field(default_factory=list)
 
 
 class RolloutService:
@@ -163,7 +149,9 @@ class RolloutService:
             batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt, function=config.reward.function,
         )  # fmt: skip
         self.collector = Collector(
-            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle), _admission(config), _Work(self),
+            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle),
+            AdmissionPolicy.of(config),
+            _Work(self),
             self._book,
             CollectorConfig(
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
@@ -412,42 +400,19 @@ class RolloutService:
         )
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
-        config = self._config
-        stats = self._scorer.take_stats()
-        groups = [group.samples for group in collected.groups]
-        dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
-        if config.rollout.batch_size == "trim":
-            groups, dropped["trimmed"] = trim(groups, config.samples_per_optimizer_step)
-        samples = [sample for group in groups for sample in group]
-        if not samples:
-            raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
-        batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=config.rollout.mask_truncated)
-        metrics = self._metrics(collected, stats, samples, dropped)
-        versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
-        return Rollout(batch, metrics, versions, samples if config.rollout.dump else [])
-
-    def _metrics(
-        self, collected: Collected, stats: ScoreStats, samples: list[Sample], dropped: dict[str, int]
-    ) -> dict[str, float]:
-        metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
-        metrics |= mask_metrics(samples, mask_truncated=self._config.rollout.mask_truncated)
-        metrics |= {
-            "rollout/tokens_per_second": collected.tokens / collected.interval,
-            "rollout/epoch": float(self.collector.source.epoch),
-            "rollout/dropped_groups": float(collected.dropped.total()),
-            "rollout/resampled_groups": float(collected.resampled),
-            "rollout/resampled_tokens": float(collected.resampled_tokens),
-            "rollout/interrupted_groups": float(collected.interrupted),
-            "rollout/engines_serving": float(len(self.fleet.serving())),
-            "rollout/requests_in_flight": float(self._plane.in_flight),
-            "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),
-            "time/generate_seconds": collected.seconds,
-            "time/reward_seconds": stats.seconds / max(stats.groups, 1),
-        }
-        metrics |= {f"rollout/dropped_groups_{reason}": float(count) for reason, count in collected.dropped.items()}
+        rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
         counts = self.collector.ledger.counts()
-        metrics |= {f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")}
-        return metrics | {f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()}
+        rollout.metrics.update(
+            {
+                "rollout/epoch": float(self.collector.source.epoch),
+                "rollout/engines_serving": float(len(self.fleet.serving())),
+                "rollout/requests_in_flight": float(self._plane.in_flight),
+                "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),
+                **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
+                **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
+            }
+        )
+        return rollout
 
 
 class _Work:
@@ -473,12 +438,3 @@ class _Work:
 
     def keeps_partial_groups(self) -> bool:
         return self._service._function is None
-
-
-def _admission(config: TrainConfig) -> AdmissionPolicy:
-    rollout = config.rollout
-    return AdmissionPolicy(
-        batch=rollout.prompts_per_step, max_staleness=rollout.max_staleness, oversampling=rollout.oversampling_factor,
-        on_stale=rollout.on_stale, partial_rollout=rollout.partial_rollout,
-        mask_older_than=config.algorithm.mask_tokens_older_than,
-    )  # fmt: skip

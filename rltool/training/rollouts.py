@@ -18,7 +18,8 @@ from rltool.rollout.dump import write_dump
 from rltool.rollout.snapshot import SourceState
 from rltool.training.ray_calls import get_all
 from rltool.training.rollout_actor import RolloutActor
-from rltool.training.rollout_service import Engines, Rollout, Syncing
+from rltool.training.rollout_batch import Rollout
+from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync import SyncReport

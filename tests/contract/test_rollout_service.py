@@ -199,7 +199,7 @@ def there(engine: FakeVllm, act: Callable[[], None]) -> None:
 
 
 def generated(engine: FakeVllm) -> list[Any]:
-    return [recorded.body for recorded in engine.requests if recorded.path == GENERATE]
+    return [recorded.body for recorded in engine.requests if recorded.path in (GENERATE, "/rltool/generate")]
 
 
 def assert_equal(ours: Rollout, theirs: Rollout) -> None:

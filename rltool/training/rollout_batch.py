@@ -1,0 +1,57 @@
+"""From the groups that the collector hands over to the batch that the trainer gets, and the metrics of its making."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import TrainConfig
+from rltool.errors import TrainingStopped
+from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
+from rltool.rollout.collector import Collected
+from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.sample import Sample
+from rltool.rollout.scoring import ScoreStats
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its
+    tokens."""
+
+    batch: TrainBatch
+    metrics: dict[str, float]
+    versions: tuple[str, ...]
+    samples: list[Sample] = field(default_factory=list)
+
+
+async def to_rollout(config: TrainConfig, collected: Collected, stats: ScoreStats, step: int) -> Rollout:
+    """Trims where that is configured, and builds the batch in a thread. TrainingStopped where no sample is left."""
+    groups = [group.samples for group in collected.groups]
+    dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
+    if config.rollout.batch_size == "trim":
+        groups, dropped["trimmed"] = trim(groups, config.samples_per_optimizer_step)
+    samples = [sample for group in groups for sample in group]
+    if not samples:
+        raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
+    mask_truncated = config.rollout.mask_truncated
+    batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated)
+    metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
+    metrics |= mask_metrics(samples, mask_truncated=mask_truncated)
+    metrics |= _collection_metrics(collected, stats)
+    versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
+    return Rollout(batch, metrics, versions, samples if config.rollout.dump else [])
+
+
+def _collection_metrics(collected: Collected, stats: ScoreStats) -> dict[str, float]:
+    metrics = {
+        "rollout/tokens_per_second": collected.tokens / collected.interval,
+        "rollout/dropped_groups": float(collected.dropped.total()),
+        "rollout/resampled_groups": float(collected.resampled),
+        "rollout/resampled_tokens": float(collected.resampled_tokens),
+        "rollout/interrupted_groups": float(collected.interrupted),
+        "time/generate_seconds": collected.seconds,
+        "time/reward_seconds": stats.seconds / max(stats.groups, 1),
+    }
+    return metrics | {f"rollout/dropped_groups_{reason}": float(count) for reason, count in collected.dropped.items()}
