@@ -18,7 +18,7 @@ from rltool.rollout import loop_lag
 from rltool.rollout.fleet_monitor import FleetMonitor
 from tests.contract.fakes.vllm import FakeVllm
 
-GENERATE = "/inference/v1/generate"
+GENERATE = "/rltool/generate"
 LONG = 60.0
 """Seconds: far more than anything here takes."""
 QUICK = FleetPolicy(probe_seconds=0.02, canary_seconds=0.02, probes_to_suspect=2, probes_to_dead=4)
