@@ -35,9 +35,13 @@ from rltool.models.base import Family, padded_vocabulary
 def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
     if family.num_experts and layout.tp > 1 and not sequence_parallel:
-        raise UsageError(f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true")
+        raise UsageError(
+            f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true"
+        )
     if layout.ep > 1 and (family.num_experts == 0 or family.num_experts % layout.ep):
-        raise UsageError(f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer")
+        raise UsageError(
+            f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer"
+        )
     for what, flag, size in (
         ("num_attention_heads", "tensor_parallel", layout.tp),
         ("num_query_groups", "tensor_parallel", layout.tp),
@@ -54,7 +58,10 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
 def transformer_config(
     family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device, trainer: TrainerConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off, or our own."""
+    """Megatron's configuration of this model in this layout.
+
+    Fusions that need Apex or Transformer Engine are off, or our own.
+    """
     return with_known_fields(
         TransformerConfig,
         **family.transformer,
@@ -69,7 +76,8 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also divide.
+        # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also
+        # divide.
         calculate_per_token_loss=True,
         # Packed rows differ in length, and pipeline stages must tell each other; Megatron then insists on this
         # dispatcher even for a model without experts.
@@ -107,7 +115,7 @@ def build_model(
     device: torch.device,
     trainer: TrainerConfig | None = None,
 ) -> GPTModel:
-    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel.
+    """The model, its weights uninitialised: load by `hf_weights` or a checkpoint. Logits stay vocabulary-parallel.
 
     trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
     """
@@ -150,7 +158,7 @@ def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | 
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:
-    """Tells Megatron which parameters are cut over tensor-parallel ranks; it does so itself only when it initialises them.
+    """Marks for Megatron the parameters cut over tensor-parallel ranks; it does so only when it initialises them.
 
     Unmarked ones count as copies: the gradient norm leaves out all shards but rank 0's, and clips too little.
     """
@@ -193,7 +201,10 @@ def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> 
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:
-    """tokens: [T] on the model's device. Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden]."""
+    """tokens: [T] on the model's device.
+
+    Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden].
+    """
     output = model(
         input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
     )
@@ -206,12 +217,14 @@ def output_hidden_states(model: GPTModel) -> None:
         model.output_layer.forward = _pass_through
 
 
-def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
+def _pass_through(
+    hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
     return hidden, None
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """The parameter of the output layer on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
+    """The output layer's parameter on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
@@ -225,8 +238,8 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from 0, and
-    each expert-parallel rank its experts."""
+    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from
+    0, and each expert-parallel rank its experts."""
     named = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")

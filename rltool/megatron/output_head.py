@@ -84,7 +84,9 @@ class _HeadLogprobs(torch.autograd.Function):
             shift = largest - everyone
             # Sums relative to the slice's own largest logit, moved to the largest of all.
             factor = shift.exp()
-            sums = torch.stack([total * factor, torch.where(total > 0, factor * (weighted + shift * total), 0.0), chosen])
+            sums = torch.stack(
+                [total * factor, torch.where(total > 0, factor * (weighted + shift * total), 0.0), chosen]
+            )
             dist.all_reduce(sums, group=group)
             largest, (total, weighted, chosen) = everyone, sums
         log_total = largest + total.log()

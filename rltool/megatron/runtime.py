@@ -166,7 +166,8 @@ class Runtime:
     def on_every_rank(self, action: Callable[[], T], what: str) -> T:
         """Runs `action`, which talks to no other rank. If it raises anywhere, all ranks raise.
 
-        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until its deadline.
+        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until
+        its deadline.
         """
         failure: Exception | None = None
         try:

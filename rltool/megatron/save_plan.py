@@ -1,8 +1,8 @@
-"""A save cut in two: a collective plan while training waits, and writing that needs no collective and can go on beside training.
+"""A save cut in two: a collective plan while training waits, and writing beside training that needs no collective.
 
-Megatron-core's own asynchronous save forks writers from a process full of threads, needs a manager process, and finishes with
-collectives of the training ranks. Here its plan and its file format are kept, and the writing is done by whoever holds the
-plan: every rank its own files, in threads, then rank 0 the description of the whole.
+Megatron-core's own asynchronous save forks writers from a process full of threads, needs a manager process, and
+finishes with collectives of the training ranks. Here its plan and its file format are kept, and the writing is done by
+whoever holds the plan: every rank its own files, in threads, then rank 0 the description of the whole.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SavePlan:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.writer.write_buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Brings the tensors to the CPU. copy: also those of a model that lies there, so that training may go on and change them.
+        """Brings the tensors to the CPU. copy: also those of a model that lies there, which training goes on to change.
 
         Copies from a GPU go through pinned memory, which torch keeps for the next save. On return they are complete.
         """
@@ -117,7 +117,7 @@ def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
 def plan_save(runtime: Runtime, state: dict[str, Any], directory: Path) -> SavePlan:
     """Agrees with the other ranks on who writes what of a sharded state dict. A collective that writes nothing.
 
-    directory: exists, is empty, and is seen by all ranks. The plan's tensors are still those of the model: `stage` them.
+    directory: exists, is empty, and is seen by all ranks. The plan's tensors are still the model's: `stage` them.
     """
     save_without_manager_process()
     strategy, kept = _PlanOnly(BACKEND, BACKEND_VERSION), []

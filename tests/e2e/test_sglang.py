@@ -25,6 +25,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.config.serve import EngineLaunch
 from rltool.engines.client import EngineClient
+from rltool.engines.dialect import Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
