@@ -199,7 +199,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             return time.perf_counter() - started, time.process_time() - worked
 
         def train(batches: list[TrainBatch]) -> None:
-            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
+            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, on_policy=True)
             trainer.optimizer_step()
 
         first = time.perf_counter()
