@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         steps = torch.full((len(params),), float(done), device=params[0].device if fused else "cpu").unbind()
         adamw(
             params,
-            [p.grad for p in params],
+            [cast(Tensor, p.grad) for p in params],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

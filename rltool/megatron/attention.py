@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -153,9 +153,9 @@ def disagreement(kernel: Kernel, reference: Kernel, shape: Shape) -> float:
     by_output = draw(int(queries.sum()), shape.heads)
 
     def run(attend: Kernel) -> list[Tensor]:
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        query, key, value = leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         with torch.enable_grad():
-            output = attend(*leaves, packed, shape.scale, shape.window)
+            output = attend(query, key, value, packed, shape.scale, shape.window)
             return [output.detach(), *torch.autograd.grad(output, leaves, by_output)]
 
     errors = [
@@ -185,7 +185,7 @@ def torch_attention(
     asked for.
     """
     known = _varlen_parameters()
-    options = _causal()
+    options: dict[str, Any] = _causal()
     if window is not None:
         if "window_size" not in known:
             raise NotImplementedError("this torch's varlen_attn has no sliding window: update torch")
@@ -205,7 +205,7 @@ def torch_attention(
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, **options: Any) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    out = varlen_attn(
         query,
         key,
         value,
@@ -215,6 +215,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, 
         packed.max_seqlen_kv,
         **options,
     )
+    return cast(Tensor, out)  # a pair only where the log-sum-exp is asked for
 
 
 def _repeated(grouped: Tensor, query: Tensor) -> Tensor:
@@ -303,7 +304,7 @@ def _dot_product_attention(
 ) -> torch.nn.Module:
     """One for all layers, outside of the model: it has no parameters, but would add entries of its own to checkpoints.
 
-    It gets this rank's heads and knows nothing of tensor or context parallelism, which are dealt with around it.
+    It gets this rank's heads and knows nothing of tensor or context parallelism, which are handled around it.
     """
     from transformer_engine.pytorch import DotProductAttention
 

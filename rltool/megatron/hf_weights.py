@@ -63,12 +63,13 @@ class HFTensors:
         if parameter.merge_as != "stack":
             return parameter.merge([self.read(name) for name, _ in parameter.hf])
         # Block by block, so that the two largest matrices of a layer are not in memory twice.
-        merged = None
+        merged: Tensor | None = None
         for block, (name, shape) in enumerate(parameter.hf):
             tensor = self.read(name)
             check_shape(name, tuple(tensor.shape), shape)
             merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
             parameter.split(merged)[block].copy_(tensor)
+        assert merged is not None  # a stack has blocks
         return merged
 
 
@@ -162,7 +163,7 @@ def _gather(
     """The unsharded parameter on global rank 0, None elsewhere: over TP where it is held, then from there to rank 0."""
     at = runtime.coordinates
     stage = owner_stage(parameter, family, at.layout.pp)
-    # Experts are dealt in order over the first replicas, and from there on again.
+    # Experts are sharded in order over the first replicas, and from there on again.
     replica = 0 if parameter.expert is None else parameter.expert * at.layout.ep // family.num_experts
     full = None
     if (at.pp_rank, at.replica_rank) == (stage, replica):
@@ -176,6 +177,7 @@ def _gather(
     if sender == 0:
         return full if at.rank == 0 else None
     if at.rank == sender:
+        assert full is not None  # the sender is a rank of that stage and replica
         dist.send(full.contiguous(), dst=0)
     elif at.rank == 0:
         full = torch.empty(parameter.merged_shape, dtype=next(iter(local.values())).dtype, device=runtime.device)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
@@ -16,6 +15,7 @@ from rltool.megatron.attention import Backend, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
+from rltool.megatron.runtime import context_parallel_group
 
 
 class RMSNorm(torch.nn.Module):
@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Tells Megatron to sum this gradient over tensor-parallel ranks when the sequence is cut over them.
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_norm_zero_centered if self.zero_centered else rms_norm)(x, self.weight, self.eps)
@@ -101,7 +101,7 @@ class PackedCausalAttention(MegatronModule):
     ) -> None:
         """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
         super().__init__(config=config)
-        self.backend = backend
+        self.backend: Backend = backend
         self.scale = softmax_scale
         self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
@@ -121,10 +121,11 @@ class PackedCausalAttention(MegatronModule):
         # backward pass.
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
         packed = packed_seq_params
+        assert packed is not None  # `RotaryPositions` refuses rows without it
         if packed.keys is not None:
             # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads
             # the parts that its blocks of queries see.
-            both = gather_from_context_ranks(torch.stack([key, value], dim=1), get_context_parallel_group())
+            both = gather_from_context_ranks(torch.stack([key, value], dim=1), context_parallel_group())
             key, value = both.index_select(0, packed.keys).unbind(1)
         window = self._window(packed)
         kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -126,27 +126,32 @@ def build_model(
     rotate_in_one_kernel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(family, config, trainer.attention),
+        # Megatron also takes a spec of the whole block, and a rotary base of any number, whatever it annotates.
+        transformer_layer_spec=cast(Any, _block_spec(family, config, trainer.attention)),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.layout.tp),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
         post_process=coordinates.is_last_stage,
         share_embeddings_and_output_weights=family.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=family.rope_theta,
+        rotary_base=cast(Any, family.rope_theta),
         parallel_output=True,
     )
-    model.rotary_pos_emb = rotary_positions(family, device)
+    model.rotary_pos_emb = cast(Any, rotary_positions(family, device))
     if family.embedding_scale is not None and coordinates.pp_rank == 0:
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
         scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
-        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
+
+        def scaled(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            return output * scale
+
+        model.embedding.register_forward_hook(scaled)
     whole = config.recompute_num_layers or 0
     for index, layer in enumerate(model.decoder.layers):
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
         if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
             layer.mlp.__class__ = GatedMLP
-            layer.mlp.recompute_gated = trainer.recompute != "none" and index >= whole
+            cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
     _mark_sharded(model, family)
     return model.to(device)
 
@@ -165,9 +170,10 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
     for name, parameter in global_names(model).items():
         dim = family.parameter(name).shard_dim
         if dim is not None:
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = dim
-            parameter.partition_stride = 1
+            marked = cast(Any, parameter)  # with Megatron's own attributes
+            marked.tensor_model_parallel = True
+            marked.partition_dim = dim
+            marked.partition_stride = 1
 
 
 def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> TransformerBlockSubmodules:
@@ -180,7 +186,7 @@ def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> 
     if family.num_experts:
         route_without_transformer_engine()
     # The spec objects are shared inside Megatron: change a copy.
-    layer: ModuleSpec = copy.deepcopy(spec)
+    layer = cast(Any, copy.deepcopy(spec))
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention
@@ -197,7 +203,7 @@ def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> 
         attention.params = {**attention.params, "sliding_windows": family.sliding_windows}
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:
@@ -218,23 +224,25 @@ def output_hidden_states(model: GPTModel) -> None:
 
 
 def _pass_through(
-    hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    return hidden, None
+    return input_, None
 
 
 def output_weight(model: GPTModel) -> Tensor:
     """The output layer's parameter on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+    weight = model.output_layer.weight
+    assert weight is not None  # untied, the layer has its own
+    return weight
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside its data-parallel wrapper."""
     while hasattr(model, "module"):
-        model = model.module
-    return model
+        model = cast(torch.nn.Module, model.module)
+    return cast(GPTModel, model)
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
@@ -244,7 +252,7 @@ def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            layer = model.decoder.layers[int(parts[2])]
+            layer = cast(Any, model.decoder.layers[int(parts[2])])
             parts[2] = str(layer.layer_number - 1)
             if parts[3:6] == ["mlp", "experts", "local_experts"]:
                 parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])

@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 
 from rltool.config.train import OptimizerConfig
 from rltool.errors import UsageError
@@ -18,7 +19,7 @@ CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool = False
+    model: MegatronModule, config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool = False
 ) -> MegatronOptimizer:
     """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,7 +31,7 @@ class PackedSequences(PackedSeqParams):
     `positions`.
     """
 
-    positions: Tensor | None = None
+    positions: Tensor = field(kw_only=True)
     num_sequences: int = 0
     gather: Tensor | None = None
     slots: Tensor | None = None

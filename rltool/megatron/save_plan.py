@@ -11,7 +11,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -91,7 +91,10 @@ class SavePlan:
         # Megatron's function tells its caller that it has ended by taking from this queue.
         running: queue.Queue[int] = queue.Queue()
         running.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, running, True)
+        # Annotated with the queues of processes; of these it calls put and get.
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, cast(Any, results), cast(Any, running), True
+        )
         return results.get()[1]
 
     @property
