@@ -1,12 +1,13 @@
-"""Trainer speed: tokens/s, model FLOPs utilisation and peak memory of one optimizer step, on random weights of a real shape.
+"""Trainer speed: tokens/s, MFU and peak memory of one optimizer step, on random weights of a real shape.
 
     python -m benchmarks.trainer_speed --shape 1.5B --layout packed --recompute full --recompute-layers 12
 
-Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded gives the
-same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every sample of a micro-batch
-padded to its longest, and as many of them as then fit. MFU counts 6 x parameters x tokens and causal attention, of real tokens only
-and without what is computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. Every token but
-the first of a sample has a loss, so no shortcut over prompts helps.
+Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded
+gives the same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every
+sample of a micro-batch padded to its longest, and as many of them as then fit. MFU (model FLOPs utilisation) counts
+6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
+--peak-tflops; of the forward pass for log-probabilities a third of that. Every token but the first of a sample has a
+loss, so no shortcut over prompts helps.
 """
 
 from __future__ import annotations
@@ -33,11 +34,26 @@ from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True),
-    "small": dict(hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True),
-    "0.5B": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
-    "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True),
-    "7B": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False),
+    "tiny": dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=512, tie_word_embeddings=True,
+    ),
+    "small": dict(
+        hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
+    ),
+    "0.5B": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "1.5B": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12,
+        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "7B": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 """Those of Qwen2.5's published configurations, and two for the CPU."""
 
@@ -59,7 +75,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="compile no kernels")
     parser.add_argument("--head-chunk", type=int, default=2048)
     parser.add_argument("--keep-head", action="store_true", help="keep the head's probabilities for the backward pass")
-    parser.add_argument("--attention", default="auto", choices=("auto", "torch", "flash_attention_4", "transformer_engine"))
+    parser.add_argument(
+        "--attention", default="auto", choices=("auto", "torch", "flash_attention_4", "transformer_engine")
+    )
     parser.add_argument("--threads", type=int, help="CPU threads of each rank; default: the trainer's own choice")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -74,7 +92,9 @@ def options() -> argparse.Namespace:
 
 def lengths_of(args: argparse.Namespace, count: int) -> list[int]:
     draw = random.Random(0)
-    return [min(args.longest, max(16, round(draw.lognormvariate(math.log(args.median), args.sigma)))) for _ in range(count)]
+    return [
+        min(args.longest, max(16, round(draw.lognormvariate(math.log(args.median), args.sigma)))) for _ in range(count)
+    ]
 
 
 def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch:
@@ -99,7 +119,9 @@ def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch
     )
 
 
-def micro_batches_of(args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int) -> list[list[TrainBatch]]:
+def micro_batches_of(
+    args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int
+) -> list[list[TrainBatch]]:
     """By data-parallel rank."""
     if args.layout == "packed":
         whole = batch_of(lengths, lengths, vocabulary)
@@ -107,7 +129,9 @@ def micro_batches_of(args: argparse.Namespace, lengths: list[int], shards: int, 
         return [[whole.micro_batch(samples) for samples in rank] for rank in plan]
     cut = padded_micro_batches(lengths, args.tokens)
     cut = cut[: len(cut) - len(cut) % shards] or cut
-    return [[batch_of([max(part)] * len(part), part, vocabulary) for part in cut[rank::shards]] for rank in range(shards)]
+    return [
+        [batch_of([max(part)] * len(part), part, vocabulary) for part in cut[rank::shards]] for rank in range(shards)
+    ]
 
 
 def padded_micro_batches(lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -175,7 +199,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             return time.perf_counter() - started, time.process_time() - worked
 
         def train(batches: list[TrainBatch]) -> None:
-            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, fresh=True)
+            trainer.forward_backward(batches, global_loss_tokens=loss_tokens, on_policy=True)
             trainer.optimizer_step()
 
         first = time.perf_counter()
@@ -236,9 +260,13 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
 def kernel_name(trainer: MegatronTrainer) -> str:
     """Of the attention kernel that was chosen for this model."""
     config = trainer.gpt.config
-    heads, groups = (count // config.tensor_model_parallel_size for count in (config.num_attention_heads, config.num_query_groups))
+    heads, groups = (
+        count // config.tensor_model_parallel_size for count in (config.num_attention_heads, config.num_query_groups)
+    )
     blocks = trainer.coordinates.cp_size > 1
-    shape = attention.Shape(trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks)
+    shape = attention.Shape(
+        trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks
+    )
     return "padded" if trainer.dtype is torch.float32 else attention.judged(shape, trainer.config.attention).__name__
 
 
@@ -257,7 +285,11 @@ def write_profile(path: Path | None, trace: Path | None, action: Callable[[], tu
 
 def busy_seconds(recorded: Any) -> float:
     """How long the GPU had at least one kernel or copy to run."""
-    spans = sorted((event.time_range.start, event.time_range.end) for event in recorded.events() if str(event.device_type).endswith("CUDA"))
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if str(event.device_type).endswith("CUDA")
+    )
     total, reached = 0.0, -math.inf
     for start, end in spans:
         total += max(0.0, end - max(start, reached))
@@ -276,7 +308,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         shape = SHAPES[args.shape]
-        config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768, **shape}
+        config = {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 32768,
+            **shape,
+        }
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
         port = random.SystemRandom().randrange(20000, 60000)
         if args.ranks == 1:

@@ -102,7 +102,9 @@ class VllmDialect:
             if not isinstance(choices, list) or len(choices) != count:
                 found = len(choices) if isinstance(choices, list) else "no"
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
-            completions.extend(self.parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"]))
+            completions.extend(
+                self.parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"])
+            )
         return completions
 
     def parse_choice(self, choice: Mapping[str, Any]) -> Completion:

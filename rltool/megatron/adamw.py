@@ -1,9 +1,9 @@
-"""AdamW in the form that Megatron's optimizers expect of Transformer Engine's and Apex's: the step stands in the group."""
+"""AdamW in the form that Megatron's optimizers expect of Transformer Engine's and Apex's: the step is in the group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch.optim.adamw import adamw
 class GroupStepAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019). torch's arithmetic; one kernel per group on CUDA.
 
-    torch's own class keeps a step per parameter. Megatron's distributed optimizer then cannot be restored: it asserts, misses
-    a key or restarts the step count, by version. With the step in the group and exactly exp_avg and exp_avg_sq as state it
-    takes the path that it takes with Transformer Engine.
+    torch's own class keeps a step per parameter. Megatron's distributed optimizer then cannot be restored: it asserts,
+    misses a key or restarts the step count, by version. With the step in the group and exactly exp_avg and exp_avg_sq
+    as state it takes the path that it takes with Transformer Engine.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
         steps = torch.full((len(params),), float(done), device=params[0].device if fused else "cpu").unbind()
         adamw(
             params,
-            [p.grad for p in params],
+            [cast(Tensor, p.grad) for p in params],
             [self.state[p]["exp_avg"] for p in params],
             [self.state[p]["exp_avg_sq"] for p in params],
             [],

@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -80,7 +80,9 @@ def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) ->
         ) from error
 
 
-def kernel_for(query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend) -> Kernel | None:
+def kernel_for(
+    query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend
+) -> Kernel | None:
     """The kernel for tensors like these; None where no GPU kernel serves (CPU, fp32).
 
     backend "auto": the first of `OTHERS` that can be imported and agrees with torch's. RltoolError when one is
@@ -143,16 +145,23 @@ def disagreement(kernel: Kernel, reference: Kernel, shape: Shape) -> float:
     def draw(count: int, heads: int) -> Tensor:
         return torch.randn(count, heads, shape.dim, generator=generator).to(shape.device, shape.dtype)
 
-    inputs = draw(int(queries.sum()), shape.heads), draw(int(keys.sum()), shape.groups), draw(int(keys.sum()), shape.groups)
+    inputs = (
+        draw(int(queries.sum()), shape.heads),
+        draw(int(keys.sum()), shape.groups),
+        draw(int(keys.sum()), shape.groups),
+    )
     by_output = draw(int(queries.sum()), shape.heads)
 
     def run(attend: Kernel) -> list[Tensor]:
-        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+        query, key, value = leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         with torch.enable_grad():
-            output = attend(*leaves, packed, shape.scale, shape.window)
+            output = attend(query, key, value, packed, shape.scale, shape.window)
             return [output.detach(), *torch.autograd.grad(output, leaves, by_output)]
 
-    errors = [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(run(kernel), run(reference), strict=True)]
+    errors = [
+        float((a.float() - b.float()).norm() / b.float().norm())
+        for a, b in zip(run(kernel), run(reference), strict=True)
+    ]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
@@ -167,14 +176,16 @@ def _causal() -> dict[str, Any]:
     return {"window_size": (-1, 0)} if "window_size" in _varlen_parameters() else {"is_causal": True}
 
 
-def torch_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None) -> Tensor:
+def torch_attention(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
+) -> Tensor:
     """By torch's variable-length kernel. A `Kernel`.
 
     Torch spells "causal" `is_causal` or `window_size=(-1, 0)`, by version; NotImplementedError where it lacks what is
     asked for.
     """
     known = _varlen_parameters()
-    options = _causal()
+    options: dict[str, Any] = _causal()
     if window is not None:
         if "window_size" not in known:
             raise NotImplementedError("this torch's varlen_attn has no sliding window: update torch")
@@ -194,7 +205,17 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeq
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, **options: Any) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv, **options)
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        **options,
+    )
+    return cast(Tensor, out)  # a pair only where the log-sum-exp is asked for
 
 
 def _repeated(grouped: Tensor, query: Tensor) -> Tensor:
@@ -278,10 +299,12 @@ def _without_score_matrices() -> Iterator[None]:
 
 
 @functools.cache
-def _dot_product_attention(heads: int, groups: int, dim: int, scale: float | None, window: int | None) -> torch.nn.Module:
+def _dot_product_attention(
+    heads: int, groups: int, dim: int, scale: float | None, window: int | None
+) -> torch.nn.Module:
     """One for all layers, outside of the model: it has no parameters, but would add entries of its own to checkpoints.
 
-    It gets this rank's heads and knows nothing of tensor or context parallelism, which are dealt with around it.
+    It gets this rank's heads and knows nothing of tensor or context parallelism, which are handled around it.
     """
     from transformer_engine.pytorch import DotProductAttention
 

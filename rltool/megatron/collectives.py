@@ -43,13 +43,17 @@ class _Sum(torch.autograd.Function):
 
 
 def gather_from_context_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, ...] of each rank -> [ranks * T, ...] on all, in rank order. Backward: each rank gets the sum of its part's gradients."""
+    """[T, ...] of each rank -> [ranks * T, ...] on all, in rank order.
+
+    Backward: each rank gets the sum of its part's gradients.
+    """
     return _Gather.apply(x, group)
 
 
 def sum_over_context_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum over the ranks, on all. Backward: the gradient as it is.
 
-    Right where every rank goes on to compute the same loss from the sum: each then has the whole gradient of its own summand.
+    Right where every rank goes on to compute the same loss from the sum: each then has the whole gradient of its own
+    summand.
     """
     return _Sum.apply(x, group)

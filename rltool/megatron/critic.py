@@ -7,7 +7,7 @@ so is the memory for them. Its weights never leave the trainer. Everything here 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
@@ -83,7 +83,8 @@ class Critic(TrainedModel):
         """The family's model with a value head in place of the vocabulary's."""
         model = build_model(_untied(self.family), self.coordinates, self.dtype, self.runtime.device, self.config)
         if model.post_process:
-            model.output_layer = ValueHead(self.family.transformer["hidden_size"], self.dtype).to(self.runtime.device)
+            head = ValueHead(self.family.transformer["hidden_size"], self.dtype).to(self.runtime.device)
+            model.output_layer = cast(Any, head)
         output_hidden_states(model)
         return model
 
@@ -91,7 +92,7 @@ class Critic(TrainedModel):
         """Values of micro.rows."""
         # Each rank goes on to the whole loss by a head of its own: what comes back is already the whole gradient.
         states = self._states(micro, hidden, gradient_in_parts=False)
-        return self._on_all_context_ranks(micro, self.gpt.output_layer.values(states))
+        return self._on_all_context_ranks(micro, cast(ValueHead, self.gpt.output_layer).values(states))
 
     @in_megatron
     @torch.no_grad()

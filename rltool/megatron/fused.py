@@ -8,7 +8,8 @@ SwiGLU's backward twice, and the logits twice. The arithmetic is that of `kernel
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import triton
@@ -22,8 +23,11 @@ PROGRAMS = 528
 VOCABULARY_BLOCK = 4096
 """Columns of the vocabulary that one program takes."""
 
+# Triton's types give a launch the kernel's own parameters: they want a constexpr for a number, and know no num_warps.
+jit = cast(Callable[[Callable[..., Any]], Any], triton.jit)
 
-@triton.jit
+
+@jit
 def _norm_forward(
     x, weight, out, scale, rows, eps, H: tl.constexpr, CENTERED: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -43,7 +47,7 @@ def _norm_forward(
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _norm_backward(
     grad,
     x,
@@ -76,7 +80,7 @@ def _norm_backward(
     tl.store(grad_weight + tl.program_id(0) * H + column, total, mask=column < H)
 
 
-@triton.jit
+@jit
 def _rotate(
     x,
     turn,
@@ -104,7 +108,7 @@ def _rotate(
     tl.store(place + HALF, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@jit
 def _swiglu_forward(x, out, F: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -113,7 +117,7 @@ def _swiglu_forward(x, out, F: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(out + row * F + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=column < F)
 
 
-@triton.jit
+@jit
 def _swiglu_backward(grad, x, grad_x, F: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -127,7 +131,7 @@ def _swiglu_backward(grad, x, grad_x, F: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(grad_x + place + F, (given * gate * sigmoid).to(grad_x.dtype.element_ty), mask=column < F)
 
 
-@triton.jit
+@jit
 def _vocabulary_blocks(
     logits, local, largest, total, weighted, chosen, kept, V, blocks, scale, KEEP: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -147,7 +151,7 @@ def _vocabulary_blocks(
         tl.store(kept + row * V + column, weight.to(kept.dtype.element_ty), mask=column < V)
 
 
-@triton.jit
+@jit
 def _join_blocks(largest, total, weighted, tops, totals, sums, blocks, WIDTH: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = column < blocks
@@ -162,7 +166,7 @@ def _join_blocks(largest, total, weighted, tops, totals, sums, blocks, WIDTH: tl
     tl.store(sums + row, tl.sum(factor * moved, 0))
 
 
-@triton.jit
+@jit
 def _vocabulary_gradient(
     source, tops, log_total, chosen, entropy, local, by_logprob, by_entropy, out, V, blocks, scale,
     KEPT: tl.constexpr, ENTROPY: tl.constexpr, WIDTH: tl.constexpr,

@@ -63,12 +63,13 @@ class HFTensors:
         if parameter.merge_as != "stack":
             return parameter.merge([self.read(name) for name, _ in parameter.hf])
         # Block by block, so that the two largest matrices of a layer are not in memory twice.
-        merged = None
+        merged: Tensor | None = None
         for block, (name, shape) in enumerate(parameter.hf):
             tensor = self.read(name)
             check_shape(name, tuple(tensor.shape), shape)
             merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
             parameter.split(merged)[block].copy_(tensor)
+        assert merged is not None  # a stack has blocks
         return merged
 
 
@@ -89,15 +90,15 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
-    """UsageError naming the tensors that config.json does not imply, and those that it implies and are missing; ShapeMismatch."""
+    """UsageError naming the tensors that config.json does not imply and those that are missing; ShapeMismatch."""
     expected = {name for name, _ in family.hf_tensors()}
     extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
     if family.tied_embeddings and "lm_head.weight" in extra:
         # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
         if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):
             raise UsageError(
-                f"{directory}: config.json ties lm_head.weight to the embedding, but the stored lm_head.weight differs; "
-                "set tie_word_embeddings to false or remove the tensor"
+                f"{directory}: config.json ties lm_head.weight to the embedding, "
+                "but the stored lm_head.weight differs; set tie_word_embeddings to false or remove the tensor"
             )
         extra.discard("lm_head.weight")
     missing = expected - tensors.names
@@ -143,9 +144,9 @@ def export_weights(
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere.
 
-    A generator that is collective over the ranks of replica 0, and over all that experts are dealt to: each of them must
-    run it to its end. Besides the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters where nothing had to be merged:
-    use them before the next optimizer step.
+    A generator that is collective over the ranks of replica 0, and over all that experts are sharded over: each of them
+    must run it to its end. Besides the model, rank 0 holds one merged parameter at a time. Tensors alias the parameters
+    where nothing had to be merged: use them before the next optimizer step.
     """
     metadata = iter(weight_metadata(family, dtype))
     local = global_names(model)
@@ -159,10 +160,10 @@ def export_weights(
 def _gather(
     parameter: Parameter, local: dict[str, torch.nn.Parameter], family: Family, runtime: Runtime
 ) -> Tensor | None:
-    """The unsharded parameter on global rank 0, None on the others: over TP where it is held, then from there to rank 0."""
+    """The unsharded parameter on global rank 0, None elsewhere: over TP where it is held, then from there to rank 0."""
     at = runtime.coordinates
     stage = owner_stage(parameter, family, at.layout.pp)
-    # Experts are dealt in order over the first replicas, and from there on again.
+    # Experts are sharded in order over the first replicas, and from there on again.
     replica = 0 if parameter.expert is None else parameter.expert * at.layout.ep // family.num_experts
     full = None
     if (at.pp_rank, at.replica_rank) == (stage, replica):
@@ -176,6 +177,7 @@ def _gather(
     if sender == 0:
         return full if at.rank == 0 else None
     if at.rank == sender:
+        assert full is not None  # the sender is a rank of that stage and replica
         dist.send(full.contiguous(), dst=0)
     elif at.rank == 0:
         full = torch.empty(parameter.merged_shape, dtype=next(iter(local.values())).dtype, device=runtime.device)

@@ -24,7 +24,9 @@ def room_for(tensors: Mapping[str, Tensor], *, pinned: bool, slab: int = SLAB_BY
     by_dtype = sorted(tensors.items(), key=lambda item: str(item[1].dtype))
     for dtype, same in groupby(by_dtype, key=lambda item: item[1].dtype):
         for share in _shares(list(same), slab // dtype.itemsize):
-            memory = torch.empty(sum(tensor.numel() for _, tensor in share), dtype=dtype, pin_memory=torch.cuda.is_available())
+            memory = torch.empty(
+                sum(tensor.numel() for _, tensor in share), dtype=dtype, pin_memory=torch.cuda.is_available()
+            )
             parts = memory.split([tensor.numel() for _, tensor in share])
             room.update({name: part.view(tensor.shape) for (name, tensor), part in zip(share, parts, strict=True)})
     return room

@@ -1,12 +1,11 @@
-"""The modules that rltool puts into Megatron's local layer spec in place of those that need Transformer Engine or Apex."""
+"""The modules that rltool puts into Megatron's local layer spec for those that need Transformer Engine or Apex."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
@@ -16,6 +15,7 @@ from rltool.megatron.attention import Backend, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
+from rltool.megatron.runtime import context_parallel_group
 
 
 class RMSNorm(torch.nn.Module):
@@ -30,15 +30,15 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Tells Megatron to sum this gradient over tensor-parallel ranks when the sequence is cut over them.
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast(Any, self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return (rms_norm_zero_centered if self.zero_centered else rms_norm)(x, self.weight, self.eps)
 
 
 class GatedMLP(MLP):
-    """Megatron's MLP with SwiGLU as one kernel. Its output is a third of what the MLP keeps for the backward pass, and costs one
-    small kernel to compute again: with `recompute_gated` it is not kept."""
+    """Megatron's MLP with SwiGLU as one kernel. Its output is a third of what the MLP keeps for the backward pass, and
+    costs one small kernel to compute again: with `recompute_gated` it is not kept."""
 
     recompute_gated = False
 
@@ -57,10 +57,10 @@ class GatedMLP(MLP):
 
 
 class RotaryPositions(torch.nn.Module):
-    """Cosines and sines of the rotary embedding at each token's own position, for packed rows: [T, 1, 1, d], see `kernels.rotate`.
+    """Cosines and sines of the rotary embedding at each token's own position, for packed rows: [T, 1, 1, d].
 
-    Once for all layers and heads. The interface is that of Megatron's RotaryEmbedding: it is asked for a length, which is passed to
-    `forward`; here that "length" is the [T] positions themselves.
+    See `kernels.rotate`. Once for all layers and heads. The interface is that of Megatron's RotaryEmbedding: it is
+    asked for a length, which is passed to `forward`; here that "length" is the [T] positions themselves.
     """
 
     def __init__(self, inverse_frequencies: Tensor, device: torch.device) -> None:
@@ -82,8 +82,9 @@ class PackedCausalAttention(MegatronModule):
     """Causal core attention over packed sequences with grouped queries; no token sees another sequence.
 
     With context parallelism each rank holds two chunks of every sequence (see `pack`) and gathers all keys and values.
-    On CUDA in 16 bit by a variable-length kernel, see `attention`. Elsewhere the row is spread to [sequences, longest] and one
-    scaled_dot_product_attention call serves all: with right padding and a causal mask no real token sees the padding.
+    On CUDA in 16 bit by a variable-length kernel, see `attention`. Elsewhere the row is spread to [sequences, longest]
+    and one scaled_dot_product_attention call serves all: with right padding and a causal mask no real token sees the
+    padding.
     """
 
     def __init__(
@@ -98,9 +99,9 @@ class PackedCausalAttention(MegatronModule):
         backend: Backend = "auto",
         **_: Any,
     ) -> None:
-        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`; backend: the kernel's."""
+        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
         super().__init__(config=config)
-        self.backend = backend
+        self.backend: Backend = backend
         self.scale = softmax_scale
         self.window = sliding_windows[layer_number - 1] if sliding_windows else None
 
@@ -116,17 +117,23 @@ class PackedCausalAttention(MegatronModule):
         **_: Any,
     ) -> Tensor:
         """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
-        # Values come as a view into the one product of queries, keys and values, all of which would be kept for the backward pass.
+        # Values come as a view into the one product of queries, keys and values, all of which would be kept for the
+        # backward pass.
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
         packed = packed_seq_params
+        assert packed is not None  # `RotaryPositions` refuses rows without it
         if packed.keys is not None:
-            # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads the
-            # parts that its blocks of queries see.
-            both = gather_from_context_ranks(torch.stack([key, value], dim=1), get_context_parallel_group())
+            # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads
+            # the parts that its blocks of queries see.
+            both = gather_from_context_ranks(torch.stack([key, value], dim=1), context_parallel_group())
             key, value = both.index_select(0, packed.keys).unbind(1)
         window = self._window(packed)
         kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)
-        out = self._padded(query, key, value, packed) if kernel is None else kernel(query, key, value, packed, self.scale, window)
+        out = (
+            self._padded(query, key, value, packed)
+            if kernel is None
+            else kernel(query, key, value, packed, self.scale, window)
+        )
         return out.flatten(1).unsqueeze(1)
 
     def _window(self, packed: PackedSequences) -> int | None:
@@ -139,7 +146,8 @@ class PackedCausalAttention(MegatronModule):
             return x.view(packed.num_sequences, longest, *x.shape[1:]).transpose(1, 2)
 
         if query.is_cuda and query.size(1) != key.size(1):
-            # For fp32 on a GPU torch has a kernel without grouped queries, and else keeps the probabilities of every layer.
+            # For fp32 on a GPU torch has a kernel without grouped queries, and else keeps the probabilities of every
+            # layer.
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
         out = F.scaled_dot_product_attention(
@@ -160,7 +168,8 @@ class PackedCausalAttention(MegatronModule):
         if window is None and packed.keys is None:
             return None
         device = packed.positions.device
-        # The last query of a block belongs to its last key, so blocks differ in how many keys come before the first query.
+        # The last query of a block belongs to its last key, so blocks differ in how many keys come before the first
+        # query.
         before = (packed.cu_seqlens_kv.diff() - packed.cu_seqlens_q.diff())[:, None, None, None]
         at = before + torch.arange(packed.max_seqlen_q, device=device)[:, None]
         key = torch.arange(packed.max_seqlen_kv, device=device)

@@ -1,4 +1,4 @@
-"""One micro-batch as one rank computes it, prepared before the schedule starts: inside it nothing waits for the host."""
+"""One micro-batch as one rank computes it, prepared before the schedule: inside that nothing waits for the host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class MicroBatch:
 
     tokens: [T] what this rank's model reads
     rows: [R] indices into batch.tokens of the tokens whose log-probabilities are wanted, in order
-    sources: [H] where, among this rank's T, the state lies that predicts each of the wanted tokens that fall to this rank
+    sources: [H] where, among this rank's T, the state lies that predicts each of the wanted tokens that fall to this
+        rank
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
     """
@@ -32,10 +33,16 @@ class MicroBatch:
     held: Tensor | None
 
 
-def prepare(batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool) -> MicroBatch:
-    """rows: [R] int64 on the CPU, none of them the first token of a sample. With context parallelism all its ranks pass the same."""
+def prepare(
+    batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool
+) -> MicroBatch:
+    """rows: [R] int64 on the CPU, none the first token of a sample. All context-parallel ranks pass the same."""
     packed = pack(
-        batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.layout.cp, multiple_of=at.layout.tp if sequence_parallel else 1
+        batch.lengths,
+        device,
+        cp_rank=at.cp_rank,
+        cp_size=at.layout.cp,
+        multiple_of=at.layout.tp if sequence_parallel else 1,
     )
     tokens = to_device(batch.tokens, device)
     sources, wanted, held = rows - 1, rows, None

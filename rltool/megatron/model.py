@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +35,13 @@ from rltool.models.base import Family, padded_vocabulary
 def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
     if family.num_experts and layout.tp > 1 and not sequence_parallel:
-        raise UsageError(f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true")
+        raise UsageError(
+            f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true"
+        )
     if layout.ep > 1 and (family.num_experts == 0 or family.num_experts % layout.ep):
-        raise UsageError(f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer")
+        raise UsageError(
+            f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer"
+        )
     for what, flag, size in (
         ("num_attention_heads", "tensor_parallel", layout.tp),
         ("num_query_groups", "tensor_parallel", layout.tp),
@@ -54,7 +58,10 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
 def transformer_config(
     family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device, trainer: TrainerConfig
 ) -> TransformerConfig:
-    """Megatron's configuration of this model in this layout. Fusions that need Apex or Transformer Engine are off, or our own."""
+    """Megatron's configuration of this model in this layout.
+
+    Fusions that need Apex or Transformer Engine are off, or our own.
+    """
     return with_known_fields(
         TransformerConfig,
         **family.transformer,
@@ -69,7 +76,8 @@ def transformer_config(
         bf16=dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also divide.
+        # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also
+        # divide.
         calculate_per_token_loss=True,
         # Packed rows differ in length, and pipeline stages must tell each other; Megatron then insists on this
         # dispatcher even for a model without experts.
@@ -107,7 +115,7 @@ def build_model(
     device: torch.device,
     trainer: TrainerConfig | None = None,
 ) -> GPTModel:
-    """The model with uninitialised weights (load them with `hf_weights` or a checkpoint). Logits stay vocabulary-parallel.
+    """The model, its weights uninitialised: load by `hf_weights` or a checkpoint. Logits stay vocabulary-parallel.
 
     trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
     """
@@ -118,27 +126,32 @@ def build_model(
     rotate_in_one_kernel()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(family, config, trainer.attention),
+        # Megatron also takes a spec of the whole block, and a rotary base of any number, whatever it annotates.
+        transformer_layer_spec=cast(Any, _block_spec(family, config, trainer.attention)),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.layout.tp),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
         post_process=coordinates.is_last_stage,
         share_embeddings_and_output_weights=family.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=family.rope_theta,
+        rotary_base=cast(Any, family.rope_theta),
         parallel_output=True,
     )
-    model.rotary_pos_emb = rotary_positions(family, device)
+    model.rotary_pos_emb = cast(Any, rotary_positions(family, device))
     if family.embedding_scale is not None and coordinates.pp_rank == 0:
         # Rounded to the model's dtype first, as transformers does: in bfloat16 that is another number.
         scale = torch.tensor(family.embedding_scale, dtype=dtype, device="cpu").item()
-        model.embedding.register_forward_hook(lambda _module, _inputs, output: output * scale)
+
+        def scaled(_module: torch.nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            return output * scale
+
+        model.embedding.register_forward_hook(scaled)
     whole = config.recompute_num_layers or 0
     for index, layer in enumerate(model.decoder.layers):
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
         if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
             layer.mlp.__class__ = GatedMLP
-            layer.mlp.recompute_gated = trainer.recompute != "none" and index >= whole
+            cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
     _mark_sharded(model, family)
     return model.to(device)
 
@@ -150,16 +163,17 @@ def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | 
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:
-    """Tells Megatron which parameters are cut over tensor-parallel ranks; it does so itself only when it initialises them.
+    """Marks for Megatron the parameters cut over tensor-parallel ranks; it does so only when it initialises them.
 
     Unmarked ones count as copies: the gradient norm leaves out all shards but rank 0's, and clips too little.
     """
     for name, parameter in global_names(model).items():
         dim = family.parameter(name).shard_dim
         if dim is not None:
-            parameter.tensor_model_parallel = True
-            parameter.partition_dim = dim
-            parameter.partition_stride = 1
+            marked = cast(Any, parameter)  # with Megatron's own attributes
+            marked.tensor_model_parallel = True
+            marked.partition_dim = dim
+            marked.partition_stride = 1
 
 
 def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> TransformerBlockSubmodules:
@@ -172,7 +186,7 @@ def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> 
     if family.num_experts:
         route_without_transformer_engine()
     # The spec objects are shared inside Megatron: change a copy.
-    layer: ModuleSpec = copy.deepcopy(spec)
+    layer = cast(Any, copy.deepcopy(spec))
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention
@@ -189,11 +203,14 @@ def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> 
         attention.params = {**attention.params, "sliding_windows": family.sliding_windows}
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=cast(Any, RMSNorm))
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:
-    """tokens: [T] on the model's device. Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden]."""
+    """tokens: [T] on the model's device.
+
+    Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden].
+    """
     output = model(
         input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
     )
@@ -206,32 +223,36 @@ def output_hidden_states(model: GPTModel) -> None:
         model.output_layer.forward = _pass_through
 
 
-def _pass_through(hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> tuple[Tensor, None]:
-    return hidden, None
+def _pass_through(
+    input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
+    return input_, None
 
 
 def output_weight(model: GPTModel) -> Tensor:
-    """The parameter of the output layer on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
+    """The output layer's parameter on the last stage, [padded vocabulary / tp, hidden]: the embedding's where tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
-    return model.output_layer.weight
+    weight = model.output_layer.weight
+    assert weight is not None  # untied, the layer has its own
+    return weight
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
     """The GPTModel inside its data-parallel wrapper."""
     while hasattr(model, "module"):
-        model = model.module
-    return model
+        model = cast(torch.nn.Module, model.module)
+    return cast(GPTModel, model)
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from 0, and
-    each expert-parallel rank its experts."""
+    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from
+    0, and each expert-parallel rank its experts."""
     named = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".")
         if parts[:2] == ["decoder", "layers"]:
-            layer = model.decoder.layers[int(parts[2])]
+            layer = cast(Any, model.decoder.layers[int(parts[2])])
             parts[2] = str(layer.layer_number - 1)
             if parts[3:6] == ["mlp", "experts", "local_experts"]:
                 parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 def l2_norm(_chunk_size: int, _noop_flag: Tensor, tensor_lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
     """The 2-norm of all tensors together, [1], with the interface of amp_C.multi_tensor_l2norm."""
-    norms = torch._foreach_norm([tensor for tensors in tensor_lists for tensor in tensors])
+    flat = [tensor for tensors in tensor_lists for tensor in tensors]
+    norms = torch._foreach_norm(flat)  # pyright: ignore[reportPrivateImportUsage]: torch's own optimizers use these
     return torch.linalg.vector_norm(torch.stack(norms)).reshape(1), None
 
 
@@ -23,5 +24,5 @@ def scale(_chunk_size: int, _noop_flag: Tensor, tensor_lists: list[list[Tensor]]
     """second list = first list * factor, with the interface of amp_C.multi_tensor_scale."""
     sources, results = tensor_lists
     if any(source is not result for source, result in zip(sources, results, strict=True)):
-        torch._foreach_copy_(results, sources)
-    torch._foreach_mul_(results, factor)
+        torch._foreach_copy_(results, sources)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(results, factor)  # pyright: ignore[reportPrivateImportUsage]

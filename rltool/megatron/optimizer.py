@@ -8,6 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 
 from rltool.config.train import OptimizerConfig
 from rltool.errors import UsageError
@@ -18,11 +19,12 @@ CONFIGURED = ("lr", "max_lr", "min_lr", "betas", "eps")
 
 
 def build_optimizer(
-    model: torch.nn.Module, config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool = False
+    model: MegatronModule, config: OptimizerConfig, dtype: torch.dtype, *, distributed: bool = False
 ) -> MegatronOptimizer:
     """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default).
 
-    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say the same.
+    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say
+        the same.
     """
     use_group_step_adamw()
     use_multi_tensor_kernels()
@@ -47,7 +49,7 @@ def build_optimizer(
 def build_schedule(
     optimizer: MegatronOptimizer, config: OptimizerConfig, total_optimizer_steps: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the decay to min_lr. The learning rate of optimizer step i (from 0) is that of i steps done.
+    """Linear warm-up from 0, then the decay to min_lr. Optimizer step i (from 0) has the learning rate of i steps done.
 
     On resume the configured values win over the checkpoint's; only the number of steps done is restored.
     """
@@ -77,10 +79,11 @@ def build_schedule(
 
 
 def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer) -> None:
-    """Puts this run's learning rates, betas and eps into the parameter groups of a checkpoint that is about to be loaded.
+    """Puts this run's learning rates, betas and eps into the parameter groups of a checkpoint that is to be loaded.
 
-    Before loading, because Megatron-core 0.19 finds groups by their learning rates and refuses a checkpoint in which these
-    differ, while 0.16 takes the saved ones in silence. The mixed-precision optimizer nests the groups one level deeper.
+    Before loading, because Megatron-core 0.19 finds groups by their learning rates and refuses a checkpoint in which
+    these differ, while 0.16 takes the saved ones in silence. The mixed-precision optimizer nests the groups one level
+    deeper.
     """
     configured = {key: optimizer.param_groups[0][key] for key in CONFIGURED if key in optimizer.param_groups[0]}
     for part in parts(loaded):
@@ -89,5 +92,5 @@ def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer)
 
 
 def parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
-    """Of an optimizer's state: itself, or the states of the optimizers that Megatron chains for a mixture of experts, by number."""
+    """Of an optimizer's state: itself, or those of the optimizers that Megatron chains for a mixture of experts."""
     return list(state.values()) if all(isinstance(key, int) for key in state) else [state]

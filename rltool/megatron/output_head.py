@@ -9,7 +9,7 @@ the vocabulary, and one reduction over the ranks serves all chunks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class _HeadLogprobs(torch.autograd.Function):
         # [largest, total, weighted, chosen] per token.
         stats = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
-        kept: list[tuple[Tensor, Tensor]] = []
+        kept: list[tuple[Tensor | None, Tensor | None]] = []
         for rows in _chunks(len(targets), chunk) if real else ():
             logits = product(hidden[rows], weight[:real].t())
             wanted = hidden.dtype if keep else None
@@ -84,7 +84,9 @@ class _HeadLogprobs(torch.autograd.Function):
             shift = largest - everyone
             # Sums relative to the slice's own largest logit, moved to the largest of all.
             factor = shift.exp()
-            sums = torch.stack([total * factor, torch.where(total > 0, factor * (weighted + shift * total), 0.0), chosen])
+            sums = torch.stack(
+                [total * factor, torch.where(total > 0, factor * (weighted + shift * total), 0.0), chosen]
+            )
             dist.all_reduce(sums, group=group)
             largest, (total, weighted, chosen) = everyone, sums
         log_total = largest + total.log()
@@ -147,5 +149,5 @@ def _weight_result(weight: Tensor, total: Tensor | None, in_place: bool) -> Tens
         return None
     if not in_place:
         return total.to(weight.dtype)
-    weight.grad_added_to_main_grad = True
+    cast(Any, weight).grad_added_to_main_grad = True
     return torch.zeros((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

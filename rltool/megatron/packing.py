@@ -1,8 +1,8 @@
-"""Several sequences of different lengths in one row, as the model and its attention see them, and this rank's part of it."""
+"""Several sequences of different lengths in one row, as the model and its attention see them; this rank's part."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -20,17 +20,18 @@ class PackedSequences(PackedSeqParams):
         blocks have one length, where packed and padded are the same memory
     slots: [T] slot of each token; None likewise
     num_sequences: blocks of queries: one per sequence, or two with context parallelism
-    tokens: [T] index in the given row of the token that each place holds (any where it is padding); None: the row as it is
+    tokens: [T] index in the given row of the token that each place holds, any where it is padding; None: the row as is
     place: [tokens of the row] the inverse, on the CPU, -1 for tokens of other ranks; None likewise
-    keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of queries
-        sees, block after block; `cu_seqlens_kv` are its boundaries. None without
+    keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of
+        queries sees, block after block; `cu_seqlens_kv` are its boundaries. None without
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
 
-    The format says "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every layer to
-    rotate them, which costs more than the attention on short samples. `RotaryPositions` rotates by `positions`.
+    The format says "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every
+    layer to rotate them, which costs more than the attention on short samples. `RotaryPositions` rotates by
+    `positions`.
     """
 
-    positions: Tensor | None = None
+    positions: Tensor = field(kw_only=True)
     num_sequences: int = 0
     gather: Tensor | None = None
     slots: Tensor | None = None
@@ -44,12 +45,15 @@ class PackedSequences(PackedSeqParams):
         return row if self.tokens is None else row[self.tokens]
 
 
-def pack(lengths: Tensor, device: torch.device, *, cp_rank: int = 0, cp_size: int = 1, multiple_of: int = 1) -> PackedSequences:
+def pack(
+    lengths: Tensor, device: torch.device, *, cp_rank: int = 0, cp_size: int = 1, multiple_of: int = 1
+) -> PackedSequences:
     """lengths: [N] int64 on the CPU, tokens per sequence, in the order in which they lie in the row.
 
-    cp_size: ranks that share each sequence. It is padded to a multiple of 2 * cp_size and cut into that many chunks, of which
-    rank r holds numbers r and 2 * cp_size - 1 - r: under a causal mask every rank then has the same work.
-    multiple_of: this rank's number of tokens is made divisible by it (for sequence parallelism) by a sequence of padding.
+    cp_size: ranks that share each sequence. It is padded to a multiple of 2 * cp_size and cut into that many chunks, of
+    which rank r holds numbers r and 2 * cp_size - 1 - r: under a causal mask every rank then has the same work.
+    multiple_of: this rank's number of tokens is made divisible by it (for sequence parallelism) by a sequence of
+        padding.
     """
     chunk = -(-lengths // (2 * cp_size)) if cp_size > 1 else lengths
     held = int(chunk.sum()) * (2 if cp_size > 1 else 1)
@@ -74,7 +78,7 @@ def _ragged(lengths: Tensor) -> Tensor:
 
 
 def _index(lengths: Tensor, positions: Tensor, sequence: Tensor) -> tuple[Tensor, Tensor]:
-    """Token of the row at each place, and place of each token, for tokens at `positions` of their `sequence`, both [T]."""
+    """Token of the row at each place, place of each token, for tokens at `positions` of their `sequence`, both [T]."""
     starts = lengths.cumsum(0) - lengths
     genuine = positions < lengths[sequence]
     tokens = torch.where(genuine, starts[sequence] + positions, 0)
@@ -119,7 +123,9 @@ def _whole(lengths: Tensor, device: torch.device) -> PackedSequences:
     )
 
 
-def _zigzag(lengths: Tensor, chunk: Tensor, device: torch.device, rank: int, size: int) -> tuple[PackedSequences, Tensor, Tensor]:
+def _zigzag(
+    lengths: Tensor, chunk: Tensor, device: torch.device, rank: int, size: int
+) -> tuple[PackedSequences, Tensor, Tensor]:
     """chunk: [N] tokens per chunk of each sequence. Two blocks of queries per sequence: one per chunk held."""
     sequence = torch.arange(len(chunk)).repeat_interleave(2)
     number = torch.tensor([rank, 2 * size - 1 - rank]).repeat(len(chunk))

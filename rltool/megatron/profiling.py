@@ -41,7 +41,7 @@ class Recorder:
         torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS)
 
     def stop_memory(self, directory: Path, name: str) -> Path:
-        """Writes a snapshot for pytorch.org/memory_viz: a pickle of torch's, which nothing of ours reads. Returns its path."""
+        """Writes a snapshot for pytorch.org/memory_viz, a pickle of torch's that nothing of ours reads; its path."""
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{name}_rank{self._rank}.pickle"
         torch.cuda.memory._dump_snapshot(str(path))

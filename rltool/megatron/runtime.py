@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +120,10 @@ class Runtime:
             if at.rank == 0:
                 store = host_store(at.address, at.port, at.timeout)
             else:
-                store = dist.TCPStore(at.address, at.port, world_size, timeout=limit)
+                # Public (torch's documentation), but not in the module's list of names.
+                store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+                    at.address, at.port, world_size, timeout=limit
+                )
             dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
@@ -134,14 +137,12 @@ class Runtime:
         """This rank's tensor-parallel ranks."""
         from megatron.core import parallel_state
 
-        return parallel_state.get_tensor_model_parallel_group()
+        return cast(dist.ProcessGroup, parallel_state.get_tensor_model_parallel_group())
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
         """This rank's context-parallel ranks."""
-        from megatron.core import parallel_state
-
-        return parallel_state.get_context_parallel_group()
+        return context_parallel_group()
 
     def global_rank(self, *, tp: int, pp: int, replica: int = 0) -> int:
         """Rank in the whole world of these coordinates: see `ParallelLayout.global_rank`."""
@@ -166,9 +167,11 @@ class Runtime:
     def on_every_rank(self, action: Callable[[], T], what: str) -> T:
         """Runs `action`, which talks to no other rank. If it raises anywhere, all ranks raise.
 
-        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until its deadline.
+        Its own error there, OtherRankFailed elsewhere. Without this the others would wait in the next collective until
+        its deadline.
         """
         failure: Exception | None = None
+        result: T | None = None
         try:
             result = action()
         except Exception as error:
@@ -180,7 +183,7 @@ class Runtime:
             raise failure
         if any(failed):
             raise OtherRankFailed(f"{what} failed on rank {failed.index(1.0)}; its own error says why")
-        return result
+        return cast(T, result)
 
     def close(self) -> None:
         """Leaves the process groups. Idempotent."""
@@ -191,6 +194,13 @@ class Runtime:
         with self.mode():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def context_parallel_group() -> dist.ProcessGroup:
+    """This rank's context-parallel ranks, for code inside the model, which has no `Runtime`."""
+    from megatron.core import parallel_state
+
+    return cast(dist.ProcessGroup, parallel_state.get_context_parallel_group())
 
 
 def in_megatron(method: F) -> F:
@@ -214,7 +224,7 @@ def _build_groups(layout: ParallelLayout, timeout: float, seed: int) -> Coordina
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
-        distributed_timeout_minutes=timeout / 60,
+        distributed_timeout_minutes=cast(Any, timeout / 60),  # a timedelta's minutes: annotated int, may be a fraction
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

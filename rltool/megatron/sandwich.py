@@ -1,4 +1,4 @@
-"""Gemma 3's modules in Megatron's local layer spec: a norm after attention and MLP, a rope of its own for windowed layers."""
+"""Gemma 3's modules in Megatron's local layer spec: norms after attention and MLP, windowed layers' own rope."""
 
 from __future__ import annotations
 

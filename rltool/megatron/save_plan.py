@@ -1,8 +1,8 @@
-"""A save cut in two: a collective plan while training waits, and writing that needs no collective and can go on beside training.
+"""A save cut in two: a collective plan while training waits, and writing beside training that needs no collective.
 
-Megatron-core's own asynchronous save forks writers from a process full of threads, needs a manager process, and finishes with
-collectives of the training ranks. Here its plan and its file format are kept, and the writing is done by whoever holds the
-plan: every rank its own files, in threads, then rank 0 the description of the whole.
+Megatron-core's own asynchronous save forks writers from a process full of threads, needs a manager process, and
+finishes with collectives of the training ranks. Here its plan and its file format are kept, and the writing is done by
+whoever holds the plan: every rank its own files, in threads, then rank 0 the description of the whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -60,7 +60,7 @@ class SavePlan:
         return sum(tensor.nbytes for _, _, (_, tensors) in self.writer.write_buckets for _, tensor in tensors)
 
     def stage(self, *, copy: bool) -> None:
-        """Brings the tensors to the CPU. copy: also those of a model that lies there, so that training may go on and change them.
+        """Brings the tensors to the CPU. copy: also those of a model that lies there, which training goes on to change.
 
         Copies from a GPU go through pinned memory, which torch keeps for the next save. On return they are complete.
         """
@@ -91,7 +91,10 @@ class SavePlan:
         # Megatron's function tells its caller that it has ended by taking from this queue.
         running: queue.Queue[int] = queue.Queue()
         running.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, running, True)
+        # Annotated with the queues of processes; of these it calls put and get.
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, index, bucket, cast(Any, results), cast(Any, running), True
+        )
         return results.get()[1]
 
     @property
@@ -117,7 +120,7 @@ def _on_cpu(tensor: Tensor, *, copy: bool) -> Tensor:
 def plan_save(runtime: Runtime, state: dict[str, Any], directory: Path) -> SavePlan:
     """Agrees with the other ranks on who writes what of a sharded state dict. A collective that writes nothing.
 
-    directory: exists, is empty, and is seen by all ranks. The plan's tensors are still those of the model: `stage` them.
+    directory: exists, is empty, and is seen by all ranks. The plan's tensors are still the model's: `stage` them.
     """
     save_without_manager_process()
     strategy, kept = _PlanOnly(BACKEND, BACKEND_VERSION), []

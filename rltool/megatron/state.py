@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from rltool.megatron.optimizer import parts
 from rltool.megatron.runtime import Runtime
@@ -41,10 +41,16 @@ def optimizer_state(optimizer: MegatronOptimizer, model: dict[str, Any], *, load
     return state
 
 
+def _rng_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None  # the call initialises it
+    return tracker
+
+
 def rng_state(runtime: Runtime) -> ShardedObject:
     """This rank's generators, keyed by its coordinates; restorable only under the same layout of ranks."""
     at = runtime.coordinates
-    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+    states: dict[str, Any] = {"cpu": torch.get_rng_state(), "tracker": dict(_rng_tracker().get_states())}
     if runtime.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state()
     shape = (at.layout.pp, at.layout.tp, at.layout.replica_size)
@@ -53,6 +59,6 @@ def rng_state(runtime: Runtime) -> ShardedObject:
 
 def restore_rng(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
+    _rng_tracker().set_states(states["tracker"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])

@@ -193,7 +193,9 @@ class MegatronTrainer(TrainedModel):
         """
 
         def loss_of(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            return loss.micro_batch_loss(micro.batch, micro.rows, logprobs, entropy, self.algorithm, on_policy=on_policy)
+            return loss.micro_batch_loss(
+                micro.batch, micro.rows, logprobs, entropy, self.algorithm, on_policy=on_policy
+            )
 
         names = loss.metric_names(self.algorithm)
         rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)

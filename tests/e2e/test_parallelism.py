@@ -68,11 +68,14 @@ def case_fused_gradients(place, path, layout, batch):
     def fuse(_device):
         assert right(torch.device("cuda"))
         add = layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
-        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=lambda *given: (calls.append(1), add(*given)))
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=lambda *given: (calls.append(1), add(*given))
+        )
         return True
 
     right = model.fuse_weight_gradients
-    # Megatron makes its stand-in for the gradient there; where there is a GPU, that is one, and the random generators ask as well.
+    # Megatron makes its stand-in for the gradient there; where there is a GPU, that is one, and the random generators
+    # ask as well.
     stand_in = nullcontext() if DEVICE == "cuda" else patch.object(torch.cuda, "current_device", lambda: "cpu")
     with patch.object(model, "fuse_weight_gradients", fuse), stand_in:
         result = case_gradients(place, path, layout, batch)
@@ -95,7 +98,7 @@ def case_logprobs(place, path, layout, micro_batches):
 
 
 def case_fresh(place, path, layout, batch):
-    """Gradients on fresh samples, with the old log-probabilities from a forward of their own, and from the training forward."""
+    """On-policy gradients, the old log-probabilities from a forward of their own, and from the training forward."""
     with closing(make_trainer(place, path, **OPTIONS, **layout)) as trainer:
         micro_batches = own_micro_batches(batch, trainer.coordinates)
         old = [trainer.compute_logprobs(micro_batches)]
@@ -106,7 +109,9 @@ def case_fresh(place, path, layout, batch):
         without = [micro.replace(old_logprobs=None) for micro in micro_batches]
         before, results = trainer.parameter_hash(), []
         for given, fresh in ((separate, False), (without, True)):
-            logprobs, metrics = trainer.forward_backward(given, global_loss_tokens=batch.num_loss_tokens, on_policy=fresh)
+            logprobs, metrics = trainer.forward_backward(
+                given, global_loss_tokens=batch.num_loss_tokens, on_policy=fresh
+            )
             for micro, mine, theirs in zip(given, logprobs or [], old[0], strict=False):
                 torch.testing.assert_close(mine, theirs * micro.loss_mask, rtol=0, atol=1e-6)
             results.append((metrics, [parameter.main_grad.clone() for parameter in trainer.gpt.parameters()]))
@@ -119,7 +124,9 @@ def case_fresh(place, path, layout, batch):
 def case_discard(place, path, batch):
     with closing(make_trainer(place, path, **OPTIONS)) as trainer:
         before = trainer.parameter_hash()
-        trainer.forward_backward([batch.replace(loss_weights=5 * batch.loss_weights)], global_loss_tokens=batch.num_loss_tokens)
+        trainer.forward_backward(
+            [batch.replace(loss_weights=5 * batch.loss_weights)], global_loss_tokens=batch.num_loss_tokens
+        )
         trainer.discard_gradients()
         between = trainer.parameter_hash()
         trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
@@ -163,7 +170,10 @@ def test_two_ranks_find_the_loss_and_gradients_of_one(ranks, alone, layout, tied
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, TWO_RANKS["TP2 with sequence parallelism"]), (2, TWO_RANKS["DP2 with selective recompute"])])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, {}), (2, {}), (2, TWO_RANKS["TP2 with sequence parallelism"]), (2, TWO_RANKS["DP2 with selective recompute"])],
+)
 def test_gradients_added_where_they_are_summed_are_the_same(ranks, alone, world, layout, tied):
     paths, batch, expected = alone
     assert_same_gradients(ranks.run(case_fused_gradients, world, paths[tied], layout, batch)[0], expected[tied], layout)
@@ -171,7 +181,10 @@ def test_gradients_added_where_they_are_summed_are_the_same(ranks, alone, world,
 
 def test_in_bf16_gradients_added_where_they_are_summed_are_no_less_exact(ranks, alone):
     paths, batch, exact = alone
-    plain, fused = (ranks.run(case, 1, paths[True], {"dtype": "bfloat16"}, batch)[0][1] for case in (case_gradients, case_fused_gradients))
+    plain, fused = (
+        ranks.run(case, 1, paths[True], {"dtype": "bfloat16"}, batch)[0][1]
+        for case in (case_gradients, case_fused_gradients)
+    )
     for name, gradient in exact[True][1].items():
         errors = [(found[name].float() - gradient).norm() / gradient.norm() for found in (plain, fused)]
         assert errors[1] < 1.1 * errors[0] + 0.002, f"{name}: {errors}"
@@ -185,7 +198,7 @@ BF16_LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def wide(ranks, tmp_path_factory):
-    """A model wide enough for a GPU's own kernels (heads of 64), the batch, and what one rank makes of it in fp32 and in bf16."""
+    """A model wide enough for a GPU's own kernels (heads of 64), the batch, and one rank's results in fp32 and bf16."""
     path = tmp_path_factory.mktemp("wide")
     model = hf_model("qwen2", True, hidden_size=256, intermediate_size=352)
     with torch.no_grad():  # four times as wide, each product would double what is rounded
@@ -206,7 +219,10 @@ def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, four_ranks, 
     assert many[0]["train/loss"] == pytest.approx(one[0]["train/loss"], rel=0.01, abs=0.002)
     assert many[0]["train/loss"] == pytest.approx(exact[0]["train/loss"], rel=0.03, abs=0.005)
     for name, gradient in exact[1].items():
-        error = {key: (found[1][name].float() - gradient).norm() / gradient.norm() for key, found in (("one", one), ("many", many))}
+        error = {
+            key: (found[1][name].float() - gradient).norm() / gradient.norm()
+            for key, found in (("one", one), ("many", many))
+        }
         # Against fp32; rounded in another order, not more often.
         assert 1e-4 < error["one"] < 0.1, name
         assert error["many"] < 1.5 * error["one"] + 0.005, f"{layout}: {name}: {error}"
@@ -215,7 +231,9 @@ def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, four_ranks, 
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_four_ranks_find_the_loss_and_gradients_of_one(four_ranks, alone, layout):
     paths, batch, expected = alone
-    assert_same_gradients(four_ranks.run(case_gradients, 4, paths[True], FOUR_RANKS[layout], batch)[0], expected[True], layout)
+    assert_same_gradients(
+        four_ranks.run(case_gradients, 4, paths[True], FOUR_RANKS[layout], batch)[0], expected[True], layout
+    )
 
 
 @pytest.mark.parametrize("layout", [{}, {"cp": 2}, {"tp": 2, "trainer": {"sequence_parallel": True}}])
@@ -261,7 +279,9 @@ def test_logprobs_do_not_depend_on_how_sequences_are_cut(ranks, alone, layout):
     paths, batch, _ = alone
     micro_batches = [batch.select([0, 1, 2]), batch.select([3]), batch.select([4, 5, 6, 7])]
     (expected,) = ranks.run(case_logprobs, 1, paths[False], {}, micro_batches)
-    found = [result for result in ranks.run(case_logprobs, 2, paths[False], layout, micro_batches) if result is not None]
+    found = [
+        result for result in ranks.run(case_logprobs, 2, paths[False], layout, micro_batches) if result is not None
+    ]
     assert len(found) == 1
     for mine, theirs in zip(found[0], expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)

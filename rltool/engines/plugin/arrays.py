@@ -61,7 +61,7 @@ class ArrayServing(ServingTokens):
             raise RuntimeError("the engine ended a request without a result")
         for output in final.outputs:
             self._raise_if_error(output.finish_reason, request_id)
-        usage = {
+        usage: dict[str, Any] = {
             "prompt_tokens": len(final.prompt_token_ids),
             "completion_tokens": sum(len(output.token_ids) for output in final.outputs),
         }

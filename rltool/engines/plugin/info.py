@@ -1,4 +1,4 @@
-"""What a vLLM server tells about itself on /rltool/info, and what sglang-router asks for when it registers a worker."""
+"""What a vLLM server reports of itself on /rltool/info, and what sglang-router asks for when it registers a worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import rltool
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
     """`state` is the FastAPI app's. Keys are those that rltool.engines.vllm reads; model_config is the HF config of the
     text model."""
-    from vllm.version import __version__ as vllm_version
+    # Its public name is this one; type checkers take it for a private import.
+    from vllm.version import __version__ as vllm_version  # pyright: ignore[reportPrivateImportUsage]
 
     config = state.vllm_config
     model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 LIMIT_VARIABLE = "RLTOOL_OUTPUT_TOKENS"
 
@@ -172,8 +172,9 @@ def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
         holder(core).drop(request_ids)  # the front end has answered already, with what it had
         return abort(core, request_ids)
 
-    EngineCoreProc.rltool_holder = None
-    EngineCoreProc._attach_weight_version = attach_weight_version
-    EngineCoreProc.set_weight_version = set_weight_version
-    EngineCoreProc._send_finish_outputs_to_client = send_finish_outputs
-    EngineCoreProc.abort_requests = abort_requests
+    patched = cast(Any, EngineCoreProc)
+    patched.rltool_holder = None
+    patched._attach_weight_version = attach_weight_version
+    patched.set_weight_version = set_weight_version
+    patched._send_finish_outputs_to_client = send_finish_outputs
+    patched.abort_requests = abort_requests

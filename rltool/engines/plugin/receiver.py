@@ -8,7 +8,7 @@ raised here reach the trainer as the reply to its HTTP request.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -143,6 +143,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             group.shutdown()
 
     def _receive(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise WeightUpdateError("no transfer group is open: /init_weight_transfer_engine comes first")
         flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
         try:
             wire.broadcast(self._group, flat)
@@ -183,7 +185,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._received.add(name)
             self.changed = True
             try:
-                taken = self.model.load_weights([(name, tensor)])
+                taken = cast(Any, self.model).load_weights([(name, tensor)])
             except Exception as error:  # a model's loaders assert, or raise whatever they like
                 what = str(error) or "its loader refused it, for its shape or dtype"
                 raise WeightUpdateError(

@@ -7,6 +7,8 @@ processed and copied into the old storage (vllm/model_executor/model_loader/relo
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -56,7 +58,7 @@ def missing_layers(model: torch.nn.Module) -> list[str]:
     return missing
 
 
-def finish_reload(model: torch.nn.Module, model_config) -> None:
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
     _mend_tied_head(model)
 
@@ -84,4 +86,4 @@ def _mend_tied_head(model: torch.nn.Module) -> None:
     if head is None or weight is None or weight.device.type != "cpu":
         return
     head.weight = weight
-    head.quant_method.process_weights_after_loading(head)
+    cast(Any, head).quant_method.process_weights_after_loading(head)

@@ -118,8 +118,8 @@ def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mappin
 
 
 def _tokens_and_logprobs(choice: Mapping[str, Any]) -> tuple[list[int], list[float | None] | None]:
-    """Of vLLM's own choice or of one with arrays. None in place of a log-probability that vLLM does not have: its stand-in is a number
-    that a client would take for one."""
+    """Of vLLM's own choice or of one with arrays. None in place of a log-probability that vLLM does not have: its
+    stand-in is a number that a client would take for one."""
     found = choice.get("logprobs")
     if isinstance(choice.get("token_ids"), str):
         ids = [int(token) for token in arrays.decode(arrays.TOKEN, choice["token_ids"])]

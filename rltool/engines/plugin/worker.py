@@ -7,9 +7,15 @@ a trainer that died between two buckets would leave the engine useless.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class WeightUpdateRecovery:
     """Mixed into vllm.v1.worker.gpu_worker.Worker, whose attributes it uses."""
+
+    # Declared and not assigned: vLLM refuses an extension with an attribute that its worker has.
+    weight_transfer_engine: Any
+    _weight_update_active: bool
 
     def rltool_end_unfinished_update(self) -> bool:
         """End the update that is active, if one is. True if the weights may be a mixture of old and new since then."""

@@ -47,8 +47,8 @@ def use_group_step_adamw() -> None:
     ),
 )
 def use_multi_tensor_kernels() -> None:
-    """Makes Megatron clip by torch's multi-tensor kernels where it would by its loops, which wait for the device once for each
-    parameter. Idempotent."""
+    """Makes Megatron clip by torch's multi-tensor kernels where it would by its loops, which wait for the device once
+    for each parameter. Idempotent."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
 

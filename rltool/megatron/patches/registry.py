@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rltool.errors import RltoolError
 
@@ -39,14 +39,14 @@ class Target:
         module_name, _, attribute = self.path.partition(":")
         try:
             module = importlib.import_module(module_name)
-            found = reduce(getattr, attribute.split("."), module)
+            found = cast(Any, reduce(getattr, attribute.split("."), module))
         except (ImportError, AttributeError) as error:
             if not (self.may_be_absent and isinstance(error, AttributeError)):
                 return f"{self.path} does not exist: {error}"
             found = None
         if self.used is not None and self.used not in inspect.getsource(module):
             return f"{module_name} does not say {self.used!r} any more: is {attribute} still used as it was?"
-        if self.parameters is not None:
+        if self.parameters is not None and found is not None:
             names = tuple(inspect.signature(found).parameters)
             if names[: len(self.parameters)] != self.parameters:
                 return f"{self.path} takes {names}, and not {self.parameters} first"
