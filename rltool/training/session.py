@@ -186,6 +186,8 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         progress, lineage = loaded.progress, loaded.lineage
         engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
         source = _source(prepared, engines)
+        if isinstance(source, SupervisedData):
+            console.print(source.summary, highlight=False, soft_wrap=True)
         if engines is not None:
             stack.enter_context(run_server(run, state, engines))
         if prepared.resume_from is not None:

@@ -14,7 +14,7 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
-from rltool.rollout.data import PromptSource, load_prompts
+from rltool.rollout.data import PromptSource, data_summary, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.snapshot import SourceState
@@ -123,7 +123,8 @@ class SupervisedData:
         self.rows: SupervisedSet = supervised_set(
             loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens
         )
-        self.num_prompts_too_long = loaded.num_too_long
+        self.summary = data_summary(loaded, {}, targets_too_long=self.rows.num_too_long)
+        """One line on the rows that were read, and those that were left out for their length."""
         self._source = PromptSource(self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle)
         self._before = (-1, self._source.state_dict())
 
