@@ -210,7 +210,12 @@ def wide(ranks, tmp_path_factory):
     return path, batch, exact, one
 
 
-@pytest.mark.parametrize(("world", "layouts", "layout"), BF16_LAYOUTS, ids=[name for _, _, name in BF16_LAYOUTS])
+@pytest.mark.parametrize(
+    ("world", "layouts", "layout"),
+    # Four ranks with bf16 products on two cores take minutes: for `make test-long`, and for GPUs.
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] == 4)) for case in BF16_LAYOUTS],
+    ids=[name for _, _, name in BF16_LAYOUTS],
+)
 def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, four_ranks, wide, world, layouts, layout):
     path, batch, exact, one = wide
     pool = ranks if world == 2 else four_ranks
