@@ -212,8 +212,8 @@ def wide(ranks, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("world", "layouts", "layout"),
-    # Four ranks with bf16 products on two cores take minutes: for `make test-long`, and for GPUs.
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[0] == 4)) for case in BF16_LAYOUTS],
+    # bf16 products on two cores take minutes: all but one for `make test-long`, and for GPUs.
+    [pytest.param(*case, marks=[pytest.mark.long] * (case[2] != "DP2")) for case in BF16_LAYOUTS],
     ids=[name for _, _, name in BF16_LAYOUTS],
 )
 def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, four_ranks, wide, world, layouts, layout):
