@@ -45,7 +45,9 @@ def trained_groups(job: Job, run: str) -> Counter[int]:
     return counts
 
 
-@pytest.mark.parametrize(("mode", "bound"), [pytest.param("one step off-policy", 1, marks=pytest.mark.long), ("asynchronous", 4)])
+@pytest.mark.parametrize(
+    ("mode", "bound"), [pytest.param("one step off-policy", 1, marks=pytest.mark.long), ("asynchronous", 4)]
+)
 def test_no_trained_token_is_older_than_the_bound_and_current_ones_agree_with_the_trainer(job, mode, bound):
     run = mode.replace(" ", "-")
     job("train", run, sets=[*MODES[mode], "steps=8"])
