@@ -69,8 +69,8 @@ class CollectorConfig:
 @dataclass
 class Collected:
     """A batch. seconds: since it was asked for; interval: since the batch before (or the first start); tokens: sampled
-    in it, by all groups that ended generation. dropped, resampled: groups since the batch before, resampled_lengths:
-    their tokens."""
+    in it, by all groups that ended generation. dropped, resampled, interrupted: groups since the batch before;
+    resampled_tokens: what was thrown away of those sampled again."""
 
     groups: list[Group]
     seconds: float

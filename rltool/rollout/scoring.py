@@ -143,6 +143,8 @@ class Scorer:
             )
 
     def _add(self, more: ScoreStats) -> None:
-        for name in ("scored", "failed", "groups", "seconds"):
-            setattr(self.stats, name, getattr(self.stats, name) + getattr(more, name))
+        self.stats.scored += more.scored
+        self.stats.failed += more.failed
+        self.stats.groups += more.groups
+        self.stats.seconds += more.seconds
         self.stats.reasons.update(more.reasons)

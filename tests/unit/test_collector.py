@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -257,12 +258,13 @@ def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_
     rng = random.Random(seed)
     trained: Counter[int] = Counter()
 
-    async def attempt(kept, first, steps):
+    async def attempt(kept, first, steps, *, fails_at):
         versions = Versions()
+        pieces = itertools.count()
         work = Work(
             versions, delay=lambda g: rng.choice([0.0, 0.0, 0.001, 0.004]),
             reason=lambda g: "bad" if rng.random() < 0.1 else None,
-            fail=lambda g: EngineError("lost") if rng.random() < 0.002 else None,
+            fail=lambda g: EngineError("lost") if next(pieces) == fails_at else None,
         )  # fmt: skip
         collector = make(work, policy, on_event=lambda: collector.ledger.check())
         if kept is not None:
@@ -296,11 +298,11 @@ def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_
                 (Path(directory) / name).write_bytes(content)
             restore(collector, kept.state, Path(directory))
 
-    kept, step, resumes = None, 0, 0
-    while step < 60:
-        kept, step, collector = asyncio.run(attempt(kept, step, 60))
-        resumes += 1
-    assert resumes > 1 or seed, "failures were injected"
+    kept, step = None, 0
+    for fails_at in (60, 150, None):  # pieces of work, in whatever order groups come to them
+        assert step < 60, "the failure before was injected"
+        kept, step, collector = asyncio.run(attempt(kept, step, 60, fails_at=fails_at))
+    assert step == 60
     counts = collector.ledger.counts()
     assert set(trained.values()) == {1}, "no group is trained twice"
     assert len(trained) == 60 * policy.batch
