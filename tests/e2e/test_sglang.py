@@ -50,6 +50,9 @@ DIFFERENT = 0.05
 SECONDS = 60.0
 LONG = 480
 """Tokens that take a second or so, long enough to be interrupted."""
+SAMPLED = 64
+"""Tokens of a request that is well under way. SGLang's scheduler hands tokens on every 50 (SGLANG_FORCE_STREAM_INTERVAL),
+and a request that is aborted while the engine is paused comes back with those alone."""
 BUCKET_BYTES = 200_000
 """Some ten buckets for the tiny model."""
 
@@ -278,7 +281,7 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
         old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (6, 7))
         first_version = await trainer.push(old)
         running = asyncio.create_task(trainer.sample(max_tokens=LONG))
-        await has_running_request(trainer)
+        await is_decoding(trainer)
         await trainer.run(SPEAKS.pause("keep"))  # before the sync does it again, so that it holds in the middle
         assert not running.done()
         second_version = await trainer.push(new)
@@ -353,7 +356,7 @@ def test_a_paused_engine_says_so_and_holds_requests_until_it_is_resumed(play):
 def test_an_aborting_pause_returns_partial_samples_and_lets_a_sync_follow(engine, play):
     async def scenario(trainer: Trainer):
         running = asyncio.create_task(trainer.sample(max_tokens=LONG))
-        await has_running_request(trainer)
+        await is_decoding(trainer)
         await trainer.run(SPEAKS.pause("abort"))
         partial = await running
         assert partial.finish_reason == "abort" and len(partial.token_ids) == len(partial.logprobs) < LONG
@@ -369,7 +372,7 @@ def test_an_abort_ends_our_own_requests_alone_with_the_tokens_that_they_have(pla
         client, where = trainer.client, trainer.where
         ours, theirs = (new_request(seed=None, n=2, max_tokens=LONG) for _ in range(2))
         tasks = [asyncio.create_task(client.generate(where, asked, timeout=SECONDS)) for asked in (ours, theirs)]
-        await has_running_request(trainer, 4)
+        await is_decoding(trainer, 4)
         assert 0 < (await client.load(where)).kv_cache_usage < 1
         await client.abort(where, [*client.request_ids(where, ours), uuid.uuid4().hex], timeout=SECONDS)
         cut, whole = [await task for task in tasks]
@@ -387,7 +390,7 @@ def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_
         client, where = trainer.client, trainer.where
         before, since = (new_request(seed=None, max_tokens=LONG) for _ in range(2))
         running = asyncio.create_task(client.generate(where, before, timeout=SECONDS))
-        await has_running_request(trainer)
+        await is_decoding(trainer)
         await trainer.run(SPEAKS.pause("keep"))
         held_back = asyncio.create_task(client.generate(where, since, timeout=SECONDS))
         await asyncio.sleep(0.5)  # until it has arrived, which nothing shows
@@ -503,7 +506,14 @@ def test_no_route_that_matters_answers_without_the_key(engine, http):
     assert engine.http(http.method, http.path, http.body, key="wrong")[0] == 401
 
 
-async def has_running_request(trainer: Trainer, samples: int = 1) -> None:
-    """Until SGLang's load says that so many requests are being decoded."""
-    while (await trainer.client.load(trainer.where)).running < samples:
-        pass
+async def is_decoding(trainer: Trainer, samples: int = 1) -> None:
+    """Until SGLang has sampled SAMPLED tokens for each of so many requests. Its count of running ones alone says
+    nothing of tokens: a request counts from its prefill on."""
+    core = SPEAKS.load()
+    while True:
+        reply = await trainer.client.request(
+            trainer.where.url, core, key=trainer.where.read_key(), timeout=SECONDS, retry=False
+        )
+        (load,) = reply["loads"]
+        if load["num_running_reqs"] >= samples and load["num_used_tokens"] >= samples * SAMPLED:
+            return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -89,6 +91,14 @@ async def batches(collector, steps, *, first=0):
         publish(collector, step)
         found.append(await collector.next(step))
     return found
+
+
+def taken_up(collector, kept):
+    """Restored from a snapshot, its files on disk as in a checkpoint."""
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in kept.files.items():
+            (Path(directory) / name).write_bytes(content)
+        restore(collector, kept.state, Path(directory))
 
 
 def numbers(collected):
@@ -237,6 +247,24 @@ def test_a_ready_group_that_has_become_too_old_is_sampled_again_and_counted():
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("policy", [AdmissionPolicy(batch=3), AdmissionPolicy(batch=3, max_staleness=1)])
+def test_a_batch_in_hand_is_kept_until_its_step_is_done_and_not_after_it(policy):
+    async def run():
+        collector = make(Work(Versions()), policy)
+        publish(collector, 0)
+        batch = await collector.next(0)
+        await collector.interrupt()  # the books hold still
+        for done, expected in ((0, [0, 1, 2]), (1, [])):
+            resumed = make(Work(Versions()), policy)
+            taken_up(resumed, snapshot(collector, done, keeps_partial=True))
+            ready = resumed.ledger.groups(GroupState.READY)
+            assert [g.id for g in ready if g.id < 3] == expected
+            assert resumed.ledger.trained == 3 - len(expected)
+        assert numbers([batch]) == [[0, 1, 2]]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "policy",
@@ -268,7 +296,7 @@ def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_
         )  # fmt: skip
         collector = make(work, policy, on_event=lambda: collector.ledger.check())
         if kept is not None:
-            restore_here(collector, kept)
+            taken_up(collector, kept)
         kept = snapshot(collector, first, keeps_partial=True)
         step = first
         try:
@@ -288,15 +316,6 @@ def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_
             await collector.interrupt()
             collector.ledger.check()
         return kept, steps, collector
-
-    def restore_here(collector, kept):
-        import tempfile
-        from pathlib import Path
-
-        with tempfile.TemporaryDirectory() as directory:
-            for name, content in kept.files.items():
-                (Path(directory) / name).write_bytes(content)
-            restore(collector, kept.state, Path(directory))
 
     kept, step = None, 0
     for fails_at in (60, 150, None):  # pieces of work, in whatever order groups come to them
