@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rltool.config.train import TrainConfig
@@ -117,18 +117,17 @@ def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) 
     it, by number, after those that are waited for because the next batch would come too late for them.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.id)
-    too_old = tuple(c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step))
-    live = [c for c in ordered if c.id not in set(too_old)]
+    too_old = {c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step)}
+    live = [c for c in ordered if c.id not in too_old]
     competing = live[: policy.window] if policy.on_stale == "wait" else live
     last_chance = _last_chance(policy, competing, step)
     ready = [c for c in competing if c.ready]
     if len(ready) < policy.batch or not all(c.ready for c in last_chance):
-        return Choice(too_old=too_old)
-    chosen = [*last_chance, *(c for c in ready if c not in last_chance)][: policy.batch]
-    batch = tuple(sorted(c.id for c in chosen))
-    if policy.oversampling == 1:
-        return Choice(batch, too_old)
-    return _with_surplus(policy, competing, batch, too_old, step)
+        return Choice(too_old=tuple(sorted(too_old)))
+    waited_for = {c.id for c in last_chance}
+    chosen = [*last_chance, *(c for c in ready if c.id not in waited_for)][: policy.batch]
+    choice = Choice(tuple(sorted(c.id for c in chosen)), tuple(sorted(too_old)))
+    return choice if policy.oversampling == 1 else _with_surplus(policy, competing, choice, step)
 
 
 def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: int) -> list[Candidate]:
@@ -142,12 +141,11 @@ def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: 
     return [c for c in competing if policy.is_too_old(c.oldest, step + 1)][: policy.batch]
 
 
-def _with_surplus(
-    policy: AdmissionPolicy, competing: Sequence[Candidate], batch: tuple[int, ...], too_old: tuple[int, ...], step: int
-) -> Choice:
+def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], choice: Choice, step: int) -> Choice:
     """Groups that competed and did not win: kept while the next batch may still train on them,
     else interrupted or dropped."""
     surplus, interrupt = [], []
+    batch = set(choice.batch or ())
     for candidate in competing:
         if candidate.id in batch:
             continue
@@ -155,4 +153,4 @@ def _with_surplus(
             interrupt.append(candidate.id)
         elif policy.is_too_old(candidate.oldest, step + 1):
             surplus.append(candidate.id)
-    return Choice(batch, too_old, tuple(surplus), tuple(interrupt))
+    return replace(choice, surplus=tuple(surplus), interrupt=tuple(interrupt))

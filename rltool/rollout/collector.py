@@ -121,6 +121,7 @@ class Collector:
         self._helpers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._requested = False
+        self._ages_due = False  # whether a ready group may be too old for the next batch
         self._stopped = False
         self._failure: BaseException | None = None
         self._since = _Since(clock())
@@ -141,7 +142,7 @@ class Collector:
             raise ValueError(f"batch {step} was asked for, the next one is {self.delivered}")
         self.trained()
         started = self._clock()
-        self._requested = True
+        self._requested = self._ages_due = True
         try:
             async with asyncio.timeout(self.config.batch_deadline):
                 groups = await self._complete(step)
@@ -197,14 +198,14 @@ class Collector:
         if self._stopped or self._failure is not None:
             return
         is_open = self.versions.published is not None and (self._requested or self.policy.max_staleness > 0)
-        if is_open:
+        counts = self.ledger.counts()
+        if is_open and counts["partial"]:
             for group in self.ledger.groups(GroupState.PARTIAL):
                 # One that was put aside goes on under the next weights, or it would be sampled further under those it
                 # was cut off at.
                 waits = group.put_aside_at == self.versions.published and not self._requested
                 if group.id not in self._tasks and not waits:
                     self._start(group)
-        counts = self.ledger.counts()
         capacity = self.policy.capacity(
             published=self.versions.published,
             delivered=self.delivered,
@@ -241,6 +242,7 @@ class Collector:
             if reason is not None:
                 self._since.dropped[reason] += 1
             self._move(group, GroupState.READY if reason is None else GroupState.DROPPED, reason)
+            self._ages_due |= self._judges_age and self.policy.is_too_old(group.oldest_version, self.delivered)
         except asyncio.CancelledError:
             self._set_back(group)
             raise
@@ -293,6 +295,10 @@ class Collector:
             await self._changed.wait()
 
     def _take(self, step: int) -> list[Group] | None:
+        # Each group that ends wakes this up: thousands of them must not look at thousands each time.
+        if self.ledger.counts()["ready"] < self.policy.batch and not self._ages_due:
+            return None
+        self._ages_due = False
         live = {g.id: g for g in self.ledger.groups(GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY)}
         oldest = (lambda group: group.oldest_version) if self._judges_age else (lambda group: None)
         candidates = [Candidate(g.id, g.state is GroupState.READY, oldest(g)) for g in live.values()]

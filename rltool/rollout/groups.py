@@ -42,6 +42,8 @@ TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
 }
 """All that exist. READY -> PARTIAL is a group whose tokens have become too old and which is sampled again."""
 
+OPEN_STATES = (GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY, GroupState.IN_HAND)
+
 
 @dataclass
 class Group:
@@ -112,12 +114,15 @@ class GroupLedger:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     _open: dict[int, Group] = field(default_factory=dict)
+    _states: Counter[GroupState] = field(default_factory=Counter)
+    """Of the open groups. Counted as they move: thousands of groups end in one batch, and each end looks here."""
 
     def issue(self, prompt: Prompt, *, samples_per_prompt: int, run_seed: int) -> Group:
         """A new group, RUNNING, under the next number."""
         samples = new_samples(self.issued, prompt, count=samples_per_prompt, run_seed=run_seed)
         group = Group(self.issued, prompt, samples)
         self._open[group.id] = group
+        self._states[group.state] += 1
         self.issued += 1
         return group
 
@@ -130,11 +135,13 @@ class GroupLedger:
         ):
             raise IllegalMove(f"group {group.id} ({group.state}) cannot be restored")
         self._open[group.id] = group
+        self._states[group.state] += 1
 
     def move(self, group: Group, state: GroupState, *, reason: str | None = None) -> None:
         """reason: why it is dropped; counted under it."""
         if self._open.get(group.id) is not group or state not in TRANSITIONS[group.state]:
             raise IllegalMove(f"group {group.id} cannot go from {group.state} to {state}")
+        self._states[group.state] -= 1
         group.state = state
         if state is GroupState.TRAINED:
             self.trained += 1
@@ -142,6 +149,8 @@ class GroupLedger:
         elif state is GroupState.DROPPED:
             self.dropped[reason or "unnamed"] += 1
             del self._open[group.id]
+        else:
+            self._states[state] += 1
 
     def groups(self, *states: GroupState) -> list[Group]:
         """Open groups in these states (all open ones without any), by number."""
@@ -149,13 +158,13 @@ class GroupLedger:
 
     def counts(self) -> dict[str, int]:
         """Every term of the invariant."""
-        found = Counter(group.state for group in self._open.values())
-        states = (GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY, GroupState.IN_HAND)
         ended = {"trained": self.trained, "dropped": self.dropped.total()}
-        return {"issued": self.issued, **{state.value: found[state] for state in states}, **ended}
+        return {"issued": self.issued, **{state.value: self._states[state] for state in OPEN_STATES}, **ended}
 
     def check(self) -> None:
         """AssertionError unless every group that was issued is in exactly one place."""
+        found = Counter(group.state for group in self._open.values())
+        assert found == +self._states, f"{dict(self._states)} groups were counted, but there are {dict(found)}"
         counts = self.counts()
         issued = counts.pop("issued")
         assert issued == sum(counts.values()), f"{issued} groups were issued, but {counts} are accounted for"
