@@ -37,6 +37,8 @@ class EnginesConfig(Config):
     """URL that generation requests go to instead of the engines."""
     api_key_file: Path | None = None
     """Bearer key for addresses given as host:port; endpoints.json names its own."""
+    min_serving: int = Field(default=1, ge=1)
+    """With fewer engines that serve nothing is generated; the run waits for more (deadlines.engines)."""
     groups: tuple[EngineGroup, ...] = ()
     """managed and colocate: the engines to start; `--dry-run` shows the bundles that they would take."""
 
@@ -94,6 +96,9 @@ class RolloutConfig(Config):
     mask_truncated: bool = False
     """Responses that were cut at max_response_tokens get no loss (overlong filtering); they still count in their
     group's baseline."""
+    max_failed_fraction: float = Field(default=0.1, ge=0, le=1)
+    """Share of a batch's groups, though at least one group, that may be dropped because engines refused a request (4xx)
+    or failed on it three times; above it the run stops with a checkpoint."""
     batch_size: Literal["dynamic", "trim"] = "dynamic"
     """Where samples were dropped: dynamic trains on all that are left; trim cuts the batch to a multiple of the global
     batch size."""
@@ -185,7 +190,11 @@ class DeadlinesConfig(Config):
     placement: float = Field(default=300.0, gt=0)
     """For Ray to have the bundles; the error names what is missing."""
     generate: float = Field(default=600.0, gt=0)
-    """For one generation request, its retries and the wait for an engine that serves included."""
+    """For one generation request at one engine; then it counts as failed there, and is sent to another."""
+    engines: float = Field(default=300.0, gt=0)
+    """For engines.min_serving engines to serve, or to take weights, again; then the run ends with a checkpoint."""
+    bucket: float = Field(default=30.0, gt=0)
+    """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
     group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
     reward: float = Field(default=60.0, gt=0)

@@ -18,7 +18,8 @@ import aiohttp
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.replies import read_reply
-from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.engines.tasks import all_of
+from rltool.engines.types import BOOT_ID_HEADER, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
@@ -87,8 +88,11 @@ class EngineClient:
         timeout: float,
         retry: bool,
         attempts: int | None = None,
+        answered_by: set[str] | None = None,
     ) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
+
+        answered_by: receives the boot ids of the processes that answered, errors included, where their replies tell.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
         or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
@@ -104,7 +108,7 @@ class EngineClient:
                 for attempt in range(attempts):
                     tried = attempt + 1
                     try:
-                        return await self._send(base_url, request, key, what, reuse=retry)
+                        return await self._send(base_url, request, key, what, reuse=retry, answered_by=answered_by)
                     except _Temporary as error:
                         failure, cause = error.failure, error.__cause__
                         if tried < attempts:
@@ -120,7 +124,16 @@ class EngineClient:
         failure.args = (f"{failure} (gave up after {tried} attempt{'s' if tried > 1 else ''})",)
         raise failure from cause
 
-    async def _send(self, base_url: str, request: HttpRequest, key: str | None, what: str, *, reuse: bool) -> Any:
+    async def _send(
+        self,
+        base_url: str,
+        request: HttpRequest,
+        key: str | None,
+        what: str,
+        *,
+        reuse: bool,
+        answered_by: set[str] | None,
+    ) -> Any:
         session = self._reusing if reuse else self._fresh
         if session is None:
             raise RuntimeError("EngineClient is used outside `async with`")
@@ -134,6 +147,8 @@ class EngineClient:
                 headers=headers,
                 allow_redirects=False,
             ) as response:
+                if answered_by is not None and BOOT_ID_HEADER in response.headers:
+                    answered_by.add(response.headers[BOOT_ID_HEADER])
                 status, body = response.status, await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
@@ -145,33 +160,30 @@ class EngineClient:
             raise _Temporary(error) from None
 
     async def generate(
-        self, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float, attempts: int | None = None
+        self,
+        endpoint: EngineEndpoint,
+        request: GenerateRequest,
+        *,
+        timeout: float,
+        attempts: int | None = None,
+        answered_by: set[str] | None = None,
     ) -> list[Completion]:
         """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
 
         attempts: how often each HTTP request is sent at most; None: as the client's RetryPolicy says. A caller that
-        knows other engines tries once here and then elsewhere: attempts=1.
+        knows other engines tries once here and then elsewhere: attempts=1. answered_by: as in `request`.
 
         Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which
         makes the engine abort them.
         """
         speaks = _dialect_of(endpoint)
         key = endpoint.read_key()
-        # Not a TaskGroup: in Python 3.11 one whose task fails leaves its parent counted as cancelled, and a timeout
-        # around this call would then end in CancelledError, in place of TimeoutError.
-        tasks = [
-            asyncio.ensure_future(
-                self.request(endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts)
+        replies = await all_of(
+            self.request(
+                endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts, answered_by=answered_by
             )
             for http in speaks.generate(request)
-        ]
-        try:
-            replies = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            raise
+        )
         return speaks.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:

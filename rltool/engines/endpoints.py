@@ -40,6 +40,8 @@ class EngineEndpoint(Config):
     boot_id: str | None = None
     gpus: tuple[int, ...] = ()
     key_file: Path | None = None
+    log: Path | None = None
+    """Of the server, where rltool started it: on that host alone."""
     takes_weights: bool = True
     """False: never synced and never STALE. `resolve` clears it where the model has update_weights = false."""
 

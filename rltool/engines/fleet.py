@@ -27,112 +27,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
+from rltool.engines.fleet_state import (
+    IN_TRANSFER_GROUP,
+    TRANSITIONS,
+    FleetPolicy,
+    IllegalTransition,
+    Member,
+    State,
+    Transition,
+)
 from rltool.engines.weight_version import WeightVersion
 
 __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
-
-
-class State(StrEnum):
-    STARTING = "starting"  # launched or just named to us; has not answered a probe yet
-    READY = "ready"  # healthy and at the fleet's version: the only state that serves
-    PAUSED = "paused"  # frozen by us for a weight sync; its silence is no failure
-    STALE = "stale"  # healthy, but its weights are not the fleet's: waits for a full sync
-    SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be given up
-    DEAD = "dead"  # given up: its process exited, or it failed for too long
-    DRAINING = "draining"  # told to leave; finishes what it has, gets nothing new
-
-
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.STARTING: frozenset({State.READY, State.STALE, State.DEAD}),
-    State.READY: frozenset({State.PAUSED, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING}),
-    State.PAUSED: frozenset({State.READY, State.STALE, State.DEAD}),
-    State.STALE: frozenset({State.PAUSED, State.SUSPECT, State.DEAD, State.DRAINING}),
-    State.SUSPECT: frozenset({State.READY, State.STALE, State.DEAD, State.DRAINING}),
-    State.DEAD: frozenset({State.READY, State.STALE, State.STARTING}),
-    State.DRAINING: frozenset(),
-}
-"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone,
-PAUSED and STALE for the others."""
-
-IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE})
-
-
-class IllegalTransition(RuntimeError):
-    """The owner gave a command that the engine's state does not allow.
-    A programming error, so it is shown with its traceback."""
-
-
-@dataclass(frozen=True)
-class FleetPolicy:
-    """Thresholds. Failures are counted in a row: one success sets its own count, and only that, back to 0."""
-
-    probe_seconds: float = 5.0
-    """How often the owner probes. A probe is one small GET; a dead engine is noticed within `probes_to_suspect` of
-    these."""
-    probes_to_suspect: int = 2
-    """One lost probe is a busy event loop (a server that tokenises or compiles misses one now and then);
-    two are a sign."""
-    probes_to_dead: int = 6
-    """Half a minute at the default interval: longer than a stall while graphs are captured or a host swaps,
-    shorter than a step."""
-    incidents_to_suspect: int = 2
-    """The client has already repeated a request before it reports a failure, so one incident is several attempts."""
-    incidents_to_dead: int = 5
-    """Beyond `incidents_to_suspect` these are canary requests of one token: three in a row is not a poisoned prompt."""
-    canary_seconds: float = 10.0
-    """Pause between two canary requests to an engine that answers probes but fails requests."""
-    start_seconds: float = 900.0
-    """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten
-    minutes."""
-    pause_seconds: float = 1800.0
-    """A pause that lasts longer was forgotten by a sync that died; the engine is then given to the next full sync."""
-
-    def __post_init__(self) -> None:
-        for name in ("probe_seconds", "canary_seconds", "start_seconds", "pause_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
-        for first, second in (("probes_to_suspect", "probes_to_dead"), ("incidents_to_suspect", "incidents_to_dead")):
-            if not 1 <= getattr(self, first) < getattr(self, second):
-                raise ValueError(
-                    f"1 <= {first} < {second} must hold, not {getattr(self, first)} and {getattr(self, second)}: "
-                    "an engine is suspected before it is given up, or a hiccup costs a full sync"
-                )
-
-
-@dataclass(frozen=True)
-class Member:
-    """What the fleet knows of one engine. A snapshot: transitions replace it."""
-
-    url: str
-    takes_weights: bool
-    state: State
-    since: float
-    """Clock of the last transition."""
-    reason: str
-    boot_id: str | None = None
-    """Of the process that last answered a probe; None if this kind of engine does not tell."""
-    version: WeightVersion | None = None
-    """Of the last full sync that it completed; None: its weights are unknown to us, whatever it says."""
-    probe_failures: int = 0
-    incidents: int = 0
-    """Failed requests in a row, those that broke together counted once."""
-    last_incident_at: float | None = None
-    last_canary_at: float | None = None
-
-
-@dataclass(frozen=True)
-class Transition:
-    """One line for the log, and the owner's cue to tell the router.
-    `before` is None for a new engine, `after` for a removed one."""
-
-    at: float
-    url: str
-    before: State | None
-    after: State | None
-    reason: str
 
 
 class Fleet:
@@ -176,14 +84,15 @@ class Fleet:
         return tuple(m.url for m in self.members() if m.state not in (State.PAUSED, State.DRAINING))
 
     def canaries_due(self) -> tuple[str, ...]:
-        """Engines that answer probes but fail requests, each due for a canary request: a generation of one token.
+        """Engines due for a canary request, a generation of one token: those that answer probes but fail requests, and
+        serving ones whose last request failed, is long ago, or may have been lost behind a router.
 
         The owner sends it and reports the outcome. Handing one out starts its `canary_seconds`.
         """
         now = self._clock()
-        due = [m for m in self.members() if self._awaits_canary(m) and self._canary_interval_is_over(m, now)]
+        due = [m for m in self.members() if self._canary_is_due(m, now)]
         for member in due:
-            self._update(member, last_canary_at=now)
+            self._update(member, last_canary_at=now, canary_wanted=False)
         return tuple(m.url for m in due)
 
     def take_transitions(self) -> tuple[Transition, ...]:
@@ -316,7 +225,14 @@ class Fleet:
         member = self._observable(url, sent_at)
         if member is None or member.state in (State.STARTING, State.PAUSED):
             return
-        member = self._update(member, incidents=0, last_incident_at=None)
+        member = self._update(
+            member,
+            incidents=0,
+            last_incident_at=None,
+            canary_wanted=False,
+            last_success_at=self._clock(),
+            successes=member.successes + 1,
+        )
         if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
             self._rejoin(member, "a canary request succeeded")
 
@@ -334,6 +250,12 @@ class Fleet:
             return
         member = self._update(member, incidents=member.incidents + 1, last_incident_at=self._clock())
         self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
+
+    def request_lost(self) -> None:
+        """A request failed behind a router, which does not say where: every serving engine must show that it works."""
+        for member in self.members():
+            if member.state is State.READY:
+                self._update(member, canary_wanted=True)
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
         """A completion bore a version that this engine should not have.
@@ -374,12 +296,16 @@ class Fleet:
     def _is_wedged(self, member: Member) -> bool:
         return member.incidents >= self.policy.incidents_to_suspect
 
-    def _awaits_canary(self, member: Member) -> bool:
-        out_of_work = member.state in (State.SUSPECT, State.DEAD)
-        return out_of_work and self._is_wedged(member) and member.probe_failures == 0
-
-    def _canary_interval_is_over(self, member: Member, now: float) -> bool:
-        return member.last_canary_at is None or now - member.last_canary_at >= self.policy.canary_seconds
+    def _canary_is_due(self, member: Member, now: float) -> bool:
+        last = member.last_canary_at
+        if last is not None and now - last < self.policy.canary_seconds:
+            return False
+        if member.state in (State.SUSPECT, State.DEAD):
+            return self._is_wedged(member) and member.probe_failures == 0
+        if member.state is not State.READY:
+            return False
+        seen = max(at for at in (last, member.last_success_at, member.since) if at is not None)
+        return member.canary_wanted or member.incidents > 0 or now - seen >= self.policy.idle_canary_seconds
 
     @staticmethod
     def _in_group(member: Member) -> bool:

@@ -273,6 +273,7 @@ class _Probe:
             boot_id=launch.boot_id,
             gpus=launch.gpus,
             key_file=launch.key_file,
+            log=process.log,
         )
 
     async def __call__(self) -> EngineEndpoint:

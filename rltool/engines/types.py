@@ -105,6 +105,10 @@ class EngineInfo:
     model_config: dict[str, Any] = field(default_factory=dict)
 
 
+BOOT_ID_HEADER = "x-rltool-boot-id"
+"""Response header of servers with rltool's plugin: which process answered, also behind a router."""
+
+
 @dataclass(frozen=True)
 class EngineLoad:
     """What one engine has to do at this moment, over all its data-parallel replicas.

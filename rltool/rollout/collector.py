@@ -14,9 +14,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rltool.errors import RltoolError, TrainingStopped
+from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
 from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
 from rltool.rollout.data import PromptSource
+from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
 
 INTERRUPT_SECONDS = 10.0
@@ -57,13 +58,14 @@ class GroupWork(Protocol):
 @dataclass(frozen=True)
 class CollectorConfig:
     """samples_per_prompt and run_seed make the groups; deadlines in seconds;
-    max_filtered: groups filtered out for one batch."""
+    max_filtered: groups filtered out for one batch; max_failed: groups that engines failed on, for one batch."""
 
     samples_per_prompt: int
     run_seed: int
     group_deadline: float
     batch_deadline: float
     max_filtered: int
+    max_failed: int = 0
 
 
 @dataclass
@@ -88,6 +90,7 @@ class _Since:
 
     at: float
     tokens: int = 0
+    failed: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     resampled: int = 0
     resampled_tokens: int = 0
@@ -183,6 +186,11 @@ class Collector:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._changed.set()
 
+    def fail(self, error: RltoolError) -> None:
+        """Whoever waits for a batch, now or next, gets this error: it will not come."""
+        self._fail(error)
+        self._changed.set()
+
     def restore(self, groups: Sequence[Group], *, issued: int, delivered: int, dropped: Mapping[str, int]) -> None:
         """The open groups of a checkpoint; nothing may have started yet."""
         self.ledger.issued, self.ledger.dropped, self.delivered = issued, Counter(dropped), delivered
@@ -253,6 +261,8 @@ class Collector:
                     f"group {group.id} was not generated within deadlines.group = {self.config.group_deadline:g} s"
                 )
             )
+        except (EngineRejected, PoisonousRequest) as error:
+            self._lose(group, error)
         except Exception as error:
             self._set_back(group)
             self._fail(error)
@@ -268,6 +278,22 @@ class Collector:
             self._restart(group)
         if group.state is GroupState.RUNNING:
             self._move(group, GroupState.PARTIAL)
+
+    def _lose(self, group: Group, error: EngineError) -> None:
+        """Engines cannot generate this group: it is dropped, unless that happens too often."""
+        self._since.failed += 1
+        reason = "rejected" if isinstance(error, EngineRejected) else "poisonous"
+        if self._since.failed > self.config.max_failed:
+            self._set_back(group)
+            self._fail(
+                TrainingStopped(
+                    f"engines failed on {self._since.failed} groups for one batch, more than "
+                    f"rollout.max_failed_fraction allows ({self.config.max_failed}); the last one: {error}"
+                )
+            )
+        else:
+            self._since.dropped[reason] += 1
+            self._move(group, GroupState.DROPPED, reason)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error

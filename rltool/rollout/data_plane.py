@@ -1,9 +1,11 @@
-"""Where generation goes: the engines that serve, or a router in front of them. One request, one deadline, wherever it
-ends up.
+"""Where generation goes: the engines that serve, or a router in front of them.
 
-The fleet says who serves. A request that fails at one engine (5xx, broken connection) is a fact for the fleet and is
-sent to another; while nobody serves, as during a weight sync, requests wait. Both within the request's deadline. Behind
-a router the router chooses, and which worker failed is not known here.
+The fleet says who serves. A request that fails at one engine (5xx, broken connection, no answer within its deadline) is
+a fact for the fleet and is sent to another, from where it began; one whose engine is taken out of service meanwhile is
+withdrawn and sent again at once, for a wedged engine would never answer it. A request that three engines failed on is
+given up: it may be what breaks them. While nobody serves, as during a weight sync, requests wait; how long that may
+last is the fleet's owner's matter (deadlines.engines). Behind a router the router chooses; which worker failed is known
+where our plugin's reply names it, else every serving engine has to answer a canary request.
 
 Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its
 engine is reported stale, the event is counted, and the request is sent again.
@@ -23,12 +25,13 @@ from typing import Protocol
 
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 
 RETRY_SECONDS = 0.2
-"""Pause after a failed attempt: one engine that refuses everything must not be asked in a tight loop."""
+"""Pause after a failed attempt, doubled with each up to sixteen times: an engine that refuses everything, or a router
+that is away, must not be asked in a tight loop."""
 ABORT_SECONDS = 5.0
 """For one engine to take an abort. A hung engine does not keep the others' requests running:
 they are told side by side."""
@@ -48,12 +51,32 @@ class VersionJudge(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+POISONOUS_AFTER = 3
+"""Failures of one request, each at an engine that works for others."""
+KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
+"""States in which an engine brings its requests to their end."""
+
+
+class _NotItsFault(EngineError):
+    """A failure that says nothing about the request: the engine holds the wrong weights."""
+
+
+class PoisonousRequest(EngineError):
+    """A request that several engines failed on, one after another, while they served others."""
+
+
+@dataclass(frozen=True, eq=False)
 class Attempt:
-    """Where a request is sent now. engine: whom a failure is attributed to; None behind a router."""
+    """Where a request is sent now. engine: whom a failure is attributed to; None behind a router.
+
+    proof: what the engine had brought to its end when it got the request, so that a second failure at the same engine
+    counts only after it has worked for somebody else.
+    """
 
     endpoint: EngineEndpoint
     engine: str | None
+    proof: int
+    sent_at: float
 
 
 class DataPlane:
@@ -61,8 +84,9 @@ class DataPlane:
     go.
 
     router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
-    engine; `limit` overrides it. judge: None accepts every version (no trainer takes part). deadline: seconds for a
-    request, waiting included.
+    engine; `limit` overrides it. min_serving: with fewer engines no request is sent. judge: None accepts every version
+    (no trainer takes part). deadline: seconds for a request at one engine (deadlines.generate); waiting for its turn is
+    not part of it.
     """
 
     def __init__(
@@ -74,15 +98,22 @@ class DataPlane:
         router: EngineEndpoint | None,
         requests_per_engine: int,
         deadline: float,
+        min_serving: int = 1,
         judge: VersionJudge | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._fleet, self._endpoints, self._router = client, fleet, endpoints, router
         self._per_engine, self._deadline, self._judge, self._clock = requests_per_engine, deadline, judge, clock
+        self._min_serving = min_serving
         self.limit: int | None = None
         self.counts: Counter[str] = Counter()
-        """Events since the start: failed_requests, refused_foreign, refused_unpublished, stale_engine."""
+        """Events since the start: failed_requests, withdrawn_requests, poisonous_requests, refused_foreign,
+        refused_unpublished, stale_engine."""
         self._in_flight: Counter[str] = Counter()
+        self._sending: dict[Attempt, asyncio.Task[list[Completion]]] = {}
+        self._withdrawn: dict[Attempt, bool] = {}
+        """Attempts that were cancelled, and whether their engine failed on them."""
+        self._failed_engines: set[str] = set()
         self._ids: dict[str, tuple[int | None, list[str]]] = {}
         self._tickets = itertools.count()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -96,44 +127,54 @@ class DataPlane:
         return self._in_flight.total()
 
     def changed(self) -> None:
-        """The fleet, the endpoints or the limit changed: requests that wait look again."""
+        """The fleet, the endpoints or the limit changed: requests that wait look again, and requests at engines that
+        left service are withdrawn, to be sent again.
+
+        Behind a router it is not known which of them are at an engine that has failed: all are sent again.
+        """
+        states = {member.url: member.state for member in self._fleet.members()}
+        failed = {url for url, state in states.items() if state in (State.SUSPECT, State.DEAD)}
+        newly_failed, self._failed_engines = failed - self._failed_engines, failed
+        for attempt, task in list(self._sending.items()):
+            left = states.get(attempt.engine) not in KEEPS_REQUESTS if attempt.engine is not None else newly_failed
+            if left and attempt not in self._withdrawn and not task.done():
+                self.counts["withdrawn_requests"] += 1
+                self._withdrawn[attempt] = attempt.engine in failed
+                task.cancel()
         self._grant()
 
     async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request.
 
-        EngineRejected at once for a 4xx: repeating it cannot help. EngineUnreachable when the deadline
-        (deadlines.generate) passes, with the last failure and the state of every engine.
+        EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
+        with the last failure and the state of every engine.
         """
-        failure: EngineError | None = None
-        attempt: Attempt | None = None
-        sent_at: float | None = None
-        try:
-            async with asyncio.timeout(self._deadline):
-                while True:
-                    attempt = await self._acquire(avoid=attempt.engine if attempt else None)
-                    sent_at = self._clock()
-                    try:
-                        completions = await self._send(attempt, request, group)
-                    except EngineRejected:
-                        raise
-                    except EngineError as error:
-                        failure = error
-                    else:
-                        return completions
-                    finally:
-                        self._release(attempt)
-                    sent_at = None
-                    await asyncio.sleep(RETRY_SECONDS)
-        except TimeoutError as error:
-            if attempt is not None and sent_at is not None:
-                failure = EngineUnreachable(
-                    f"{attempt.endpoint.url} had the request for {self._clock() - sent_at:.1f} s and did not answer"
-                )
-                self._failed(attempt, failure, sent_at)
-            raise EngineUnreachable(
-                f"no completion within deadlines.generate = {self._deadline:g} s; {self._describe(failure)}"
-            ) from error
+        failures: set[tuple[str, int]] = set()
+        avoid: str | None = None
+        tries = 0
+        while True:
+            attempt = await self._acquire(avoid=avoid)
+            try:
+                return await self._attempt(attempt, request, group)
+            except EngineRejected:
+                raise
+            except EngineError as error:
+                withdrawn = attempt in self._withdrawn
+                avoid = attempt.engine
+                # A router that is away, or that hides its worker, proves nothing against the request.
+                if attempt.engine is not None and not isinstance(error, _NotItsFault):
+                    failures.add((attempt.engine, attempt.proof))
+                if len(failures) >= POISONOUS_AFTER:
+                    self.counts["poisonous_requests"] += 1
+                    raise PoisonousRequest(
+                        f"given up after {len(failures)} failures at engines that serve others; {self._describe(error)}"
+                    ) from error
+            finally:
+                self._withdrawn.pop(attempt, None)
+                self._release(attempt)
+            if not withdrawn:
+                await asyncio.sleep(RETRY_SECONDS * 2 ** min(tries, 4))
+            tries += 1
 
     async def abort(self, groups: Collection[int] | None = None) -> dict[str, str]:
         """Abort this run's requests (those of `groups`) at every engine, directly: a router forwards no abort. They
@@ -184,15 +225,15 @@ class DataPlane:
         """Requests that may be sent now."""
         serving = len(self._fleet.serving())
         limit = self.limit if self.limit is not None else self._per_engine * serving
-        return limit - self.in_flight - self._granted if serving else 0
+        return limit - self.in_flight - self._granted if serving >= self._min_serving else 0
 
     def _pick(self, avoid: str | None) -> Attempt | None:
         if self._free() <= 0:
             return None
         if self._router is not None:
-            return Attempt(self._router, None)
+            return Attempt(self._router, None, 0, self._clock())
         url = min(self._fleet.serving(), key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
-        return Attempt(self._endpoints[url], url)
+        return Attempt(self._endpoints[url], url, self._fleet.member(url).successes, self._clock())
 
     def _release(self, attempt: Attempt) -> None:
         self._in_flight[attempt.endpoint.url] -= 1
@@ -207,51 +248,80 @@ class DataPlane:
                 self._granted += 1
                 free -= 1
 
+    async def _attempt(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
+        """One request to one address, in a task of its own, so that it can be withdrawn."""
+        task = self._sending[attempt] = asyncio.ensure_future(self._send(attempt, request, group))
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise
+        finally:
+            del self._sending[attempt]
+        if attempt in self._withdrawn and task.cancelled():
+            kind = EngineUnreachable if self._withdrawn[attempt] else _NotItsFault
+            raise kind(f"{attempt.endpoint.url} was taken out of service while it had the request")
+        return task.result()
+
     async def _send(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
-        sent_at, published = self._clock(), self._judge.published if self._judge else None
+        published = self._judge.published if self._judge else None
+        answered_by: set[str] = set()
         with self._named(attempt, request, group):
             try:
-                # The deadline around all attempts is the caller's; elsewhere is tried next, so one attempt here is
-                # enough.
-                attempts = None if attempt.engine is None else 1
+                # Elsewhere is tried next, so one attempt here is enough.
                 completions = await self._client.generate(
-                    attempt.endpoint, request, timeout=self._deadline, attempts=attempts
+                    attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=answered_by
                 )
             except EngineRejected:
                 raise
             except EngineError as error:
-                self._failed(attempt, error, sent_at)
+                self._failed(attempt, error, answered_by)
                 raise
-        self._judge_versions(attempt, completions, published, sent_at)
-        if attempt.engine is not None:
-            self._fleet.request_succeeded(attempt.engine, sent_at=sent_at)
+        self._judge_versions(attempt, completions, published, answered_by)
+        for url in self._engines(attempt, answered_by):
+            self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
         return completions
 
-    def _failed(self, attempt: Attempt, error: EngineError, sent_at: float) -> None:
-        self.counts["failed_requests"] += 1
+    def _engines(self, attempt: Attempt, answered_by: Collection[str]) -> list[str]:
+        """Who had the request, as far as that is known."""
         if attempt.engine is not None:
-            self._fleet.request_failed(attempt.engine, str(error), sent_at=sent_at)
+            return [attempt.engine]
+        return [member.url for member in self._fleet.members() if member.boot_id in answered_by]
+
+    def _failed(self, attempt: Attempt, error: EngineError, answered_by: Collection[str]) -> None:
+        self.counts["failed_requests"] += 1
+        engines = self._engines(attempt, answered_by)
+        for url in engines:
+            self._fleet.request_failed(url, str(error), sent_at=attempt.sent_at)
+        if not engines:
+            self._fleet.request_lost()
 
     def _judge_versions(
-        self, attempt: Attempt, completions: Sequence[Completion], published: int | None, sent_at: float
+        self,
+        attempt: Attempt,
+        completions: Sequence[Completion],
+        published: int | None,
+        answered_by: Collection[str],
     ) -> None:
         if self._judge is None:
             return
+        engines = self._engines(attempt, answered_by)
         for version in {span.version for completion in completions for span in completion.versions}:
             reason = self._judge.refusal(version)
             if reason is not None:
                 self.counts[f"refused_{reason}"] += 1
-                self._report_stale(attempt, f"sampled with {version}: {reason}", sent_at)
-                raise EngineError(
+                self._report_stale(engines, attempt, f"sampled with {version}: {reason}")
+                raise _NotItsFault(
                     f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})"
                 )
             if published is not None and self._judge.is_behind(version, published):
                 self.counts["stale_engine"] += 1
-                self._report_stale(attempt, f"sampled with {version} after the sync to step {published}", sent_at)
+                self._report_stale(engines, attempt, f"sampled with {version} after the sync to step {published}")
 
-    def _report_stale(self, attempt: Attempt, reason: str, sent_at: float) -> None:
-        if attempt.engine is not None:
-            self._fleet.version_refused(attempt.engine, reason, sent_at=sent_at)
+    def _report_stale(self, engines: Sequence[str], attempt: Attempt, reason: str) -> None:
+        for url in engines:
+            self._fleet.version_refused(url, reason, sent_at=attempt.sent_at)
 
     @contextmanager
     def _named(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> Iterator[None]:
@@ -262,8 +332,8 @@ class DataPlane:
         finally:
             self._ids.pop(request.request_id, None)
 
-    def _describe(self, failure: EngineError | None) -> str:
+    def _describe(self, failure: EngineError) -> str:
         states = (
             "; ".join(f"{m.url} is {m.state.value} ({m.reason})" for m in self._fleet.members()) or "there is no engine"
         )
-        return f"{f'last failure: {failure}; ' if failure else ''}{states}"
+        return f"last failure: {failure}; {states}"

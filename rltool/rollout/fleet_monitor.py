@@ -23,6 +23,8 @@ from rltool.rollout.loop_lag import LoopLag
 KEPT_TRANSITIONS = 200
 """How many of the last transitions `recent` shows."""
 CANARY = SamplingParams(max_tokens=1, temperature=1.0)
+CANARY_SECONDS = 15.0
+"""Deadline of a canary request. One that had to queue behind others proves nothing, see `_canary`."""
 
 
 class Router(Protocol):
@@ -61,6 +63,7 @@ class FleetMonitor:
         """Transitions since the start, by the state that they led to, router_failures and monitor_failures."""
         self._routed: set[str] = set(endpoints)
         self._task: asyncio.Task[None] | None = None
+        self._canaries: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="fleet monitor")
@@ -68,9 +71,10 @@ class FleetMonitor:
 
     async def close(self) -> None:
         await self.lag.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [*self._canaries, *([self._task] if self._task is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def carry_out(self) -> None:
         """Act on every transition since the last call. Whoever changed the fleet calls this; so does the task."""
@@ -114,7 +118,10 @@ class FleetMonitor:
             await asyncio.sleep(self._fleet.policy.probe_seconds)
             try:
                 await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
-                await asyncio.gather(*(self._canary(url) for url in self._fleet.canaries_due()))
+                for url in self._fleet.canaries_due():  # beside the probes, which they must not hold up
+                    task = asyncio.create_task(self._canary(url), name=f"canary {url}")
+                    self._canaries.add(task)
+                    task.add_done_callback(self._canaries.discard)
                 self._fleet.tick()
                 await self.carry_out()
             except Exception as error:  # a reply that nobody expected must not end the probing of all
@@ -122,15 +129,28 @@ class FleetMonitor:
                 self._log(f"fleet monitor: {type(error).__name__}: {error}")
 
     async def _canary(self, url: str) -> None:
-        """One token from an engine that answers probes and fails requests: only a request shows that it works again."""
+        """One token from an engine whose requests fail, or of which nobody knows: only a request shows that it works.
+
+        No answer in time counts as a failure unless the engine has requests waiting: then this one waits among them.
+        """
         sent_at = self._clock()
+        self.counts["canary_requests"] += 1
+        endpoint = self._endpoints[url]
         request = GenerateRequest((1,), CANARY, uuid.uuid4().hex, seed=0)
         try:
-            await self._client.generate(self._endpoints[url], request, timeout=HEALTH_SECONDS, attempts=1)
+            await self._client.generate(endpoint, request, timeout=CANARY_SECONDS, attempts=1)
         except EngineError as error:
-            self._fleet.request_failed(url, f"canary request: {error}", sent_at=sent_at)
+            if not await self._has_a_queue(endpoint):
+                self._fleet.request_failed(url, f"canary request: {error}", sent_at=sent_at)
         else:
             self._fleet.request_succeeded(url, sent_at=sent_at)
+        await self.carry_out()
+
+    async def _has_a_queue(self, endpoint: EngineEndpoint) -> bool:
+        try:
+            return (await self._client.load(endpoint)).waiting > 0
+        except EngineError:
+            return False
 
     async def _route(self, transition: Transition) -> None:
         """A router sends only to READY engines. One that is paused for a sync stays: it is back in a moment."""

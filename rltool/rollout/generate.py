@@ -7,11 +7,11 @@ computes the prompt once.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from rltool.engines.tasks import all_of
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, RltoolError, UsageError
 from rltool.rollout.sample import Sample, SampleStatus
@@ -86,10 +86,8 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
         for sample, completion in zip(group, await _ask(first, request, context), strict=True):
             sample.append_response_tokens(completion)
     else:
-        await asyncio.gather(*(_generate_one(sample, context) for sample in pending))
-    await asyncio.gather(
-        *(continue_aborted(sample, context) for sample in group if sample.status is SampleStatus.ABORTED)
-    )
+        await all_of(_generate_one(sample, context) for sample in pending)
+    await all_of(continue_aborted(sample, context) for sample in group if sample.status is SampleStatus.ABORTED)
 
 
 async def _generate_one(sample: Sample, context: GenerateContext) -> None:

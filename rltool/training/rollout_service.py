@@ -30,6 +30,7 @@ from rltool.rollout.collector import Collected, CollectionInterrupted, Collector
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
 from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
@@ -41,13 +42,16 @@ from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterMembership
 from rltool.training.rollout_batch import Rollout, to_rollout
-from rltool.weights.sync import Ranks, SyncReport, WeightSync
+from rltool.weights.sync import Ranks, SyncReport, WeightSync, WeightSyncFailed
 from rltool.weights.verify import ValueCheck
 
 LOAD_SECONDS = 1.0
 """How often engines are asked for their load where the requests in flight adapt to it."""
 RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
+
+GUARD_SECONDS = 1.0
+"""How often it is looked whether enough engines are left."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,8 @@ class RolloutService:
         self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
-        self._closed = False
+        self._stopping = self._closed = False
+        self._too_few: TooFewEngines | None = None
 
     # -- life
 
@@ -110,7 +115,11 @@ class RolloutService:
         self._plane = DataPlane(
             self._client, self.fleet, self._endpoints, router=self._engines.router,
             requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            judge=self._book if self._syncing else None, clock=self._clock,
+            min_serving=config.engines.min_serving, judge=self._book if self._syncing else None, clock=self._clock,
+        )  # fmt: skip
+        self._guard = EngineGuard(
+            self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
+            clock=self._clock,
         )  # fmt: skip
         self._monitor = FleetMonitor(
             self._client, self.fleet, self._endpoints, self._infos,
@@ -120,6 +129,7 @@ class RolloutService:
         self._sync = self._make_sync(self._syncing) if self._syncing else None
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
         self._monitor.start()
+        self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
             self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
         return summary
@@ -157,6 +167,7 @@ class RolloutService:
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
                 group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
+                max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
             ),
             judges_age=self._syncing is not None, clock=self._clock,
         )  # fmt: skip
@@ -203,6 +214,7 @@ class RolloutService:
     async def interrupt(self) -> None:
         """Whatever waits for samples ends now: requests are aborted at the engines, `next_batch` raises
         CollectionInterrupted."""
+        self._stopping = True
         for task in self._evaluations:
             task.cancel()
         aborting = asyncio.ensure_future(self._plane.abort())
@@ -234,6 +246,19 @@ class RolloutService:
 
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
+        while (report := await self._try_sync(step)) is None:
+            # No engine took them: all have just died, or one is being started again.
+            await asyncio.sleep(self.fleet.policy.probe_seconds)
+            self._guard.check()
+            if self._stopping:
+                raise CollectionInterrupted(f"the sync of step {step} found no engine, and the run is stopping")
+        self.collector.weights_published()
+        for url, reason in report.failed.items():
+            self._say(f"weights {report.version} did not reach {url}: {reason}")
+        return report
+
+    async def _try_sync(self, step: int) -> SyncReport | None:
+        """None when no engine took the weights, for reasons that may pass."""
         assert self._sync is not None
         async with self._lock:
             version = self._book.begin(step)
@@ -241,13 +266,15 @@ class RolloutService:
                 # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the
                 # only one.
                 report = await self._sync.sync(version, check_all=self._config.rollout.max_staleness > 0)
+            except WeightSyncFailed as error:
+                if error.values_differ:
+                    raise
+                self._say(str(error))
+                return None
             finally:
                 await self._monitor.carry_out()
             self._book.publish(step)
-        self.collector.weights_published()
-        for url, reason in report.failed.items():
-            self._say(f"weights {version} did not reach {url}: {reason}")
-        return report
+            return report
 
     async def evaluate(self) -> dict[str, float]:
         """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""
@@ -261,6 +288,8 @@ class RolloutService:
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
             ) from error
         except asyncio.CancelledError:
+            if self._too_few is not None:
+                raise self._too_few from None
             raise CollectionInterrupted("the evaluation was interrupted: the run is stopping") from None
         finally:
             self._evaluations.discard(task)
@@ -362,6 +391,18 @@ class RolloutService:
                 self._plane.limit = controller.limit(len(serving))
                 self._plane.changed()
 
+    async def _guard_engines(self) -> None:
+        """Ends the waits of a run that has had too few engines for too long."""
+        while self._too_few is None:
+            await asyncio.sleep(GUARD_SECONDS)
+            try:
+                self._guard.check()
+            except TooFewEngines as error:
+                self._too_few = error
+                self.collector.fail(error)
+                for task in self._evaluations:
+                    task.cancel()
+
     async def _resync_stale(self) -> None:
         """While the trainer waits for a batch: engines that are STALE take the present weights."""
         while True:
@@ -410,6 +451,7 @@ class RolloutService:
                 "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),
                 **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
+                **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
             }
         )
         return rollout

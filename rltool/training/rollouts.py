@@ -22,7 +22,6 @@ from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
-from rltool.weights.sync import SyncReport
 
 PROGRESS_SECONDS = 15.0
 """How often a rollout that takes longer says how far it is."""
@@ -60,11 +59,21 @@ class Rollouts:
     def sync_weights(self, step: int) -> dict[str, float]:
         """Bring the engines to the weights after `step` training steps. Returns weights/* and time/sync_seconds.
 
-        Not to be interrupted: a stop waits for it, and its own deadlines end it.
+        A sync is not interrupted: a stop waits for it, and its own deadlines end it. While there is no engine to sync,
+        a signal ends the wait.
         """
-        report: SyncReport = self._call(
-            self._actor.sync_weights.remote(step), 20 * self.config.deadlines.sync_step, "deadlines.sync_step"
-        )
+        deadlines, told = self.config.deadlines, False
+
+        def look(_: float) -> None:
+            nonlocal told
+            if self._stop.requested is not None and not told:
+                told = True
+                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
+
+        [report] = get_all(
+            [self._actor.sync_weights.remote(step)], 20 * deadlines.sync_step + deadlines.engines,
+            "deadlines.sync_step", while_waiting=look,
+        )  # fmt: skip
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:

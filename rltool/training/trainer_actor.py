@@ -35,7 +35,7 @@ class TrainerActor:
         redirect_output(log_file)
         self.config = config
         self.rank = rank
-        self.sender = WeightSender(config.weights, timeout=config.deadlines.sync_step)
+        self.sender = WeightSender(config.weights, timeout=config.deadlines.bucket)
         self.trainer: Any = None
         self.critic: Any = None
         self.saver: Any = None

@@ -38,6 +38,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.disk import bucket_file, version_directory
+from rltool.weights.liveness import EngineSilent, while_alive
 from rltool.weights.sender import Connection, SendReport, Target
 from rltool.weights.verify import ValueCheck
 
@@ -45,12 +46,19 @@ Failures = dict[str, str]
 """engine URL -> what went wrong there; empty: all is well"""
 
 LEAVE_SECONDS = 5.0
-"""For telling an engine whose update failed to leave its group;
+"""For telling an engine whose update failed to leave its group, or one that has fallen silent to resume;
 if it does not answer that either, its deadline will do."""
 
 
 class WeightSyncFailed(EngineError):
-    """No engine holds the new weights. Names each engine and its reason."""
+    """No engine holds the new weights. Names each engine and its reason.
+
+    values_differ: every engine took them and samples something else; trying again does not help.
+    """
+
+    def __init__(self, message: str, *, values_differ: bool = False) -> None:
+        super().__init__(message)
+        self.values_differ = values_differ
 
 
 class Ranks(Protocol):
@@ -132,6 +140,8 @@ class WeightSync:
         self.deadline, self.disk_root = step_deadline, disk_root
         self._buckets: list[Bucket] = []
         self._connected: dict[str, str | None] = {}  # URL -> boot id of the process that joined
+        self._silent: set[str] = set()  # engines that answered nothing any more, in this sync
+        self._differing: set[str] = set()  # engines whose values differed, in this sync
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -144,6 +154,7 @@ class WeightSync:
         """
         started = time.perf_counter()
         phases: dict[str, float] = {}
+        self._silent, self._differing = set(), set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -182,7 +193,9 @@ class WeightSync:
         for url in updated:
             self.fleet.resume(url)
         if not updated:
-            raise WeightSyncFailed(self._explain(str(version), failures))
+            raise WeightSyncFailed(
+                self._explain(str(version), failures), values_differ=failures.keys() == self._differing
+            )
         size = sum(map(bucket_bytes, self._buckets))
         return SyncReport(str(version), size, time.perf_counter() - started, phases, updated, failures, difference)
 
@@ -292,7 +305,12 @@ class WeightSync:
     async def _resume(self, urls: Sequence[str]) -> Failures:
         """Every engine that was paused, whatever became of its update:
         a frozen one serves nobody, not even somebody else."""
-        failures = await self._gather(urls, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume()))
+
+        async def resume(endpoint: EngineEndpoint) -> None:
+            seconds = LEAVE_SECONDS if endpoint.url in self._silent else self.deadline
+            await self.client.run(endpoint, self._dialect(endpoint).resume(), timeout=seconds)
+
+        failures = await self._gather(urls, resume)
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
         return failures
@@ -312,6 +330,7 @@ class WeightSync:
             return failures, None
         batch = self.check.batch(request, list(completions.values()))
         result = self.check.compare(list(completions), batch, await self.ranks.logprobs(batch))
+        self._differing = set(result.failed)
         for url, reason in result.failed.items():
             self._lost(url, reason)
         return failures | result.failed, result.mean
@@ -345,9 +364,12 @@ class WeightSync:
         return failures
 
     async def _gather(self, urls: Sequence[str], act: Callable[[EngineEndpoint], Awaitable[None]]) -> Failures:
-        results = await asyncio.gather(*(act(self.endpoints[url]) for url in urls), return_exceptions=True)
+        steps = (while_alive(self.client, self.endpoints[url], act(self.endpoints[url])) for url in urls)
+        results = await asyncio.gather(*steps, return_exceptions=True)
         failures = {}
         for url, result in zip(urls, results, strict=True):
+            if isinstance(result, EngineSilent):
+                self._silent.add(url)
             if isinstance(result, EngineError):
                 failures[url] = str(result)
             elif isinstance(result, BaseException):

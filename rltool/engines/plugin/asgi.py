@@ -38,6 +38,17 @@ async def read_body(receive: Receive) -> bytes:
             return b"".join(parts)
 
 
+def with_header(send: Send, name: bytes, value: bytes) -> Send:
+    """`send` that adds a header to whatever response is sent."""
+
+    async def adding(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (name, value)]}
+        await send(message)
+
+    return adding
+
+
 async def send_bytes(send: Send, status: int, body: bytes, content_type: bytes = b"application/json") -> None:
     headers = [(b"content-type", content_type), (b"content-length", str(len(body)).encode())]
     if status == 401:

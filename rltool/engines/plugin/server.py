@@ -25,8 +25,10 @@ from rltool.engines.plugin.asgi import (
     read_body,
     send_bytes,
     send_json,
+    with_header,
 )
 from rltool.engines.plugin.guard import Decision, GuardPolicy
+from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,8 @@ class ServerMiddleware:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
+            if self._boot_id:  # a router passes it on: so a failure behind it has an engine's name
+                send = with_header(send, BOOT_ID_HEADER.encode(), self._boot_id.encode())
             await self._guarded(scope, receive, send)
         else:  # websockets: vLLM's real-time routes, which rltool does not use
             await send({"type": "websocket.close", "code": 1008, "reason": "not available"})

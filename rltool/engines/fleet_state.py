@@ -1,0 +1,116 @@
+"""What the fleet knows of an engine: its state, the transitions that exist, and the thresholds between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rltool.engines.weight_version import WeightVersion
+
+
+class State(StrEnum):
+    STARTING = "starting"  # launched or just named to us; has not answered a probe yet
+    READY = "ready"  # healthy and at the fleet's version: the only state that serves
+    PAUSED = "paused"  # frozen by us for a weight sync; its silence is no failure
+    STALE = "stale"  # healthy, but its weights are not the fleet's: waits for a full sync
+    SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be given up
+    DEAD = "dead"  # given up: its process exited, or it failed for too long
+    DRAINING = "draining"  # told to leave; finishes what it has, gets nothing new
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.STARTING: frozenset({State.READY, State.STALE, State.DEAD}),
+    State.READY: frozenset({State.PAUSED, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.PAUSED: frozenset({State.READY, State.STALE, State.DEAD}),
+    State.STALE: frozenset({State.PAUSED, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.SUSPECT: frozenset({State.READY, State.STALE, State.DEAD, State.DRAINING}),
+    State.DEAD: frozenset({State.READY, State.STALE, State.STARTING}),
+    State.DRAINING: frozenset(),
+}
+"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone,
+PAUSED and STALE for the others."""
+
+IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE})
+
+
+class IllegalTransition(RuntimeError):
+    """The owner gave a command that the engine's state does not allow.
+    A programming error, so it is shown with its traceback."""
+
+
+@dataclass(frozen=True)
+class FleetPolicy:
+    """Thresholds. Failures are counted in a row: one success sets its own count, and only that, back to 0."""
+
+    probe_seconds: float = 5.0
+    """How often the owner probes. A probe is one small GET; a dead engine is noticed within `probes_to_suspect` of
+    these."""
+    probes_to_suspect: int = 2
+    """One lost probe is a busy event loop (a server that tokenises or compiles misses one now and then);
+    two are a sign."""
+    probes_to_dead: int = 6
+    """Half a minute at the default interval: longer than a stall while graphs are captured or a host swaps,
+    shorter than a step."""
+    incidents_to_suspect: int = 2
+    """The client has already repeated a request before it reports a failure, so one incident is several attempts."""
+    incidents_to_dead: int = 5
+    """Beyond `incidents_to_suspect` these are canary requests of one token: three in a row is not a poisoned prompt."""
+    canary_seconds: float = 10.0
+    """Pause between two canary requests to an engine that answers probes but fails requests."""
+    idle_canary_seconds: float = 60.0
+    """A serving engine that has brought no request to its end for so long gets a canary request: one whose requests
+    hang answers probes for ever, and behind a router nobody sees which engine that is."""
+    start_seconds: float = 900.0
+    """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten
+    minutes."""
+    pause_seconds: float = 1800.0
+    """A pause that lasts longer was forgotten by a sync that died; the engine is then given to the next full sync."""
+
+    def __post_init__(self) -> None:
+        for name in ("probe_seconds", "canary_seconds", "idle_canary_seconds", "start_seconds", "pause_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is a number of seconds above 0, not {getattr(self, name)}")
+        for first, second in (("probes_to_suspect", "probes_to_dead"), ("incidents_to_suspect", "incidents_to_dead")):
+            if not 1 <= getattr(self, first) < getattr(self, second):
+                raise ValueError(
+                    f"1 <= {first} < {second} must hold, not {getattr(self, first)} and {getattr(self, second)}: "
+                    "an engine is suspected before it is given up, or a hiccup costs a full sync"
+                )
+
+
+@dataclass(frozen=True)
+class Member:
+    """What the fleet knows of one engine. A snapshot: transitions replace it."""
+
+    url: str
+    takes_weights: bool
+    state: State
+    since: float
+    """Clock of the last transition."""
+    reason: str
+    boot_id: str | None = None
+    """Of the process that last answered a probe; None if this kind of engine does not tell."""
+    version: WeightVersion | None = None
+    """Of the last full sync that it completed; None: its weights are unknown to us, whatever it says."""
+    probe_failures: int = 0
+    incidents: int = 0
+    """Failed requests in a row, those that broke together counted once."""
+    last_incident_at: float | None = None
+    last_canary_at: float | None = None
+    last_success_at: float | None = None
+    """When a request that it brought to its end was reported."""
+    successes: int = 0
+    canary_wanted: bool = False
+    """A request failed, and it may have been this engine's fault."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One line for the log, and the owner's cue to tell the router.
+    `before` is None for a new engine, `after` for a removed one."""
+
+    at: float
+    url: str
+    before: State | None
+    after: State | None
+    reason: str
