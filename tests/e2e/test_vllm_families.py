@@ -12,7 +12,11 @@ import pytest
 
 from tests.e2e.megatron_models import KINDS
 
-pytestmark = pytest.mark.e2e
+SECONDS = 600
+"""A minute and a half on two idle cores. What vLLM knows of an architecture it asks a process of its own, once on each
+machine."""
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(SECONDS)]
 
 EQUAL = 1e-4
 """Largest difference of fp32 log-probabilities, vLLM's kernels against torch's."""
@@ -23,7 +27,7 @@ DIFFERENT = 0.1
 def found() -> dict[str, dict[str, Any]]:
     """What tests.e2e.vllm_families says of each family. One process, and one engine at a time, for all of them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.vllm_families"], capture_output=True, text=True, timeout=600
+        [sys.executable, "-m", "tests.e2e.vllm_families"], capture_output=True, text=True, timeout=SECONDS - 30
     )
     assert done.returncode == 0, done.stderr[-4000:]
     entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"family"')]

@@ -116,6 +116,7 @@ def packed_copies() -> int:
     from vllm._custom_ops import CPUDNNLGEMMHandler
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
+    gc.unfreeze()  # vLLM hides from the collector what there is after its start
     gc.collect()
     return sum(type(found) in (CPUDNNLGEMMHandler, CPUUnquantizedExperts) for found in gc.get_objects())
 
