@@ -2,8 +2,8 @@
 agree.
 
 A version number that an engine echoes is bookkeeping. A communicator that disabled itself (NCCL below 2.29), a head
-that kept its prepacked matrix (tied embeddings on a CPU): both reported success at every call, and only values showed
-it.
+that kept its prepacked matrix (tied embeddings on a CPU), experts whose packed matrices were overwritten with plain
+ones (mixtures on a CPU): all reported success at every call, and only values showed it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ class ValueCheck:
                     "acknowledged the weights, but its log-probabilities differ from the trainer's by "
                     f"{found.abs_mean:.2e} on average (max {found.abs_max:.2e}; "
                     f"weights.verify_tolerance is {self.tolerance:g}). "
-                    "Either the tensors did not arrive, or the engine computes in another precision than the trainer: "
-                    "compare --dtype of serve-engines with model.dtype."
+                    "Either the tensors did not arrive; or the engine computes in another precision than the trainer: "
+                    "compare --dtype of serve-engines with model.dtype; or the engine may hold a prepacked or derived "
+                    "copy of a weight that the load did not refresh: see docs/troubleshooting.md."
                 )
         return Compared(logprob_difference(trainer_logprobs, batch.rollout_logprobs, batch.loss_mask).abs_mean, failed)

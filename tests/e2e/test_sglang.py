@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -73,13 +74,18 @@ def sglang_python() -> Path:
 
 @pytest.fixture(scope="module")
 def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """A keyed SGLang on the CPU with tied embeddings, started with the dialect's own argv and environment."""
-    work_dir = tmp_path_factory.mktemp("sglang")
+    with serving(tiny_tied_dir, tmp_path_factory.mktemp("sglang")) as running:
+        yield running
+
+
+@contextmanager
+def serving(model: Path, work_dir: Path) -> Iterator[RunningEngine]:
+    """A keyed SGLang on the CPU, started with the dialect's own argv and environment."""
     key_file = work_dir / "key"
     key_file.touch(mode=0o600)
     key_file.write_text(secrets.token_hex(16))
     launch = EngineLaunch(
-        index=0, model=tiny_tied_dir, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
+        index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
         served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
         key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
     )  # fmt: skip

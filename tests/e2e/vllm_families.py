@@ -1,8 +1,15 @@
-"""Loads models that went through convert-ckpt, there and back, into the real vLLM, family after family in one process.
+"""Loads models that went through convert-ckpt, there and back, into the real vLLM, family after family in one process,
+and then syncs other weights into the running engine, twice.
 
-`python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each: the largest difference of a prompt's
-log-probabilities to transformers with the weights from before the conversion, in fp32, and the seconds that vLLM took.
-All families without arguments.
+`python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each family, all of them without arguments:
+
+exported    the largest difference of a prompt's log-probabilities to transformers with the weights from before the
+            conversion, in fp32
+synced      the same after each sync, over gloo and over disk
+moved       how far apart by that measure the weights of each sync are from those before it
+abandoned   the same as `synced`, after an update that was given up half-way, of the weights that the engine had
+copies      how many of vLLM's packed copies of weights there are after the syncs, and were before them
+seconds     of all that
 """
 
 from __future__ import annotations
@@ -13,7 +20,11 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 # Before vLLM is imported. Its engine core inside this process: one import for all families.
 os.environ.update(
@@ -25,55 +36,169 @@ os.environ.update(
 )
 
 import torch
+from safetensors.torch import load_file, save_file
 
+from rltool.engines import wire
+from rltool.engines.types import Bucket
+from rltool.engines.vllm import WORKER_EXTENSION
+from rltool.weights.stream import flatten
 from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model
 
 HIDDEN = 128
 """With four heads, a head size of 32: vLLM's smallest on the CPU."""
 TOKENS = 40
+BUCKET_BYTES = 1 << 18
+"""Less than the experts of a layer: they arrive in several buckets."""
+TIMEOUT = 60.0
+Tensors = dict[str, torch.Tensor]
+
+
+def model_of(kind: str, seed: int):
+    return hf_model(kind, kind == "gemma3", seed, hidden_size=HIDDEN)
 
 
 def convert(kind: str, work: Path) -> Path:
     from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
 
-    hf_model(kind, kind == "gemma3", hidden_size=HIDDEN).save_pretrained(work / "original")
+    model_of(kind, 0).save_pretrained(work / "original")
     hf_to_torch_dist(work / "original", work / "dist", verify=False)
     torch_dist_to_hf(work / "dist", work / "back", verify=False)
     return work / "back"
 
 
-def vllm_logprobs(model: Path, tokens: torch.Tensor) -> torch.Tensor:
-    """[T]: log p(tokens[t] | before), 0 for the first."""
-    from vllm import LLM, SamplingParams
+def weights_of(kind: str, seed: int, directory: Path) -> Tensors:
+    """As a checkpoint names and cuts them, which is how the trainer sends them."""
+    model_of(kind, seed).save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+@contextmanager
+def engine_of(model: Path) -> Iterator[Any]:
+    from vllm import LLM
+    from vllm.config import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.inputs import TokensPrompt
 
     options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, skip_tokenizer_init=True)
-    engine = LLM(str(model), **options)
+    options |= dict(max_num_batched_tokens=64)  # which is also what vLLM tries out at its start
+    transfer = WeightTransferConfig(backend="rltool")
+    engine = LLM(str(model), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION, **options)
     try:
-        sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        (output,) = engine.generate([TokensPrompt(prompt_token_ids=tokens.tolist())], sampling, use_tqdm=False)
+        yield engine
     finally:
         engine.llm_engine.engine_core.shutdown()
         del engine
         gc.collect()
         cleanup_dist_env_and_memory()
+
+
+def vllm_logprobs(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """[T]: log p(tokens[t] | before), 0 for the first."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate([TokensPrompt(prompt_token_ids=tokens.tolist())], sampling, use_tqdm=False)
     found = [output.prompt_logprobs[i][int(token)].logprob for i, token in enumerate(tokens) if i]
     return torch.tensor([0.0, *found])
 
 
-def main(kinds: list[str]) -> None:
+def announced(bucket: Bucket, **more: str) -> dict[str, Any]:
+    columns = {
+        "names": [meta.name for meta in bucket],
+        "dtypes": [meta.dtype for meta in bucket],
+        "shapes": [list(meta.shape) for meta in bucket],
+    }
+    return {"update_info": columns | more}
+
+
+def packed_copies() -> int:
+    """Of weights, made by vLLM and alive in this process: of linear layers and of experts."""
+    from vllm._custom_ops import CPUDNNLGEMMHandler
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    gc.unfreeze()  # vLLM hides from the collector what there is after its start
+    gc.collect()
+    return sum(type(found) in (CPUDNNLGEMMHandler, CPUUnquantizedExperts) for found in gc.get_objects())
+
+
+def sync_over_gloo(engine: Any, tensors: Tensors, buckets: list[Bucket], work: Path) -> None:
+    store = wire.host_store("127.0.0.1", 0, TIMEOUT)
+    init = dict(address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group="g", timeout_seconds=TIMEOUT)
+    # The engine's worker lives in this thread, the trainer's side in another.
+    with ThreadPoolExecutor(1) as trainer:
+        joined = trainer.submit(wire.open_group, "127.0.0.1", store.port, 0, 2, "g", TIMEOUT, store=store)
+        engine.init_weight_transfer_engine({"init_info": {"transport": "gloo", **init}})
+        group = joined.result()
+        try:
+            engine.start_weight_update()
+            for bucket in buckets:
+                flat = flatten([tensors[meta.name] for meta in bucket], wire.bucket_bytes(bucket), "cpu")
+                sent = trainer.submit(wire.broadcast, group, flat)
+                engine.update_weights(announced(bucket))
+                sent.result()
+            engine.finish_weight_update()
+            engine.shutdown_weight_transfer_engine()
+        finally:
+            group.shutdown()
+
+
+def sync_over_disk(engine: Any, tensors: Tensors, buckets: list[Bucket], work: Path) -> None:
+    send_half_over_disk(engine, tensors, buckets, work)
+    write_and_load(engine, tensors, buckets[len(buckets) // 2 :], work)
+    engine.finish_weight_update()
+    engine.shutdown_weight_transfer_engine()
+
+
+def abandon_half_way(engine: Any, tensors: Tensors, buckets: list[Bucket], work: Path) -> None:
+    send_half_over_disk(engine, tensors, buckets, work)
+    engine.collective_rpc("rltool_end_unfinished_update")
+
+
+def send_half_over_disk(engine: Any, tensors: Tensors, buckets: list[Bucket], work: Path) -> None:
+    engine.init_weight_transfer_engine({"init_info": {"transport": "disk"}})
+    engine.start_weight_update()
+    write_and_load(engine, tensors, buckets[: len(buckets) // 2], work)
+
+
+def write_and_load(engine: Any, tensors: Tensors, buckets: list[Bucket], work: Path) -> None:
+    for bucket in buckets:
+        path = work / "bucket.safetensors"
+        save_file({meta.name: tensors[meta.name] for meta in bucket}, path)
+        engine.update_weights(announced(bucket, path=str(path)))
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def compare(kind: str, model: Path, work: Path) -> dict[str, Any]:
     tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = [hf_logprobs(model_of(kind, seed), tokens, 1.0) for seed in range(3)]
+    with engine_of(model) as engine:
+
+        def after(send: Callable[..., None], seed: int) -> float:
+            tensors = weights_of(kind, seed, work / str(seed))
+            buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
+            send(engine, tensors, buckets, work)
+            return difference(vllm_logprobs(engine, tokens), expected[seed])
+
+        found = {"exported": difference(vllm_logprobs(engine, tokens), expected[0])}
+        before = packed_copies()
+        found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
+        found |= {"abandoned": after(abandon_half_way, 2)}
+    return found | {"moved": [difference(expected[seed], expected[seed + 1]) for seed in range(2)]}
+
+
+def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
         # All conversions first: vLLM leaves process groups of its own behind.
         models = {kind: convert(kind, Path(work) / kind) for kind in kinds}
         for kind, model in models.items():
-            with torch.no_grad():
-                expected = hf_logprobs(hf_model(kind, kind == "gemma3", hidden_size=HIDDEN), tokens, 1.0)
             started = time.monotonic()
-            difference = (vllm_logprobs(model, tokens) - expected).abs().max().item()
+            found = compare(kind, model, Path(work) / kind)
             seconds = round(time.monotonic() - started, 1)
-            print(json.dumps({"family": kind, "difference": difference, "seconds": seconds}), flush=True)
+            print(json.dumps({"family": kind, **found, "seconds": seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ def test_the_engine_that_differs_is_named_and_not_the_other(wrong, position, url
     found = CHECK.compare(URLS, probed, ours)
     assert found.failed.keys() == {url}
     assert "acknowledged the weights" in found.failed[url] and "weights.verify_tolerance is 0.001" in found.failed[url]
+    for cause in ("did not arrive", "another precision", "prepacked or derived copy"):
+        assert cause in found.failed[url]
 
 
 def test_one_engine_that_is_far_off_is_not_averaged_away():

@@ -1,5 +1,5 @@
-"""vLLM's layerwise reload, with the three things that it lacks: abandoning an unfinished one, a check that all has
-arrived, and tied embeddings on the CPU.
+"""vLLM's layerwise reload, with the four things that it lacks: abandoning an unfinished one, a check that all has
+arrived, and, on the CPU, tied embeddings and mixtures of experts.
 
 During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are
 processed and copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
@@ -8,19 +8,26 @@ processed and copied into the old storage (vllm/model_executor/model_loader/relo
 from __future__ import annotations
 
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+_KERNELS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+"""Experts on the CPU during a reload -> the kernel that they had before it."""
 
 
 def begin_reload(model: torch.nn.Module) -> None:
     """Start afresh, whatever an earlier update left behind."""
     abandon_reload(model)
     initialize_layerwise_reload(model)
+    _set_expert_kernels_aside(model)
 
 
 @torch.no_grad()
@@ -32,9 +39,12 @@ def abandon_reload(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
+        kernel = _KERNELS.pop(layer, None)
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
             info.reset()
+            if kernel is not None:
+                cast(Any, layer).quant_method.moe_kernel = kernel
     if hasattr(model, "_original_do_torchao_reload"):
         model._do_torchao_reload = model._original_do_torchao_reload
 
@@ -60,6 +70,7 @@ def missing_layers(model: torch.nn.Module) -> list[str]:
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
+    _KERNELS.clear()
     _mend_tied_head(model)
 
 
@@ -70,6 +81,20 @@ def _checkpoint_elements(layer: torch.nn.Module, parameter: torch.Tensor) -> int
     if shard is None:
         return get_tensor_load_numel(parameter)
     return parameter.numel() // parameter.shape[0] * shard.num_org_elements
+
+
+def _set_expert_kernels_aside(model: torch.nn.Module) -> None:
+    """Let vLLM process the experts that are reloaded as it does at the first load.
+
+    On the CPU their kernel reads matrices of a packed layout, with the intermediate size padded to a multiple of 32.
+    vLLM 0.32 packs them only where it builds the kernel (UnquantizedFusedMoEMethod._setup_kernel): with a kernel
+    present, a reload copies the checkpoint's plain matrices over the packed ones, which is no error where nothing is
+    padded, and log-probabilities are off by 0.4. Without one it builds and packs anew, whatever the version.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend is UnquantizedMoeBackend.CPU:
+            _KERNELS[layer], method.moe_kernel = method.moe_kernel, None
 
 
 def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:

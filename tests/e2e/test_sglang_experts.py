@@ -1,0 +1,49 @@
+"""Mixtures of experts in the real SGLang on a CPU, synced while it runs. It computes them with plain torch there."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from rltool.engines.client import EngineClient
+from tests.e2e.megatron_models import EXPERTS, hf_model
+from tests.e2e.test_sglang import DIFFERENT, EQUAL, Trainer, serving
+from tests.e2e.weights import mean_difference
+from tests.tiny_models import write_tiny_tokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+def model_in(directory: Path, kind: str, seed: int):
+    """A model that was saved: its files name and cut the experts as the trainer sends them, transformers' module has
+    them stacked."""
+    model = hf_model(kind, False, seed, hidden_size=128, max_position_embeddings=512)
+    model.save_pretrained(directory)
+    write_tiny_tokenizer(directory)
+    return model
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_after_each_of_two_syncs_sglang_computes_with_the_experts_that_were_sent(kind, tmp_path, monkeypatch):
+    models = {seed: model_in(tmp_path / str(seed), kind, seed) for seed in range(3)}
+    sent = {model: load_file(tmp_path / str(seed) / "model.safetensors") for seed, model in models.items()}
+    monkeypatch.setattr("tests.e2e.test_sglang.tensors_of", sent.__getitem__)
+
+    async def scenario(transport: str, before: int, after: int) -> None:
+        async with EngineClient() as client:
+            trainer = await Trainer(client, engine, tmp_path / "weights", transport).connected()
+            try:
+                await trainer.push(models[after])
+                sample = await trainer.sample()
+            finally:
+                await trainer.sync.leave()
+                trainer.ranks.sender.close()
+        assert mean_difference(models[after], sample) < EQUAL
+        assert mean_difference(models[before], sample) > DIFFERENT
+
+    with serving(tmp_path / "0", tmp_path) as engine:
+        asyncio.run(scenario("gloo", 0, 1))
+        asyncio.run(scenario("disk", 1, 2))
