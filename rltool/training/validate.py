@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
+from rltool.rollout.generate import load_generate
+from rltool.rollout.reward_pool import load_reward
+from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.placement import plan_placement
 from rltool.training.validate_algorithm import check_algorithm
@@ -208,7 +210,7 @@ def check_files(config: TrainConfig) -> None:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Read all data and import the reward here, where nothing has been started: a broken line is named by file and
+    """Read all data and import all functions here, where nothing has been started: a broken line is named by file and
     number.
 
     The process that generates does the same again; what it finds later than this is a file that changed.
@@ -221,6 +223,7 @@ def check_inputs(config: TrainConfig) -> None:
     for path in (*config.data.train, *config.eval.sets.values()):
         load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
     if config.algorithm.loss == "policy" or config.eval.sets:
-        load_callable(config.reward.function, setting="reward.function")
-        if config.rollout.generate_function is not None:
-            load_callable(config.rollout.generate_function, setting="rollout.generate_function")
+        load_reward(config.reward.function)
+        load_generate(config.rollout)
+        load_filter(config.rollout)
+        load_hook(config.rollout)

@@ -31,13 +31,10 @@ def numbers(annotation: Any) -> Iterator[Any]:
         for choice in get_args(annotation):
             yield from numbers(choice)
     elif get_origin(annotation) is tuple:
-        items = get_args(annotation)
-        variadic = items[-1] is ...
-        for index, item in enumerate(items[:1] if variadic else items):
-            for put in numbers(item):
-                yield lambda v, i=index, put=put, n=1 if variadic else len(items): [
-                    put(v) if at == i else 1 for at in range(n)
-                ]
+        items = [item for item in get_args(annotation) if item is not ...]
+        for index, item in enumerate(items):
+            before, after = [1] * index, [1] * (len(items) - index - 1)
+            yield from (lambda v, b=before, a=after, put=put: [*b, put(v), *a] for put in numbers(item))
     elif get_origin(annotation) is dict:
         yield from (lambda v, put=put: {"name": put(v)} for put in numbers(get_args(annotation)[1]))
     else:
@@ -54,6 +51,7 @@ def numeric_keys(model: type[Config], prefix: str = "") -> Iterator[tuple[str, A
 
 
 KEYS = [(model, key, put) for model in REQUIRED for key, put in numeric_keys(model)]
+IDS = [f"{model.__name__}-{key}" for model, key, _ in KEYS]
 
 
 def test_the_numbers_are_found_that_stand_in_a_tuple_a_union_and_a_table():
@@ -63,7 +61,7 @@ def test_the_numbers_are_found_that_stand_in_a_tuple_a_union_and_a_table():
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, True, "3"], ids=str)
-@pytest.mark.parametrize(("model", "key", "put"), KEYS, ids=[f"{m.__name__}-{k}-{i}" for i, (m, k, _) in enumerate(KEYS)])
+@pytest.mark.parametrize(("model", "key", "put"), KEYS, ids=IDS)
 def test_a_number_is_neither_text_nor_a_bool_and_it_is_finite(model, key, put, wrong):
     flags = {name: ("--flag", value) for name, value in REQUIRED[model].items()}
     if key == "algorithm.is_cap" and wrong == math.inf:
