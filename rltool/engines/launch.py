@@ -18,6 +18,7 @@ from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.processes.gpus import gpus_in_use, visible_gpus
 from rltool.processes.hosts import http_url
+from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import RunDirectory
@@ -213,7 +214,7 @@ def launch_engines(
     """
     run = group.run
     check_launch(config, root=run.path.parent)
-    run.ensure_key()
+    read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
         launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
         for launch in launches:

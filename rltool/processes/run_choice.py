@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.errors import UsageError
-from rltool.processes.run_directory import RunDirectory, list_runs, plan_run
+from rltool.processes.run_directory import RunDirectory, check_writable, list_runs, plan_run
 from rltool.processes.state import is_alive, read_state
 
 
@@ -51,14 +51,20 @@ def run_to_train(
     resumable: Callable[[RunDirectory], bool],
     root: Path | None = None,
 ) -> tuple[RunDirectory, str]:
-    """(run, why it is this one); nothing is made. `resumable`: it holds a complete checkpoint. Raises UsageError."""
+    """(run, why it is this one); nothing is made. `resumable`: it holds a complete checkpoint.
+
+    Raises UsageError, also for a run that cannot be written: it would fail after minutes of loading.
+    """
     if name is not None:
-        return plan_run(name, root=root), "named by --run"
-    choice = choose_run(
-        resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files),
-        runs=list_runs(root),
-    )  # fmt: skip
-    return choice.run or plan_run(None, root=root), choice.why
+        run, why = plan_run(name, root=root), "named by --run"
+    else:
+        choice = choose_run(
+            resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files),
+            runs=list_runs(root),
+        )  # fmt: skip
+        run, why = choice.run or plan_run(None, root=root), choice.why
+    check_writable(run)
+    return run, why
 
 
 def is_trained(run: RunDirectory) -> bool:

@@ -54,9 +54,7 @@ def load_generate(config: RolloutConfig) -> GenerateFunction | None:
     """rollout.generate_function as a function; None: the built-in generation. UsageError for what is none."""
     if config.generate_function is None:
         return None
-    return load_callable(
-        config.generate_function, setting="rollout.generate_function", takes=("group", "context")
-    )
+    return load_callable(config.generate_function, setting="rollout.generate_function", takes=("group", "context"))
 
 
 async def fill_group(group: list[Sample], context: GenerateContext, function: GenerateFunction | None = None) -> None:

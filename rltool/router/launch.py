@@ -16,6 +16,7 @@ from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.processes.hosts import http_url
+from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
@@ -74,17 +75,17 @@ def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run
     for file in files:
         if file is None:
             continue
-        try:
-            found = file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"cannot read the key file {file}: {error.strerror}") from error
+        found = read_key(file, "the router or its engines")
         if key is not None and found != key:
             raise UsageError(
                 f"{chosen} and {file} hold different keys; a router passes its clients' key on to all engines, so they "
                 "must share one"
             )
         chosen, key = chosen or file, found
-    return (chosen or run.ensure_key()).absolute()
+    if chosen is None:
+        chosen = run.ensure_key()
+        read_key(chosen, f"run {run.name}")
+    return chosen.absolute()
 
 
 def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_file: Path) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.base import Family
+from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
 from rltool.rollout.generate import load_generate
@@ -152,13 +153,16 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
 
 
 def check_model(config: TrainConfig) -> None:
-    """The model is there, and the trainer can build it: an unknown architecture is refused by name."""
+    """The model is there, and the trainer can build it and cut it: an unknown architecture is refused by name."""
     check_model_directory(config.model.path)
+    trainer = config.trainer
     family = family_for(read_hf_config(config.model.path))
+    check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
-        check_critic(family, config.model.path, config.critic.path)
+        critic = check_critic(family, config.model.path, config.critic.path)
+        check_layout(critic, trainer.layout, sequence_parallel=trainer.sequence_parallel)
 
 
 def check_teacher(family: Family, model: Path, teacher: Path) -> None:
@@ -173,15 +177,16 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
         )
 
 
-def check_critic(family: Family, model: Path, critic: Path) -> None:
+def check_critic(family: Family, model: Path, critic: Path) -> Family:
     """The critic reads the tokens that the policy writes. Architecture and size are its own."""
     check_model_directory(critic, setting="critic.path")
-    theirs = family_for(read_hf_config(critic)).vocab_size
-    if theirs != family.vocab_size:
+    theirs = family_for(read_hf_config(critic))
+    if theirs.vocab_size != family.vocab_size:
         raise UsageError(
-            f"critic.path: {critic} has a vocabulary of {theirs} tokens, model.path ({model}) one of "
+            f"critic.path: {critic} has a vocabulary of {theirs.vocab_size} tokens, model.path ({model}) one of "
             f"{family.vocab_size}; the critic reads the policy's tokens, so it must be of the same tokenizer"
         )
+    return theirs
 
 
 def check_model_directory(model: Path, *, setting: str = "model.path") -> None:
