@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.errors import UsageError
-from rltool.processes.run_directory import RunDirectory, check_writable, list_runs, plan_run
+from rltool.processes.run_directory import RUNS_VARIABLE, RunDirectory, check_writable, list_runs, plan_run
 from rltool.processes.state import is_alive, read_state
 
 
@@ -65,6 +67,21 @@ def run_to_train(
         run, why = choice.run or plan_run(None, root=root), choice.why
     check_writable(run)
     return run, why
+
+
+def train_command(file: Path) -> str:
+    """The line to paste that trains with the engines of this endpoints.json, in their run unless it was trained.
+
+    It names the run and, where the shell's environment says so, the directory of runs: another shell or a second fleet
+    must not lead it elsewhere.
+    """
+    words = ["rltool", "train", "--config", "run.toml", "--rollout-external", f"@{file}"]
+    for run in runs_of([file]):
+        if not is_trained(run):
+            words += ["--run", run.name]
+        if os.environ.get(RUNS_VARIABLE):
+            words = ["env", f"{RUNS_VARIABLE}={run.path.parent}", *words]
+    return shlex.join(words)
 
 
 def is_trained(run: RunDirectory) -> bool:
