@@ -171,7 +171,7 @@ def _count(engines: Sequence[EngineEndpoint]) -> str:
 
 
 def _probed(
-    engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]
+    engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None] = lambda _: None
 ) -> list[EngineEndpoint]:
     """The engines with their dialects, each asked; refuses those that do not answer the router's /generate."""
     silent = [engine.url for engine in engines]

@@ -51,6 +51,7 @@ from rltool.training.validate import (
     check_inputs,
     check_model,
     check_model_directory,
+    check_weights,
     needs_engines,
 )
 from rltool.training.validate_algorithm import check_algorithm
@@ -122,6 +123,7 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         check_batch_arithmetic(config)
     resume_from = _resume_point(run, resume)
     check_model(config)
+    check_weights(config)
     if replay is None:
         check_inputs(config)
     device = trainer_device(config)

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rltool.checkpoints.manifest import is_checkpoint, sizes_match
+from rltool.checkpoints.manifest import read as read_manifest
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.base import Family
+from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
@@ -163,6 +166,25 @@ def check_model(config: TrainConfig) -> None:
     if config.critic.path is not None:
         critic = check_critic(family, config.model.path, config.critic.path)
         check_layout(critic, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+
+
+def check_weights(config: TrainConfig) -> None:
+    """The weights are all there, of the names and shapes that config.json implies. Reads no tensor but a doubtful head.
+
+    What a header cannot tell (a hash, a NaN) is found where the weights are loaded.
+    """
+    for path in (config.model.path, config.model.teacher_path, config.critic.path):
+        if path is None:
+            continue
+        if is_checkpoint(path):
+            if not sizes_match(path, read_manifest(path)):
+                raise UsageError(
+                    f"{path}: files that its manifest names are missing or have another size; copy it again, or use "
+                    "another checkpoint"
+                )
+        else:
+            with HFTensors(path) as tensors:
+                check_tensors(family_for(read_hf_config(path)), tensors, path)
 
 
 def check_teacher(family: Family, model: Path, teacher: Path) -> None:
