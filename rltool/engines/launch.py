@@ -112,7 +112,7 @@ def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int],
 
     ports: one per engine. Raises UsageError as wanted_gpus and check_model do.
     """
-    check_model(config.model)
+    check_model(config.model, tp=config.tp)
     gpus = wanted_gpus(config)
     return [
         EngineLaunch(
@@ -202,7 +202,7 @@ def check_launch(config: ServeConfig, *, root: Path | None = None) -> None:
     root: where the runs are whose GPUs are taken; None: where they usually are.
     """
     check_model(config.model, tp=config.tp)
-    if "--load-format" not in config.extra_args:  # "dummy" needs no weights
+    if not any(flag.startswith("--load-format") for flag in config.extra_args):  # "dummy" needs no weights
         check_weights(config.model)
     gpus = wanted_gpus(config)
     if gpus:

@@ -222,7 +222,8 @@ def test_weights_that_are_missing_or_cut_off_are_refused_before_anything_starts(
 
 def test_other_formats_and_made_up_weights_are_the_engines_business(model, monkeypatch):
     monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
-    check_launch(config(model, device="cpu", extra_args=("--load-format", "dummy")))
+    for flags in (("--load-format", "dummy"), ("--load-format=dummy",)):
+        check_launch(config(model, device="cpu", extra_args=flags))
     (model / "pytorch_model.bin").touch()
     check_launch(config(model, device="cpu"))
 
