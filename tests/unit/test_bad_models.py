@@ -11,6 +11,8 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.hf_directory import HFTensors, NonFiniteWeights, check_finite
+from rltool.processes.run_directory import RunDirectory
+from rltool.training.session import Replay, prepare
 from rltool.training.validate import check_model, check_weights
 from tests.tiny_models import write_tiny_qwen2
 
@@ -58,6 +60,17 @@ def test_broken_weights_are_refused_before_anything_starts(model, break_it, mess
     with pytest.raises(UsageError, match=message) as error:
         check_weights(config(model))
     assert error.value.exit_code == 2
+
+
+def test_train_and_debug_look_at_the_weights_before_they_start_anything(model, tmp_path):
+    cut_off(model)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    sets = [f"model.path={model}", f'data.train=["{tmp_path}/p.jsonl"]', "algorithm.loss=sft"]
+    for replay in (None, Replay(None)):
+        with pytest.raises(UsageError, match="its header says"):
+            loaded = load_config(TrainConfig, [], sets if replay is None else sets[:1])
+            prepare(loaded, RunDirectory(tmp_path / "run"), resume=False, replay=replay)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

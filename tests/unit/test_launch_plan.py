@@ -15,13 +15,15 @@ from rltool.engines.launch import (
     engine_flags,
     engine_python,
     engine_spec,
+    launch_engines,
     parse_gpus,
     plan_launch,
     wanted_gpus,
 )
 from rltool.engines.types import EngineInfo
 from rltool.errors import RltoolError, UsageError
-from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.supervise import ProcessGroup
 
 
 @pytest.fixture
@@ -236,3 +238,14 @@ def test_heads_that_do_not_divide_over_the_gpus_are_refused(model, nested):
     with pytest.raises(UsageError, match="--tp 2: the 7 attention heads"):
         check_launch(config(model, device="cpu", tp=2))
     check_model(model, tp=7)
+
+
+def test_a_key_file_of_the_run_that_was_spoilt_is_found_before_an_engine_starts(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    served = open_run("a", create=True, root=tmp_path / "runs")
+    served.key_file.write_text("one\ntwo\n")
+    (model / "pytorch_model.bin").touch()
+    with ProcessGroup(served) as group:
+        with pytest.raises(UsageError, match="of run a has 2 lines"):
+            launch_engines(config(model, device="cpu"), group)
+        assert not group.processes

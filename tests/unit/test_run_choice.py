@@ -1,6 +1,7 @@
 """Which run `train` means: the pure rule, the facts that go into it, and what the command line prints."""
 
 import shlex
+import sys
 
 import pytest
 
@@ -151,3 +152,14 @@ def test_the_line_to_paste_says_no_more_than_is_needed(runs, monkeypatch):
     assert train_command(run.endpoints_file) == (
         f"rltool train --config run.toml --rollout-external @{run.endpoints_file} --run mine"
     )
+
+
+def test_a_run_that_cannot_be_written_is_refused_before_torch_and_ray_are_imported(runs, tmp_path, monkeypatch, capsys):
+    runs("mine")
+    (tmp_path / "runs" / "blocked").write_text("")
+    monkeypatch.setitem(sys.modules, "rltool.training.session", None)  # its import would fail
+    for verb in (["train"], ["debug", "train-only", "--fake-data"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*verb, "--set", "model.path=m", "--run", "blocked"])
+        assert ended.value.code == 2
+        assert "run blocked cannot be written" in capsys.readouterr().err
