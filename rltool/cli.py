@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from rltool import __version__
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -134,6 +134,14 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"this needs the package {error.name!r}, which is not installed here: pip install 'rltool[{extra}]'"
             ),
             1,
+        )
+    except PermissionError as error:
+        _fail(
+            UsageError(
+                f"no permission: {error.filename or error}; rltool runs here as user id {os.geteuid()}, who may not "
+                "read or write that"
+            ),
+            UsageError.exit_code,
         )
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

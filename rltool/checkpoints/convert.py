@@ -27,9 +27,10 @@ from rltool.config.parallel import ParallelLayout
 from rltool.engines.types import TensorMeta
 from rltool.engines.wire import tensor_bytes
 from rltool.errors import UsageError
-from rltool.megatron.hf_weights import HFTensors, check_tensors, weight_metadata
+from rltool.megatron.hf_weights import weight_metadata
 from rltool.megatron.runtime import Rendezvous, Runtime
 from rltool.models.base import Family
+from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.registry import family_for, read_hf_config
 
 _M_MMAP_THRESHOLD = -3

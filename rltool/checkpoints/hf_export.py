@@ -14,8 +14,8 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
-from rltool.megatron.hf_weights import INDEX, SINGLE
 from rltool.models.tensor_files import write_tensor_file
+from rltool.models.weight_files import INDEX, SINGLE
 
 if TYPE_CHECKING:
     from rltool.megatron.trainer import MegatronTrainer

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rltool.megatron.hf_weights import HFTensors
 from rltool.megatron.model import build_model, forward, global_names, rotary_positions
 from rltool.megatron.packing import pack
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import EMBEDDING, Family, Parameter
+from rltool.models.hf_directory import HFTensors
 
 Read = Callable[[Parameter], Tensor]
 """The merged tensor of a parameter."""

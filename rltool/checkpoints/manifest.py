@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from rltool.config.parallel import ParallelLayout
-from rltool.errors import RltoolError, UsageError
+from rltool.errors import UsageError
 
 FILE = "manifest.json"
 FORMAT = "rltool-torch-dist"
@@ -23,7 +23,7 @@ _THREADS = 4
 T = TypeVar("T")
 
 
-class CheckpointDamaged(RltoolError):
+class CheckpointDamaged(UsageError):
     """Files of a checkpoint are missing, or are not those that were saved. Nothing of it was loaded."""
 
 

@@ -9,9 +9,9 @@ import torch
 
 from rltool.checkpoints.logits import Read, megatron_logits, transformers_logits
 from rltool.errors import RltoolError
-from rltool.megatron.hf_weights import HFTensors, check_tensors
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import Family
+from rltool.models.hf_directory import HFTensors, check_tensors
 
 LOGIT_TOLERANCE = 1e-4
 """Largest |Megatron - transformers| logit in fp32."""

@@ -113,7 +113,6 @@ def train_only(
     from rltool.errors import UsageError
     from rltool.rollout.dump import dumped_steps
     from rltool.rollout.record import check_directory
-    from rltool.training.session import Replay, prepare
 
     if (rollouts is not None) == fake_data:
         raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
@@ -130,4 +129,7 @@ def train_only(
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     if rollouts is not None and steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
-    finish(prepare(loaded, named_run(run, resume=resume), resume=resume, replay=Replay(rollouts, record)))
+    directory = named_run(run, resume=resume)
+    from rltool.training.session import Replay, prepare  # Ray and torch: not before what is quickly found to be wrong
+
+    finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)))

@@ -14,6 +14,7 @@ from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import resolve
 from rltool.processes.hosts import is_loopback
+from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
@@ -77,7 +78,7 @@ def start(
             )
         console.print(f"router ready: {url}, {len(plan.model.engines)} worker(s), run {plan.run.name}")
         if plan.endpoints_file is not None:
-            console.print(f"rltool train --config run.toml --rollout-external @{plan.endpoints_file}", soft_wrap=True)
+            console.print(train_command(plan.endpoints_file), highlight=False, markup=False, soft_wrap=True)
         else:
             urls = ",".join(engine.url for engine in plan.model.engines)
             console.print(f"rltool train --config run.toml --rollout-external {urls} --router {url}", soft_wrap=True)

@@ -14,6 +14,7 @@ from rltool.config.loader import load_config
 from rltool.config.serve import EngineLaunch, ServeConfig
 from rltool.engines.launch import check_launch, dry_run, engine_flags, engine_spec, launch_engines, parse_gpus, role_of
 from rltool.processes.hosts import http_url, is_loopback
+from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, open_run, runs_root
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 
@@ -102,7 +103,7 @@ def serve_engines(
             where = ",".join(map(str, endpoint.gpus)) or config.device
             table.add_row(role_of(index), endpoint.url, where, str(endpoint.tp), endpoint.weight_backend)
         console.print(table)
-        console.print(f"rltool train --config run.toml --rollout-external @{directory.endpoints_file}", soft_wrap=True)
+        console.print(train_command(directory.endpoints_file), highlight=False, markup=False, soft_wrap=True)
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
     raise typer.Exit(run_in_foreground("serve-engines", directory, bring_up, detach=detach, note=console.print))

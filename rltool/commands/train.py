@@ -50,8 +50,6 @@ def train(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.engines.endpoints import files_in
-    from rltool.training.report import print_plan
-    from rltool.training.session import prepare
 
     flags = {
         **rollout_flags(rollout_external, router),
@@ -62,6 +60,10 @@ def train(
     }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     directory = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
+    # Ray and torch take seconds to import: not before what is quickly found to be wrong.
+    from rltool.training.report import print_plan
+    from rltool.training.session import prepare
+
     prepared = prepare(loaded, directory, resume=resume)
     if dry_run:
         print_plan(prepared, Console())

@@ -1,15 +1,42 @@
-"""The base of every config model: frozen, and an unknown key is an error."""
+"""The base of every config model: frozen, an unknown key is an error, and a number is a finite number."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema
+
+
+def _make_numbers_strict(schema: Any) -> None:
+    """Wherever numbers stand below a field: behind a `| None`, in a tuple, in a table."""
+    if isinstance(schema, Mapping):
+        if schema.get("type") in ("int", "float"):
+            schema["strict"] = True  # pyright: ignore[reportIndexIssue]  # a plain dict, which pydantic types as Mapping
+        for part in schema.values():
+            _make_numbers_strict(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _make_numbers_strict(part)
 
 
 class Config(BaseModel):
-    """Immutable; extra keys are refused (the loader names the nearest known one)."""
+    """Immutable; extra keys are refused (the loader names the nearest known one).
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    A number is neither text nor a bool, and neither infinite nor NaN: `steps = true` or `lr = inf` would go through
+    half of a run before something fails. An integer is accepted where a float is expected, not the other way round. A
+    field for which inf has a meaning says so with Field(allow_inf_nan=True).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     renamed: ClassVar[Mapping[str, str]] = {}
     """Dotted keys of earlier releases -> the keys that took their place; they are refused with that name."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Not ConfigDict(strict=True): paths and tuples come from TOML as text and lists, and are to be converted.
+        schema = handler(source)
+        _make_numbers_strict(handler.resolve_ref_schema(schema))
+        return schema

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rltool.errors import UsageError
 
 
-def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
+def load_callable(path: str, *, setting: str, takes: Sequence[str] = ()) -> Callable[..., Any]:
     """The callable that `package.module:attribute` names. `setting` is the configuration key that the error message
-    names.
+    names; `takes`: the positional arguments that it will be called with, by name; none: not checked.
 
     UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is
-    missing or not callable.
+    missing, not callable, or cannot be called with these arguments.
     """
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
@@ -43,4 +44,20 @@ def load_callable(path: str, *, setting: str) -> Callable[..., Any]:
         raise UsageError(f"{setting} = {path!r}: module {module_name} has no {attribute!r}{hint}")
     if not callable(found):
         raise UsageError(f"{setting} = {path!r}: expected a function, found {type(found).__name__}")
+    if takes:
+        _check_signature(found, takes, f"{setting} = {path!r}")
     return found
+
+
+def _check_signature(function: Callable[..., Any], takes: Sequence[str], what: str) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # of some functions written in C nothing is known
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise UsageError(
+            f"{what}: it is called as f({', '.join(takes)}), which {signature} does not take ({error}); see the "
+            "contract of this key in docs/extending.md"
+        ) from None

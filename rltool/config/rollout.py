@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rltool.config.base import Config
 
@@ -43,6 +43,12 @@ class EnginesConfig(Config):
     """managed and colocate: the engines to start; `--dry-run` shows the bundles that they would take."""
 
 
+def _all_or_some(top_k: int) -> int:
+    if top_k == -1 or top_k >= 1:
+        return top_k
+    raise ValueError("-1 keeps all tokens, 1 or more the most likely ones; nothing else has a meaning")
+
+
 class SamplingConfig(Config):
     """The distribution that the policy is sampled from, and how long prompts and responses may be."""
 
@@ -51,7 +57,7 @@ class SamplingConfig(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy
     training."""
-    top_k: int = -1
+    top_k: Annotated[int, AfterValidator(_all_or_some)] = -1
     """-1 keeps all tokens; else as for top_p."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""

@@ -39,7 +39,7 @@ class ServeConfig(Config):
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; None: the model's own, on a CPU under vLLM at most 2048."""
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Of the first engine; the others count up, or replicas would sample the same responses."""
     trust_remote_code: bool = False
     """Let the engine run code that comes with the model."""

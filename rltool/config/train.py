@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from rltool.config.base import Config
 from rltool.config.parallel import ParallelLayout
@@ -152,6 +152,11 @@ class OptimizerConfig(Config):
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
 
 
+def _cap_from_json(value: Any) -> Any:
+    """JSON has no infinity: AlgorithmConfig writes text."""
+    return math.inf if value == str(math.inf) else value
+
+
 class AlgorithmConfig(Config):
     """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
     init --algorithm`).
@@ -226,7 +231,7 @@ class AlgorithmConfig(Config):
     is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
     """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
     is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
-    is_cap: float = Field(default=2.0, gt=0)
+    is_cap: Annotated[float, BeforeValidator(_cap_from_json)] = Field(default=2.0, gt=0, allow_inf_nan=True)
     """Where the importance weight is truncated; inf: nowhere."""
     is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
     """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
@@ -247,7 +252,7 @@ class AlgorithmConfig(Config):
 
     @field_serializer("is_cap", when_used="json")
     def _cap_in_json(self, value: float) -> float | str:
-        # JSON has no infinity; a float field reads the text back.
+        # _cap_from_json reads the text back.
         return value if math.isfinite(value) else str(value)
 
     @property
@@ -384,7 +389,7 @@ class TrainConfig(Config):
     """Everything of one run. steps counts rollouts; optimizer_steps_per_rollout updates follow each."""
 
     model: ModelConfig
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of data order, sampling and everything random in the trainer."""
     steps: int = Field(default=100, ge=1)
     """Rollouts of the whole run."""

@@ -20,6 +20,7 @@ from rltool.config.base import Config
 from rltool.config.serve import EngineKind
 from rltool.errors import UsageError
 from rltool.processes.files import write_text_atomic
+from rltool.processes.keys import read_key
 
 EXPECTED_FORM = "expected HOST:PORT, http://HOST:PORT, [IPV6]:PORT or @FILE (an endpoints.json), separated by commas"
 
@@ -46,16 +47,10 @@ class EngineEndpoint(Config):
     """False: never synced and never STALE. `resolve` clears it where the model has update_weights = false."""
 
     def read_key(self) -> str | None:
-        """The bearer key, or None where the engine demands none. Raises UsageError where the file cannot be read."""
+        """The bearer key, or None where the engine demands none. Raises UsageError where the file holds none."""
         if self.key_file is None:
             return None
-        try:
-            key = self.key_file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"cannot read the key file of {self.url}: {error}") from error
-        if not key:
-            raise UsageError(f"the key file {self.key_file} of {self.url} is empty")
-        return key
+        return read_key(self.key_file, self.url)
 
 
 class ModelEndpoints(Config):
@@ -90,7 +85,7 @@ class Endpoints(Config):
         """Read `path`; relative key files count from its directory. Raises UsageError."""
         path = Path(path).absolute()
         try:
-            endpoints = cls.model_validate_json(path.read_text())
+            endpoints = cls.model_validate_json(path.read_bytes())
         except OSError as error:
             raise UsageError(
                 f"cannot read {path}: {error.strerror or error}; serve-engines writes this file"

@@ -16,8 +16,10 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.interpreter import check_engine_python, default_engine_python
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
+from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
 from rltool.processes.gpus import gpus_in_use, visible_gpus
 from rltool.processes.hosts import http_url
+from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import RunDirectory
@@ -25,6 +27,8 @@ from rltool.processes.spawn import ProcessSpec, RunningProcess
 from rltool.processes.supervise import ProcessGroup
 
 PROBE_SECONDS = 60.0
+WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+"""Files of weights that an engine reads."""
 """For all probes of one engine and its first generation, which compiles or warms up things."""
 
 
@@ -108,7 +112,7 @@ def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int],
 
     ports: one per engine. Raises UsageError as wanted_gpus and check_model do.
     """
-    check_model(config.model)
+    check_model(config.model, tp=config.tp)
     gpus = wanted_gpus(config)
     return [
         EngineLaunch(
@@ -135,8 +139,9 @@ def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int],
     ]
 
 
-def check_model(model: Path) -> None:
-    """Raises UsageError unless it is a Hugging Face directory: config.json with "architectures"."""
+def check_model(model: Path, *, tp: int = 1) -> None:
+    """Raises UsageError unless it is a Hugging Face directory, config.json with "architectures", whose attention heads
+    can be shared by `tp` GPUs."""
     file = model / "config.json"
     if not model.is_dir():
         raise UsageError(f"MODEL {model}: no such directory; it must be a Hugging Face model on this host's disk")
@@ -150,6 +155,22 @@ def check_model(model: Path) -> None:
         raise UsageError(f"MODEL {model}: {file} is not JSON: {error}") from error
     if not isinstance(config, dict) or not config.get("architectures"):
         raise UsageError(f'MODEL {model}: {file} names no "architectures", so no engine knows what to build from it')
+    text = config.get("text_config")  # of a model that sees pictures as well
+    heads = (text if isinstance(text, dict) else config).get("num_attention_heads")
+    if isinstance(heads, int) and heads % tp:
+        raise UsageError(f"--tp {tp}: the {heads} attention heads of {model} are no multiple of it; choose a divisor")
+
+
+def check_weights(model: Path) -> None:
+    """UsageError for a directory without weights, and for safetensors files that are missing or cut off. Engines read
+    other formats as well; what is in those is for them to judge."""
+    if (model / INDEX).exists() or (model / SINGLE).exists():
+        check_weight_files(model)
+    elif not any(found for pattern in WEIGHT_PATTERNS for found in model.glob(pattern)):
+        raise UsageError(
+            f"MODEL {model}: no weights there ({', '.join(WEIGHT_PATTERNS)}); copy them beside config.json, or let the "
+            "engine make some up: -- --load-format dummy"
+        )
 
 
 # -- starting
@@ -180,7 +201,9 @@ def check_launch(config: ServeConfig, *, root: Path | None = None) -> None:
 
     root: where the runs are whose GPUs are taken; None: where they usually are.
     """
-    check_model(config.model)
+    check_model(config.model, tp=config.tp)
+    if not any(flag.startswith("--load-format") for flag in config.extra_args):  # "dummy" needs no weights
+        check_weights(config.model)
     gpus = wanted_gpus(config)
     if gpus:
         check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use(root))
@@ -213,7 +236,7 @@ def launch_engines(
     """
     run = group.run
     check_launch(config, root=run.path.parent)
-    run.ensure_key()
+    read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
         launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
         for launch in launches:

@@ -15,6 +15,7 @@ from typing import Any, TypedDict
 from rltool.engines.sync_client import exchange
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable, RltoolError, UsageError
+from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run, runs_root
 from rltool.processes.state import ProcessState, is_alive, read_state
 
@@ -102,10 +103,7 @@ class Driver:
         raise UsageError(reason) if status == 400 else RltoolError(reason)
 
     def _key(self) -> str:
-        try:
-            return self.key_file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"cannot read the run's key file {self.key_file}: {error.strerror}") from error
+        return read_key(self.key_file, "the run")
 
 
 def driver_of(run: RunDirectory, state: ProcessState | None) -> Driver | None:

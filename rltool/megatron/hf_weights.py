@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -13,101 +11,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.engines.types import TensorMeta
-from rltool.errors import UsageError
 from rltool.megatron.model import global_names
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter, check_shape
-from rltool.models.tensor_files import TensorFile
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-class HFTensors:
-    """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        """UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
-        self._stack = ExitStack()
-        self._owner: dict[str, TensorFile] = {}
-        with self._stack:
-            for path in _weight_files(Path(directory)):
-                file = TensorFile(path)
-                self._stack.callback(file.close)
-                for name in file.names:
-                    if name in self._owner:
-                        raise UsageError(f"{directory}: tensor {name} stands in more than one file")
-                    self._owner[name] = file
-            # Open until `close`: everything is in order.
-            self._stack = self._stack.pop_all()
-
-    def __enter__(self) -> HFTensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    @property
-    def names(self) -> set[str]:
-        return set(self._owner)
-
-    def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. Raises TensorFileDamaged."""
-        return self._owner[name].read(name)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._owner[name].shape(name)
-
-    def merged(self, parameter: Parameter) -> Tensor:
-        """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
-        if parameter.merge_as != "stack":
-            return parameter.merge([self.read(name) for name, _ in parameter.hf])
-        # Block by block, so that the two largest matrices of a layer are not in memory twice.
-        merged: Tensor | None = None
-        for block, (name, shape) in enumerate(parameter.hf):
-            tensor = self.read(name)
-            check_shape(name, tuple(tensor.shape), shape)
-            merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
-            parameter.split(merged)[block].copy_(tensor)
-        assert merged is not None  # a stack has blocks
-        return merged
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    if (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text(encoding="utf-8"))
-        files = sorted({directory / name for name in index["weight_map"].values()})
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise UsageError(f"{directory / INDEX} names files that are not there: {', '.join(absent)}")
-        return files
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
-    raise UsageError(
-        f"{directory} has neither {SINGLE} nor {INDEX}; other weight formats are not read "
-        "(save the model with transformers' save_pretrained, which writes safetensors)"
-    )
-
-
-def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
-    """UsageError naming the tensors that config.json does not imply and those that are missing; ShapeMismatch."""
-    expected = {name for name, _ in family.hf_tensors()}
-    extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
-    if family.tied_embeddings and "lm_head.weight" in extra:
-        # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
-        if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):
-            raise UsageError(
-                f"{directory}: config.json ties lm_head.weight to the embedding, "
-                "but the stored lm_head.weight differs; set tie_word_embeddings to false or remove the tensor"
-            )
-        extra.discard("lm_head.weight")
-    missing = expected - tensors.names
-    for what, names in (("unknown", extra), ("missing", missing)):
-        if names:
-            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise UsageError(f"{directory}: {what} tensors for {family.architecture}: {shown}")
-    for name, shape in family.hf_tensors():
-        check_shape(name, tensors.shape(name), shape)
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
+from rltool.models.hf_directory import HFTensors, check_tensors
 
 
 @torch.no_grad()

@@ -15,9 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltool.config.parallel import ParallelLayout
 from rltool.config.train import TrainerConfig
-from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
@@ -30,29 +28,7 @@ from rltool.megatron.patches import (
 from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
 from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
-
-
-def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
-    """UsageError, naming flag and number, when this model cannot be cut that way."""
-    if family.num_experts and layout.tp > 1 and not sequence_parallel:
-        raise UsageError(
-            f"trainer.tensor_parallel = {layout.tp} of a mixture of experts needs trainer.sequence_parallel = true"
-        )
-    if layout.ep > 1 and (family.num_experts == 0 or family.num_experts % layout.ep):
-        raise UsageError(
-            f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer"
-        )
-    for what, flag, size in (
-        ("num_attention_heads", "tensor_parallel", layout.tp),
-        ("num_query_groups", "tensor_parallel", layout.tp),
-        ("ffn_hidden_size", "tensor_parallel", layout.tp),
-        ("num_layers", "pipeline_parallel", layout.pp),
-    ):
-        if family.transformer[what] % size:
-            raise UsageError(
-                f"trainer.{flag} = {size} does not divide the model's {what} = {family.transformer[what]}; "
-                f"choose a divisor of {family.transformer[what]}"
-            )
+from rltool.models.layout import check_layout
 
 
 def transformer_config(

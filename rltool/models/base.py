@@ -13,11 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rltool.errors import RltoolError
+from rltool.errors import UsageError
 from rltool.models.cost import ModelCost
 
 
-class ShapeMismatch(RltoolError):
+class ShapeMismatch(UsageError):
     """A tensor whose shape is not the one that config.json implies."""
 
 

@@ -23,6 +23,8 @@ def family_for(hf_config: dict[str, Any]) -> Family:
     """The model that this config.json describes. UsageError for an architecture or a feature that is not
     implemented."""
     architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise UsageError(f"config.json: architectures = {architectures!r}, expected a list of names")
     known = [name for name in architectures if name in _BUILDERS]
     if not known:
         found = ", ".join(architectures) or "none named"
@@ -30,7 +32,10 @@ def family_for(hf_config: dict[str, Any]) -> Family:
             f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
             f"A family is about a screen of code: {HOW_TO_ADD}, tells how to add one"
         )
-    return _BUILDERS[known[0]](hf_config)
+    try:
+        return _BUILDERS[known[0]](hf_config)
+    except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"config.json describes no {known[0]}: {type(error).__name__}: {error}") from error
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

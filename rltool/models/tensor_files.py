@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltool.errors import RltoolError
+from rltool.models.weight_files import TensorFileDamaged, read_header
 
 _DTYPES = {
     "F64": torch.float64,
@@ -26,41 +26,20 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_LARGEST_HEADER = 100_000_000
-"""The format's own limit."""
-
-
-class TensorFileDamaged(RltoolError):
-    """A safetensors file whose header or size is not what the format demands."""
 
 
 class TensorFile:
-    """A safetensors file open for reading (format: 8 bytes little-endian header length, JSON header, data)."""
+    """A safetensors file open for reading."""
 
     def __init__(self, path: Path) -> None:
         """Raises TensorFileDamaged for a file that is cut off or no safetensors file."""
         self.path = path
         self._stream: BufferedReader = path.open("rb")
         try:
-            self._entries, self._start = self._read_header()
+            self._entries, self._start = read_header(path, self._stream)
         except BaseException:
             self._stream.close()
             raise
-
-    def _read_header(self) -> tuple[dict[str, Any], int]:
-        size = self.path.stat().st_size
-        length = int.from_bytes(self._stream.read(8), "little")
-        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-            raise TensorFileDamaged(f"{self.path} is no safetensors file, or it is cut off ({size} bytes)")
-        try:
-            entries = json.loads(self._stream.read(length))
-            entries.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TensorFileDamaged(f"{self.path}: the header cannot be read: {error!r}") from error
-        if size != 8 + length + end:
-            raise TensorFileDamaged(f"{self.path} has {size} bytes, its header says {8 + length + end}; copy it again")
-        return entries, 8 + length
 
     @property
     def names(self) -> list[str]:

@@ -49,6 +49,8 @@ def follow(
     while True:
         active = go_on()
         for role, path in files.items():
+            if path.exists() and path.stat().st_size < positions[role]:
+                positions[role] = 0  # it was cut (rltool.processes.output)
             fresh = _read_from(path, positions[role])
             positions[role] += len(fresh)
             *complete, rests[role] = (rests[role] + fresh).split(b"\n")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.errors import UsageError
-from rltool.processes.run_directory import RunDirectory, list_runs, plan_run
+from rltool.processes.run_directory import RUNS_VARIABLE, RunDirectory, check_writable, list_runs, plan_run
 from rltool.processes.state import is_alive, read_state
 
 
@@ -51,14 +53,35 @@ def run_to_train(
     resumable: Callable[[RunDirectory], bool],
     root: Path | None = None,
 ) -> tuple[RunDirectory, str]:
-    """(run, why it is this one); nothing is made. `resumable`: it holds a complete checkpoint. Raises UsageError."""
+    """(run, why it is this one); nothing is made. `resumable`: it holds a complete checkpoint.
+
+    Raises UsageError, also for a run that cannot be written: it would fail after minutes of loading.
+    """
     if name is not None:
-        return plan_run(name, root=root), "named by --run"
-    choice = choose_run(
-        resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files),
-        runs=list_runs(root),
-    )  # fmt: skip
-    return choice.run or plan_run(None, root=root), choice.why
+        run, why = plan_run(name, root=root), "named by --run"
+    else:
+        choice = choose_run(
+            resume=resume, trained=is_trained, resumable=resumable, of_engines=runs_of(endpoints_files),
+            runs=list_runs(root),
+        )  # fmt: skip
+        run, why = choice.run or plan_run(None, root=root), choice.why
+    check_writable(run)
+    return run, why
+
+
+def train_command(file: Path) -> str:
+    """The line to paste that trains with the engines of this endpoints.json, in their run unless it was trained.
+
+    It names the run and, where the shell's environment says so, the directory of runs: another shell or a second fleet
+    must not lead it elsewhere.
+    """
+    words = ["rltool", "train", "--config", "run.toml", "--rollout-external", f"@{file}"]
+    for run in runs_of([file]):
+        if not is_trained(run):
+            words += ["--run", run.name]
+        if os.environ.get(RUNS_VARIABLE):
+            words = ["env", f"{RUNS_VARIABLE}={run.path.parent}", *words]
+    return shlex.join(words)
 
 
 def is_trained(run: RunDirectory) -> bool:

@@ -21,6 +21,8 @@ from rltool.processes.files import replace_symlink, write_json_atomic
 
 RUNS_VARIABLE = "RLTOOL_RUNS"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_LONGEST_NAME = 128
+"""Below what any file system takes (255 bytes), with room for what is put before and behind it in names of files."""
 _KEY_BYTES = 32
 
 
@@ -157,6 +159,29 @@ def plan_run(name: str | None, *, root: Path | None = None) -> RunDirectory:
     return RunDirectory(runs_root(root) / (name or _fresh_name()))
 
 
+def check_writable(run: RunDirectory) -> None:
+    """UsageError, naming the path and the fix, where the run's files cannot be written. Nothing is made.
+
+    Looks at what is there: the directories of the run, or the one in which they would be made. Access is asked of the
+    kernel, which knows of read-only file systems.
+    """
+    for path in (run.path, run.state_dir, run.logs_dir, run.checkpoints_dir):
+        there = path
+        while not os.path.lexists(there) and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            raise _not_writable(run, f"{there} is there, and is no directory")
+        if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+            raise _not_writable(run, f"no permission to write into {there}, or its file system is read-only")
+
+
+def _not_writable(run: RunDirectory, why: str) -> UsageError:
+    return UsageError(
+        f"run {run.name} cannot be written: {why}; choose another --run, or another directory for runs with "
+        f"{RUNS_VARIABLE}=DIRECTORY"
+    )
+
+
 def list_runs(root: Path | None = None) -> list[RunDirectory]:
     """All runs below the root, oldest first."""
     found = []
@@ -169,11 +194,15 @@ def list_runs(root: Path | None = None) -> list[RunDirectory]:
 def _check_name(name: str | None, root: Path) -> None:
     if name is not None and not _NAME.fullmatch(name):
         raise UsageError(
-            f"--run {name!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are in {root})"
+            f"--run {name[:_LONGEST_NAME]!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are "
+            f"in {root})"
         )
+    if name is not None and len(name) > _LONGEST_NAME:
+        raise UsageError(f"--run: a run's name has at most {_LONGEST_NAME} characters; this one has {len(name)}")
 
 
 def _create(path: Path) -> RunDirectory:
+    check_writable(RunDirectory(path))
     state = path / "state"
     state.mkdir(parents=True, exist_ok=True)
     # Other users share the host: who can list state/ learns argv and urls, and is next to the key.
@@ -190,7 +219,9 @@ def _identity(path: Path) -> dict[str, str]:
         return json.loads(marker.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} is not a run directory: {marker} is missing") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise UsageError(f"{marker} cannot be read: {error.strerror}; is it another user's run?") from error
+    except ValueError as error:  # not JSON, not UTF-8
         raise UsageError(f"{marker} is not JSON ({error}); move the directory away, or restore the file") from error
 
 

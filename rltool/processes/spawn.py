@@ -8,13 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from rltool.errors import RltoolError
 from rltool.processes.logs import last_lines
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts
-from rltool.processes.state import ProcessState, write_state
+from rltool.processes.state import ProcessState, boot, start_time, write_state
 
 LOG_LINES_IN_ERRORS = 20
 
@@ -99,10 +97,10 @@ def start(spec: ProcessSpec, run: RunDirectory) -> RunningProcess:
         except OSError as error:
             raise ProcessFailed(f"{spec.role} could not be started: {error.strerror}: {spec.argv[0]}") from error
         # An unreaped child keeps its pid and start time readable even if it has died at once.
-        start_time = psutil.Process(popen.pid).create_time()
         state = ProcessState(
-            role=spec.role, pid=popen.pid, start_time=start_time, argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus
-        )
+            role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(), argv=spec.argv, log=log,
+            url=spec.url, gpus=spec.gpus,
+        )  # fmt: skip
         write_state(run, state)
     return RunningProcess(state=state, popen=popen, run=run)
 

@@ -19,7 +19,7 @@ from rltool.processes.files import write_text_atomic
 from rltool.processes.run_directory import RunDirectory
 
 _START_TIME_TOLERANCE = 1.0
-"""Seconds. psutil adds start ticks to the boot time, which wanders by fractions of a second as the clock is slewed."""
+"""Seconds. The boot time that psutil reports wanders by fractions of a second as the clock is slewed."""
 
 ORDERLY_SECONDS = 300.0
 """A trainer finishes its optimizer step and writes a checkpoint of any size before it ends."""
@@ -28,13 +28,15 @@ _NOT_ROLES = ("run.json",)
 
 
 class ProcessState(BaseModel):
-    """One process. Times are seconds since the epoch."""
+    """One process. start_time: seconds between the host's boot and its start, which no change of the clock moves."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     role: str
     pid: int
     start_time: float
+    boot: str = ""
+    """Of the host, an id; empty where the system has none."""
     argv: tuple[str, ...]
     log: Path | None = None
     url: str | None = None
@@ -57,10 +59,28 @@ def is_alive(state: ProcessState) -> bool:
 def find_process(state: ProcessState) -> psutil.Process | None:
     try:
         process = psutil.Process(state.pid)
-        same = abs(process.create_time() - state.start_time) <= _START_TIME_TOLERANCE
+        same = abs(start_time(state.pid) - state.start_time) <= _START_TIME_TOLERANCE and state.boot == boot()
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+
+
+def start_time(pid: int) -> float:
+    """When this process started, in seconds since the host's boot. Raises psutil.NoSuchProcess.
+
+    Not since the epoch: when the clock is set, every process would be another one, and nothing would be found to stop.
+    """
+    # In this order: psutil adds the boot time that it read last, and keeps the sum for as long as a Process lives.
+    booted = psutil.boot_time()
+    return psutil.Process(pid).create_time() - booted
+
+
+def boot() -> str:
+    """An id of the host's boot: after another one, equal pids and start times mean nothing."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def state_of_this_process(
@@ -76,7 +96,8 @@ def state_of_this_process(
     return ProcessState(
         role=role,
         pid=pid,
-        start_time=psutil.Process(pid).create_time(),
+        start_time=start_time(pid),
+        boot=boot(),
         argv=tuple(argv),
         url=url,
         log=log,

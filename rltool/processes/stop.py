@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 from rltool.errors import RltoolError
-from rltool.processes.state import ProcessState, find_process
+from rltool.processes.state import ProcessState, find_process, start_time
 
 GRACE_SECONDS = 15.0
 """vLLM takes about 2 s to end after TERM, SGLang up to 5 s."""
@@ -75,7 +75,7 @@ def _session(state: ProcessState) -> list[psutil.Process]:
     members = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == state.pid and process.create_time() >= state.start_time - 1.0:
+            if os.getsid(process.pid) == state.pid and start_time(process.pid) >= state.start_time - 1.0:
                 members.append(process)
         except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import random
@@ -107,17 +108,36 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     # bytes, because text mode would need a decision on what a line is; in JSONL it is what ends in \n
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise UsageError(f"data file {path} cannot be read: {error.strerror}") from error
+    with file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                yield place, json.loads(line)
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from error
-            except json.JSONDecodeError as error:
-                raise UsageError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from error
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if content.strip():
+                place = f"{path}, line {number}"
+                yield place, _parse_json(content, place)
+
+
+def _parse_json(line: bytes, place: str) -> Any:
+    try:
+        # Decoded here: json would take a line with NUL bytes for UTF-16.
+        row = json.loads(line.decode("utf-8"))
+        if b"\\u" in line:  # the only way to half of a surrogate pair, at which tokenizers and writers fail
+            json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from error
+    except UnicodeEncodeError as error:
+        half = ascii(error.object[error.start])[1:-1]
+        raise UsageError(
+            f"{place}: {half} is half of a surrogate pair, which is no character; write both halves, or leave it out"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{place}: not valid JSON: {error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
+        raise UsageError(f"{place}: cannot be read as JSON: {error}") from error
+    return row
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:

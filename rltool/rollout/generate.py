@@ -11,6 +11,8 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from rltool.config.import_path import load_callable
+from rltool.config.rollout import RolloutConfig
 from rltool.engines.tasks import all_of
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, RltoolError, UsageError
@@ -46,6 +48,13 @@ GenerateFunction = Callable[[list[Sample], GenerateContext], Awaitable[None]]
 """`async def f(group: list[Sample], context: GenerateContext) -> None`: fills the samples of one prompt in place,
 through `append_response_tokens` and `append_environment_tokens`, and leaves each COMPLETED, TRUNCATED, ABORTED or
 FAILED."""
+
+
+def load_generate(config: RolloutConfig) -> GenerateFunction | None:
+    """rollout.generate_function as a function; None: the built-in generation. UsageError for what is none."""
+    if config.generate_function is None:
+        return None
+    return load_callable(config.generate_function, setting="rollout.generate_function", takes=("group", "context"))
 
 
 async def fill_group(group: list[Sample], context: GenerateContext, function: GenerateFunction | None = None) -> None:

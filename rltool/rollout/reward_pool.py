@@ -67,7 +67,7 @@ class RewardPool:
 
     def __init__(self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False) -> None:
         self._path, self._timeout, self._refuse_changes = function_path, timeout, refuse_changes
-        self._function: RewardFunction = load_callable(function_path, setting="reward.function")
+        self._function = load_reward(function_path)
         self.is_async = is_async(self._function)
         self._closed = False
         self._workers: set[_Worker] = set()
@@ -184,6 +184,11 @@ class RewardPool:
         if before != sample:
             raise ValueError(CHANGED)
         return reward
+
+
+def load_reward(path: str) -> RewardFunction:
+    """reward.function as a function; UsageError for an import path that leads nowhere, or to what is no reward."""
+    return load_callable(path, setting="reward.function", takes=("sample", "text"))
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -78,14 +78,19 @@ def describe(error: BaseException) -> str:
 
 
 def finite(value: Any) -> float:
-    """The reward as a float. Raises UsageError for an awaitable, ValueError for anything that is no finite number."""
+    """The reward as a float. Raises UsageError for an awaitable, ValueError for anything that is no finite number.
+
+    True and False are 1 and 0, and a numpy or torch scalar is what it holds; text is no number, whatever it says.
+    """
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()
         raise UsageError("the reward function returned an awaitable; declare it `async def`")
+    if isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"returned text ({value[:40]!r}), expected a number: convert it in the function")
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"returned {type(value).__name__}, expected a number") from None
     if not math.isfinite(number):
         raise ValueError(f"returned {number}, expected a finite number")

@@ -55,12 +55,14 @@ def load_filter(config: RolloutConfig) -> GroupFilter | None:
         return None
     if config.group_filter == "equal_rewards":
         return equal_rewards
-    return load_callable(config.group_filter, setting="rollout.group_filter")
+    return load_callable(config.group_filter, setting="rollout.group_filter", takes=("group",))
 
 
 def load_hook(config: RolloutConfig) -> GroupHook | None:
     """rollout.group_hook as a function."""
-    return load_callable(config.group_hook, setting="rollout.group_hook") if config.group_hook else None
+    if config.group_hook is None:
+        return None
+    return load_callable(config.group_hook, setting="rollout.group_hook", takes=("group",))
 
 
 class Scorer:

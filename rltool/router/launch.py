@@ -13,14 +13,16 @@ from pathlib import Path
 from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, files_in, resolve
 from rltool.engines.sync_client import probe, send
-from rltool.engines.types import HttpRequest
-from rltool.errors import EngineError, UsageError
+from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.errors import EngineError, EngineUnreachable, UsageError
 from rltool.processes.hosts import http_url
+from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.state import is_alive, read_state
 from rltool.processes.supervise import ProcessGroup
+from rltool.processes.waiting import waiting
 from rltool.router.workers import add_worker, wait_ready
 
 ROLE = "router"
@@ -74,17 +76,17 @@ def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run
     for file in files:
         if file is None:
             continue
-        try:
-            found = file.read_text().strip()
-        except OSError as error:
-            raise UsageError(f"cannot read the key file {file}: {error.strerror}") from error
+        found = read_key(file, "the router or its engines")
         if key is not None and found != key:
             raise UsageError(
                 f"{chosen} and {file} hold different keys; a router passes its clients' key on to all engines, so they "
                 "must share one"
             )
         chosen, key = chosen or file, found
-    return (chosen or run.ensure_key()).absolute()
+    if chosen is None:
+        chosen = run.ensure_key()
+        read_key(chosen, f"run {run.name}")
+    return chosen.absolute()
 
 
 def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_file: Path) -> tuple[str, ...]:
@@ -117,7 +119,7 @@ def start_router(
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
-    engines = _probed(model.engines, config.ready_timeout)
+    engines = _probed(model.engines, config.ready_timeout, report)
     key_file = router_key_file(config, engines, group.run)
     with reserved_ports(1, host=config.host, first=config.port) as main, reserved_ports(1) as metrics:
         argv = router_argv(config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file)
@@ -126,7 +128,8 @@ def start_router(
         metrics.release()
         process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
     router = EngineEndpoint(url=url, dialect="sglang", key_file=key_file)
-    _register(process, router, engines, config.ready_timeout, report)
+    with waiting(f"registering {_count(engines)} (--ready-timeout = {config.ready_timeout:g} s)", report):
+        _register(process, router, engines, config.ready_timeout, report)
     if endpoints_file is not None:
         set_data_url(endpoints_file, model, url)
     return url
@@ -163,10 +166,32 @@ def running_router(run: RunDirectory) -> EngineEndpoint:
     return EngineEndpoint(url=state.url, dialect="sglang", key_file=key_file)
 
 
-def _probed(engines: Sequence[EngineEndpoint], timeout: float) -> list[EngineEndpoint]:
+def _count(engines: Sequence[EngineEndpoint]) -> str:
+    return "1 engine" if len(engines) == 1 else f"{len(engines)} engines"
+
+
+def _probed(
+    engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None] = lambda _: None
+) -> list[EngineEndpoint]:
     """The engines with their dialects, each asked; refuses those that do not answer the router's /generate."""
-    with ThreadPoolExecutor(_PROBES_SIDE_BY_SIDE) as pool:
-        infos = list(pool.map(lambda engine: probe(engine, timeout=timeout), engines))
+    silent = [engine.url for engine in engines]
+
+    def ask(engine: EngineEndpoint) -> EngineInfo:
+        try:
+            info = probe(engine, timeout=timeout)
+        except EngineUnreachable as error:
+            raise error.with_context(
+                after=". An engine has --ready-timeout to say what it is; is this the address of one (`rltool status`)?"
+            ) from error
+        silent.remove(engine.url)
+        return info
+
+    what = f"asking {_count(engines)} for model and version (--ready-timeout = {timeout:g} s)"
+    with (
+        waiting(what, report, still=lambda: f"no answer from {', '.join(silent)}"),
+        ThreadPoolExecutor(_PROBES_SIDE_BY_SIDE) as pool,
+    ):
+        infos = list(pool.map(ask, engines))
     for engine, info in zip(engines, infos, strict=True):
         if info.dialect == "vllm" and not info.plugin:
             raise UsageError(

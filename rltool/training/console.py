@@ -17,6 +17,10 @@ class LoggedConsole(Console):
         super().__init__(file=screen.file, width=screen.width, force_terminal=screen.is_terminal)
         self._log = Console(file=log.open("a", encoding="utf-8"), width=LOG_WIDTH, no_color=True)
 
+    def say(self, line: str) -> None:
+        """A line of plain text, as it is: paths and brackets survive copying."""
+        self.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
         self._log.print(*objects, **options)

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Transport
@@ -33,7 +32,7 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
 from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
+from rltool.rollout.generate import GenerateContext, fill_group, load_generate
 from rltool.rollout.groups import Group
 from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.scoring import Scorer, load_filter, load_hook
@@ -140,9 +139,7 @@ class RolloutService:
         self.tokenizer: Tokenizer = load_tokenizer(
             config.model.path, stop_token_ids=sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code
         )
-        self._function: GenerateFunction | None = None
-        if rollout.generate_function is not None:
-            self._function = load_callable(rollout.generate_function, setting="rollout.generate_function")
+        self._function = load_generate(rollout)
 
         def load(paths: tuple[Path, ...], limit: int | None = None) -> PromptSet:
             return load_prompts(

@@ -28,6 +28,7 @@ from aiohttp import web
 from rltool.engines.endpoints import parse_address
 from rltool.engines.run_client import CHANGE_SECONDS, READ_SECONDS, EngineStatus, RunStatus
 from rltool.errors import EngineConflict, RltoolError, UnknownEngine, UsageError
+from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, write_state
 
@@ -79,7 +80,7 @@ def run_server(
     run: RunDirectory, state: ProcessState, control: RunControl, *, deadlines: Deadlines | None = None
 ) -> Iterator[str]:
     """Serve `control` while the block runs; yields the URL, which the state file of this process names meanwhile."""
-    server = RunServer(control, run.ensure_key().read_text().strip(), deadlines=deadlines)
+    server = RunServer(control, read_key(run.ensure_key(), f"run {run.name}"), deadlines=deadlines)
     server.start()
     try:
         _set_url(run, state, server.url)

@@ -21,6 +21,7 @@ from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
+from rltool.processes.waiting import waiting
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
@@ -50,6 +51,7 @@ from rltool.training.validate import (
     check_inputs,
     check_model,
     check_model_directory,
+    check_weights,
     needs_engines,
 )
 from rltool.training.validate_algorithm import check_algorithm
@@ -121,6 +123,7 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         check_batch_arithmetic(config)
     resume_from = _resume_point(run, resume)
     check_model(config)
+    check_weights(config)
     if replay is None:
         check_inputs(config)
     device = trainer_device(config)
@@ -172,20 +175,29 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
             console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
-        with console.status("starting Ray and the trainer"):
+        with waiting("starting Ray", console.say):
             stack.enter_context(ray_cluster(config.ray, prepared.plan))
-            stop.arm()
+        stop.arm()
+        with waiting(f"placing the ranks (deadlines.placement = {config.deadlines.placement:g} s)", console.say):
             group = stack.enter_context(placed(prepared.plan, config.deadlines.placement))
-            trainer = TrainerGroup(config, prepared.plan, group, log_dir)
+        trainer = TrainerGroup(config, prepared.plan, group, log_dir)
+        ranks = f"{config.trainer.world_size} rank{'s' if config.trainer.world_size > 1 else ''}"
+        with waiting(
+            f"building the model on {ranks} (trainer.rendezvous_timeout = {config.trainer.rendezvous_timeout:g} s)",
+            console.say,
+        ):
             trainer.start(config.policy_optimizer_steps)
-            stack.push(_closing(trainer))
-            console.print(
-                f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}", highlight=False, soft_wrap=True
-            )
+        stack.push(_closing(trainer))
+        console.say(f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}")
+        from_where = prepared.resume_from or config.model.path
+        with waiting(
+            f"loading {from_where} (deadlines.trainer_call = {config.deadlines.trainer_call:g} s)", console.say
+        ):
             loaded = _load(prepared, run, trainer, attempt_of(log))
         progress, lineage = loaded.progress, loaded.lineage
-        engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
-        source = _source(prepared, engines)
+        with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.say):
+            engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
+            source = _source(prepared, engines)
         if isinstance(source, SupervisedData):
             console.print(source.summary, highlight=False, soft_wrap=True)
         if engines is not None:

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rltool.config.import_path import load_callable
+from rltool.checkpoints.manifest import is_checkpoint, sizes_match
+from rltool.checkpoints.manifest import read as read_manifest
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.base import Family
+from rltool.models.hf_directory import HFTensors, check_tensors
+from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
+from rltool.rollout.generate import load_generate
+from rltool.rollout.reward_pool import load_reward
+from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.placement import plan_placement
 from rltool.training.validate_algorithm import check_algorithm
@@ -150,13 +156,35 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
 
 
 def check_model(config: TrainConfig) -> None:
-    """The model is there, and the trainer can build it: an unknown architecture is refused by name."""
+    """The model is there, and the trainer can build it and cut it: an unknown architecture is refused by name."""
     check_model_directory(config.model.path)
+    trainer = config.trainer
     family = family_for(read_hf_config(config.model.path))
+    check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
-        check_critic(family, config.model.path, config.critic.path)
+        critic = check_critic(family, config.model.path, config.critic.path)
+        check_layout(critic, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+
+
+def check_weights(config: TrainConfig) -> None:
+    """The weights are all there, of the names and shapes that config.json implies. Reads no tensor but a doubtful head.
+
+    What a header cannot tell (a hash, a NaN) is found where the weights are loaded.
+    """
+    for path in (config.model.path, config.model.teacher_path, config.critic.path):
+        if path is None:
+            continue
+        if is_checkpoint(path):
+            if not sizes_match(path, read_manifest(path)):
+                raise UsageError(
+                    f"{path}: files that its manifest names are missing or have another size; copy it again, or use "
+                    "another checkpoint"
+                )
+        else:
+            with HFTensors(path) as tensors:
+                check_tensors(family_for(read_hf_config(path)), tensors, path)
 
 
 def check_teacher(family: Family, model: Path, teacher: Path) -> None:
@@ -171,15 +199,16 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
         )
 
 
-def check_critic(family: Family, model: Path, critic: Path) -> None:
+def check_critic(family: Family, model: Path, critic: Path) -> Family:
     """The critic reads the tokens that the policy writes. Architecture and size are its own."""
     check_model_directory(critic, setting="critic.path")
-    theirs = family_for(read_hf_config(critic)).vocab_size
-    if theirs != family.vocab_size:
+    theirs = family_for(read_hf_config(critic))
+    if theirs.vocab_size != family.vocab_size:
         raise UsageError(
-            f"critic.path: {critic} has a vocabulary of {theirs} tokens, model.path ({model}) one of "
+            f"critic.path: {critic} has a vocabulary of {theirs.vocab_size} tokens, model.path ({model}) one of "
             f"{family.vocab_size}; the critic reads the policy's tokens, so it must be of the same tokenizer"
         )
+    return theirs
 
 
 def check_model_directory(model: Path, *, setting: str = "model.path") -> None:
@@ -208,7 +237,7 @@ def check_files(config: TrainConfig) -> None:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Read all data and import the reward here, where nothing has been started: a broken line is named by file and
+    """Read all data and import all functions here, where nothing has been started: a broken line is named by file and
     number.
 
     The process that generates does the same again; what it finds later than this is a file that changed.
@@ -221,6 +250,7 @@ def check_inputs(config: TrainConfig) -> None:
     for path in (*config.data.train, *config.eval.sets.values()):
         load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
     if config.algorithm.loss == "policy" or config.eval.sets:
-        load_callable(config.reward.function, setting="reward.function")
-        if config.rollout.generate_function is not None:
-            load_callable(config.rollout.generate_function, setting="rollout.generate_function")
+        load_reward(config.reward.function)
+        load_generate(config.rollout)
+        load_filter(config.rollout)
+        load_hook(config.rollout)

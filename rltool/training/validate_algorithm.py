@@ -135,9 +135,9 @@ def _check_policy(config: TrainConfig) -> None:
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
     _check_mask_of_stale_tokens(config)
-    for name in ("advantage", "objective"):
+    for name, takes in (("advantage", ("batch", "algorithm")), ("objective", ("logprobs", "tokens", "algorithm"))):
         if ":" in getattr(algorithm, name):
-            load_callable(getattr(algorithm, name), setting=f"algorithm.{name}")
+            load_callable(getattr(algorithm, name), setting=f"algorithm.{name}", takes=takes)
 
 
 def _check_mask_of_stale_tokens(config: TrainConfig) -> None:

@@ -82,6 +82,14 @@ class ValueCheck:
         failed = {}
         for i, url in enumerate(urls):
             part = slice(ends[i] - int(batch.lengths[i]), ends[i])
+            response = trainer_logprobs[part][batch.loss_mask[part] > 0]
+            unusable = int((~torch.isfinite(response)).sum())
+            if unusable:
+                failed[url] = (
+                    f"cannot be checked: {unusable} of the trainer's own {len(response)} log-probabilities are not "
+                    "finite, so its weights hold NaN or infinities"
+                )
+                continue
             found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
             if not found.abs_mean <= self.tolerance:
                 failed[url] = (

@@ -191,6 +191,21 @@ def test_a_worker_that_never_answers_is_an_error_with_a_deadline_and_does_not_bl
         call(remove_worker, router, worker.url)
 
 
+def test_a_server_that_is_silent_is_named_with_the_deadline_before_and_after_the_wait(run):
+    lines = []
+    with socket.create_server(("127.0.0.1", 0)) as silent, ProcessGroup(run) as group:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(EngineUnreachable, match=rf"{url}.*: no answer within .*--ready-timeout"):
+            start_router(
+                RouterConfig(ready_timeout=0.3),
+                ModelEndpoints(engines=(EngineEndpoint(url=url, key_file=run.key_file),)),
+                group,
+                report=lines.append,
+            )
+        assert not group.processes
+    assert lines == ["asking 1 engine for model and version (--ready-timeout = 0.3 s)"]
+
+
 def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
     """With the default policy and token ids: it must not send everything to one worker."""
     worker.delay = other.delay = 0.2

@@ -65,6 +65,18 @@ def test_wrong_value_in_what_was_written_is_caught(tmp_path, kind, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+def test_weights_that_are_not_finite_are_named_as_wrong_usage_and_nothing_is_left(tmp_path):
+    original = save_hf(tmp_path / "hf", "qwen2", tied=False)
+    tensors = load_file(original / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name][0, :3] = float("nan")
+    save_file(tensors, original / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=f"{name} holds 3 NaN and 0 infinite values") as error:
+        hf_to_torch_dist(original, tmp_path / "out")
+    assert error.value.exit_code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
 def test_sharded_source_and_sharded_target(tmp_path, source):
     original = save_hf(tmp_path / "hf", "qwen2", tied=False, max_shard_size="100KB")
     assert len(list(original.glob("*.safetensors"))) > 2

@@ -11,7 +11,7 @@ from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
-from rltool.megatron.model import check_layout
+from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,

@@ -134,3 +134,12 @@ def test_main_is_what_python_dash_m_runs():
     assert importlib.util.find_spec("rltool.__main__") is not None
     done = subprocess.run([sys.executable, "-m", "rltool", "--version"], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip()
+
+
+def test_a_file_that_this_user_may_not_read_is_one_line_and_wrong_usage(monkeypatch, capsys):
+    def refuse(**_):
+        raise PermissionError(13, "Permission denied", "/secret/config.json")
+
+    monkeypatch.setattr("rltool.cli.app", refuse)
+    code, output = run_main([], capsys)
+    assert code == 2 and "no permission: /secret/config.json" in output and "Traceback" not in output

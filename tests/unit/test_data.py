@@ -97,6 +97,13 @@ BROKEN = [
     ({"prompt": "a", "label": ["x"]}, "'label' must be text or a number, found list"),
     ({"prompt": "a", "label": True}, "'label' must be text or a number, found bool"),
     ({"prompt": "a", "metadata": 3}, "'metadata' must be an object"),
+    (r'{"prompt": "a\ud800b"}', r"\ud800 is half of a surrogate pair"),
+    (r'{"prompt": "a", "label": "\uDC01"}', r"\udc01 is half of a surrogate pair"),
+    (r'{"prompt": "a", "metadata": {"deep": ["\ud83d"]}}', r"\ud83d is half of a surrogate pair"),
+    ('{"prompt": "a\0"}', "not valid JSON"),
+    ("\0" * 16, "not valid JSON"),
+    ('{"prompt": ' + "9" * 5000 + "}", "cannot be read as JSON"),
+    ("[" * 100_000, "cannot be read as JSON"),
 ]
 
 
@@ -106,6 +113,24 @@ def test_a_broken_line_is_named_by_file_and_number(tmp_path, row, message):
     with pytest.raises(UsageError) as caught:
         load(path)
     assert str(caught.value).startswith(f"{path}, line 3: {message}")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_the_data(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert [prompt.text for prompt in load(path).prompts] == ["a", "b"]
+
+
+def test_an_escaped_surrogate_pair_is_a_character(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", r'{"prompt": "\ud83d\ude42"}')
+    assert load(path).prompts[0].text == "\N{SLIGHTLY SMILING FACE}"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b"\n\r\n"])
+def test_a_file_without_rows_is_refused(tmp_path, content):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UsageError, match=r"the data set is empty \(.*a\.jsonl\): no rows"):
+        load(tmp_path / "a.jsonl")
 
 
 def test_bytes_that_are_not_utf8_are_named(tmp_path):

@@ -210,3 +210,34 @@ def test_a_key_that_cannot_be_read_or_is_empty_names_its_file(tmp_path):
     (tmp_path / "key").write_text("\n")
     with pytest.raises(UsageError, match="is empty"):
         engine.read_key()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"one\ntwo\n", "has 2 lines"),
+        (b"one\x85two", "is not text"),
+        ("one\u2028two".encode(), "has 2 lines"),
+        (b"\xff\xfe", "is not text"),
+        (b"two words", "one word of printable ASCII"),
+        ("schl\u00fcssel".encode(), "one word of printable ASCII"),
+        (b"a\0b", "one word of printable ASCII"),
+    ],
+)
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(tmp_path, content, message):
+    (tmp_path / "key").write_bytes(content)
+    with pytest.raises(UsageError, match=message) as error:
+        EngineEndpoint(url="http://a:1", key_file=tmp_path / "key").read_key()
+    assert str(tmp_path / "key") in str(error.value) and "http://a:1" in str(error.value)
+    assert "two" not in str(error.value)
+
+
+def test_a_key_may_end_in_a_line_end(tmp_path):
+    (tmp_path / "key").write_bytes(b"  sEcReT-1_2.3\r\n")
+    assert EngineEndpoint(url="http://a:1", key_file=tmp_path / "key").read_key() == "sEcReT-1_2.3"
+
+
+def test_an_endpoints_file_that_is_not_utf8_is_refused(tmp_path):
+    (tmp_path / "endpoints.json").write_bytes(b'{"models": "\xff"}')
+    with pytest.raises(UsageError, match="is not an endpoints file"):
+        Endpoints.load(tmp_path / "endpoints.json")

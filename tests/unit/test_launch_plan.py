@@ -9,18 +9,21 @@ from rltool.engines.interpreter import check_engine_python
 from rltool.engines.launch import (
     check_gpus,
     check_identity,
+    check_launch,
     check_model,
     dry_run,
     engine_flags,
     engine_python,
     engine_spec,
+    launch_engines,
     parse_gpus,
     plan_launch,
     wanted_gpus,
 )
 from rltool.engines.types import EngineInfo
 from rltool.errors import RltoolError, UsageError
-from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.supervise import ProcessGroup
 
 
 @pytest.fixture
@@ -200,3 +203,49 @@ def test_an_interpreter_with_another_rltool_is_refused_for_vllm_only(tmp_path):
     with pytest.raises(UsageError, match=r"rltool 0\.0\.1"):
         check_engine_python(answering, "vllm")
     check_engine_python(answering, "sglang")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no weights there"),
+        ({"model.safetensors": b""}, "model.safetensors is no safetensors file, or it is cut off"),
+        ({"model.safetensors": b"\x02\0\0\0\0\0\0\0{}tail"}, "has 14 bytes, its header says 10"),
+        ({"model.safetensors.index.json": b"{"}, "is no index of safetensors files"),
+        ({"model.safetensors.index.json": b'{"weight_map": {"a": "x.safetensors"}}'}, "not there: x.safetensors"),
+    ],
+)
+def test_weights_that_are_missing_or_cut_off_are_refused_before_anything_starts(model, files, message):
+    for name, content in files.items():
+        (model / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        check_launch(config(model, device="cpu"))
+
+
+def test_other_formats_and_made_up_weights_are_the_engines_business(model, monkeypatch):
+    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    for flags in (("--load-format", "dummy"), ("--load-format=dummy",)):
+        check_launch(config(model, device="cpu", extra_args=flags))
+    (model / "pytorch_model.bin").touch()
+    check_launch(config(model, device="cpu"))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_heads_that_do_not_divide_over_the_gpus_are_refused(model, nested):
+    text = {"num_attention_heads": 7}
+    described = {"architectures": ["X"], **({"text_config": text} if nested else text)}
+    (model / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UsageError, match="--tp 2: the 7 attention heads"):
+        check_launch(config(model, device="cpu", tp=2))
+    check_model(model, tp=7)
+
+
+def test_a_key_file_of_the_run_that_was_spoilt_is_found_before_an_engine_starts(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    served = open_run("a", create=True, root=tmp_path / "runs")
+    served.key_file.write_text("one\ntwo\n")
+    (model / "pytorch_model.bin").touch()
+    with ProcessGroup(served) as group:
+        with pytest.raises(UsageError, match="of run a has 2 lines"):
+            launch_engines(config(model, device="cpu"), group)
+        assert not group.processes

@@ -36,3 +36,12 @@ def test_follow_yields_whole_lines_of_every_file_with_their_role(tmp_path):
     rounds = iter([True, True, True, False])
     got = list(follow({"a": a, "b": b}, lines=1, sleep=lambda _: next(steps)(), go_on=lambda: next(rounds)))
     assert got == [("a", "old"), ("a", "first half second half"), ("b", "born late"), ("b", "cut off")]
+
+
+def test_follow_goes_on_at_the_beginning_of_a_log_that_was_cut(tmp_path):
+    log = tmp_path / "a"
+    log.write_text("a long line that was there before\n")
+    steps = iter([lambda: log.write_text("cut\n"), lambda: log.open("a").write("on\n")])
+    rounds = iter([True, True, False])
+    got = list(follow({"a": log}, sleep=lambda _: next(steps)(), go_on=lambda: next(rounds)))
+    assert got == [("a", "cut"), ("a", "on")]

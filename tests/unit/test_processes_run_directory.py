@@ -1,11 +1,17 @@
 import json
+import os
 import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
-from rltool.processes.run_directory import attempt_of, list_runs, open_run, runs_root
+from rltool.processes.run_choice import run_to_train
+from rltool.processes.run_directory import attempt_of, check_writable, list_runs, open_run, plan_run, runs_root
 
 
 def test_named_run_is_made_once_and_keeps_its_identity(tmp_path):
@@ -102,3 +108,62 @@ def test_a_failed_atomic_write_keeps_the_old_file(tmp_path):
         write_json_atomic(target, {"a": object()})
     assert json.loads(target.read_text()) == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_name_that_no_file_system_takes_is_refused_in_one_line(tmp_path):
+    assert plan_run("a" * 128, root=tmp_path).name == "a" * 128
+    for name in ("a" * 129, "a" * 300, "/" * 300):
+        with pytest.raises(UsageError) as error:
+            plan_run(name, root=tmp_path)
+        assert len(str(error.value)) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("blocked", ["runs", "runs/a", "runs/a/state", "runs/a/logs", "runs/a/checkpoints"])
+def test_a_file_where_a_directory_of_the_run_belongs_is_found_before_anything_is_loaded(tmp_path, blocked):
+    (tmp_path / blocked).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / blocked).write_text("")
+    with pytest.raises(UsageError, match=rf"run a cannot be written: .*{blocked} is there, and is no directory"):
+        run_to_train("a", resume=False, endpoints_files=[], resumable=lambda run: False, root=tmp_path / "runs")
+    assert (tmp_path / blocked).read_text() == ""
+
+
+def test_a_run_that_is_there_and_one_that_is_not_are_writable(tmp_path):
+    check_writable(plan_run("new", root=tmp_path / "deep" / "runs"))
+    run = open_run("a", create=True, root=tmp_path)
+    run.new_log("train")
+    check_writable(run)
+    assert not (tmp_path / "deep").exists()
+
+
+AS_SOMEBODY_ELSE = """
+import os, sys
+from pathlib import Path
+from rltool.errors import UsageError
+from rltool.processes.run_directory import check_writable, open_run, plan_run
+if os.geteuid() == 0:
+    os.setegid(65534)
+    os.seteuid(65534)  # nobody: permissions do not bind root
+for attempt in (lambda: check_writable(plan_run("a", root=Path(sys.argv[1]))),
+                lambda: open_run("a", create=True, root=Path(sys.argv[1]))):
+    try:
+        attempt()
+    except UsageError as error:
+        print(error)
+"""
+
+
+def test_a_directory_without_permission_is_found_before_anything_is_loaded():
+    with tempfile.TemporaryDirectory() as directory:
+        runs = Path(directory) / "runs"
+        runs.mkdir()
+        Path(directory).chmod(0o755)
+        runs.chmod(0o555)
+        done = subprocess.run(
+            [sys.executable, "-c", AS_SOMEBODY_ELSE, str(runs)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == 2 * [
+            f"run a cannot be written: no permission to write into {runs}, or its file system is read-only; choose "
+            "another --run, or another directory for runs with RLTOOL_RUNS=DIRECTORY"
+        ]
+        assert not os.listdir(runs)

@@ -3,10 +3,14 @@
 import pytest
 
 from rltool.config.import_path import load_callable
+from rltool.config.rollout import RolloutConfig
 from rltool.errors import UsageError
 from rltool.rollout.contracts import ContractViolation, check_generate_function, check_reward_function
+from rltool.rollout.generate import load_generate
+from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.rewards import exact_match, final_answer, math_answer, reasoning_gym_score
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.scoring import load_filter, load_hook
 
 
 def sample(index=0, label="nus", **fields):
@@ -88,6 +92,26 @@ def test_a_module_that_fails_while_imported_is_a_usage_error(tmp_path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UsageError, match="ZeroDivisionError"):
         load_callable("broken_reward_module:f", setting="reward.function")
+
+
+@pytest.mark.parametrize("path", ["os:getcwd", "rltool.rollout.rewards:final_answer", "json:dumps"])
+def test_a_function_that_cannot_be_called_as_a_reward_is_refused_with_its_signature(path):
+    with pytest.raises(UsageError, match=r"reward\.function = .*called as f\(sample, text\), which \(.* does not take"):
+        load_reward(path)
+
+
+@pytest.mark.parametrize("path", ["rltool.rollout.rewards:exact_match", "tests.unit.reward_functions:judge"])
+def test_a_plain_function_and_a_callable_object_are_rewards(path):
+    assert callable(load_reward(path))
+
+
+@pytest.mark.parametrize(
+    ("load", "key"),
+    [(load_filter, "group_filter"), (load_hook, "group_hook"), (load_generate, "generate_function")],
+)
+def test_the_other_functions_of_a_rollout_are_refused_by_their_signature_as_well(load, key):
+    with pytest.raises(UsageError, match=rf"rollout\.{key} = 'os:getcwd': it is called as f\(group"):
+        load(RolloutConfig.model_validate({key: "os:getcwd"}))
 
 
 def test_shipped_rewards_and_generation_keep_their_contracts():

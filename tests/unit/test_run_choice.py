@@ -1,10 +1,13 @@
 """Which run `train` means: the pure rule, the facts that go into it, and what the command line prints."""
 
+import shlex
+import sys
+
 import pytest
 
 from rltool.cli import main
 from rltool.errors import UsageError
-from rltool.processes.run_choice import choose_run, is_trained, run_to_train, runs_of
+from rltool.processes.run_choice import choose_run, is_trained, run_to_train, runs_of, train_command
 from rltool.processes.run_directory import list_runs, open_run
 from rltool.processes.state import state_of_this_process, write_state
 
@@ -125,3 +128,38 @@ def test_status_and_stop_name_the_run_that_they_mean(runs, capsys, words):
         main(words)
     output = capsys.readouterr().out.replace("\n", "")
     assert f"run newest: {newest.path}" in output
+
+
+def test_the_line_to_paste_leads_to_the_run_of_its_own_fleet_from_any_shell(runs, tmp_path):
+    for fleet in (runs("first"), runs("second")):
+        env, root, *words = shlex.split(train_command(fleet.endpoints_file))
+        assert (env, root) == ("env", f"RLTOOL_RUNS={tmp_path / 'runs'}")
+        assert words[-2:] == ["--run", fleet.name] and f"@{fleet.endpoints_file}" in words
+        found, _ = run_to_train(words[-1], resume=False, endpoints_files=[], resumable=has_checkpoint)
+        assert found == fleet
+
+
+def test_the_line_to_paste_names_no_run_where_another_training_would_be_refused(runs, tmp_path):
+    trained, file = runs("mine", trained=True), tmp_path / "endpoints.json"
+    file.write_text(trained.endpoints_file.read_text())
+    for endpoints in (trained.endpoints_file, file):
+        assert "--run" not in train_command(endpoints).split()
+
+
+def test_the_line_to_paste_says_no_more_than_is_needed(runs, monkeypatch):
+    run = runs("mine")
+    monkeypatch.delenv("RLTOOL_RUNS")
+    assert train_command(run.endpoints_file) == (
+        f"rltool train --config run.toml --rollout-external @{run.endpoints_file} --run mine"
+    )
+
+
+def test_a_run_that_cannot_be_written_is_refused_before_torch_and_ray_are_imported(runs, tmp_path, monkeypatch, capsys):
+    runs("mine")
+    (tmp_path / "runs" / "blocked").write_text("")
+    monkeypatch.setitem(sys.modules, "rltool.training.session", None)  # its import would fail
+    for verb in (["train"], ["debug", "train-only", "--fake-data"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*verb, "--set", "model.path=m", "--run", "blocked"])
+        assert ended.value.code == 2
+        assert "run blocked cannot be written" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""The weights of a Hugging Face directory: every tensor by its name, and whether they are those of its config.json."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rltool.errors import UsageError
+from rltool.models.base import Family, Parameter, check_shape
+from rltool.models.tensor_files import TensorFile
+from rltool.models.weight_files import weight_files
+
+
+class NonFiniteWeights(UsageError):
+    """A tensor of a model holds NaN or infinities: nothing can be computed with it."""
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises NonFiniteWeights, with how many values of which kind."""
+    # One pass without a copy: a sum is finite where no value is not, unless it overflows; then the values are counted.
+    if not tensor.is_floating_point() or torch.isfinite(tensor.sum(dtype=torch.float32)):
+        return
+    nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+    if nan or infinite:
+        raise NonFiniteWeights(
+            f"{name} holds {nan} NaN and {infinite} infinite values of {tensor.numel()}: the file is damaged, or it "
+            "was saved by a training that had diverged; use another one"
+        )
+
+
+class HFTensors:
+    """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        """UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
+        self._stack = ExitStack()
+        self._owner: dict[str, TensorFile] = {}
+        with self._stack:
+            for path in weight_files(Path(directory)):
+                file = TensorFile(path)
+                self._stack.callback(file.close)
+                for name in file.names:
+                    if name in self._owner:
+                        raise UsageError(f"{directory}: tensor {name} stands in more than one file")
+                    self._owner[name] = file
+            # Open until `close`: everything is in order.
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> HFTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._owner)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, in memory of its own. Raises TensorFileDamaged, NonFiniteWeights."""
+        file = self._owner[name]
+        tensor = file.read(name)
+        check_finite(f"{file.path}: {name}", tensor)
+        return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._owner[name].shape(name)
+
+    def merged(self, parameter: Parameter) -> Tensor:
+        """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
+        if parameter.merge_as != "stack":
+            return parameter.merge([self.read(name) for name, _ in parameter.hf])
+        # Block by block, so that the two largest matrices of a layer are not in memory twice.
+        merged: Tensor | None = None
+        for block, (name, shape) in enumerate(parameter.hf):
+            tensor = self.read(name)
+            check_shape(name, tuple(tensor.shape), shape)
+            merged = torch.empty(parameter.merged_shape, dtype=tensor.dtype) if merged is None else merged
+            parameter.split(merged)[block].copy_(tensor)
+        assert merged is not None  # a stack has blocks
+        return merged
+
+
+def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
+    """UsageError naming the tensors that config.json does not imply and those that are missing; ShapeMismatch."""
+    expected = {name for name, _ in family.hf_tensors()}
+    extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
+    if family.tied_embeddings and "lm_head.weight" in extra:
+        # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
+        if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):
+            raise UsageError(
+                f"{directory}: config.json ties lm_head.weight to the embedding, "
+                "but the stored lm_head.weight differs; set tie_word_embeddings to false or remove the tensor"
+            )
+        extra.discard("lm_head.weight")
+    missing = expected - tensors.names
+    for what, names in (("unknown", extra), ("missing", missing)):
+        if names:
+            shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            raise UsageError(f"{directory}: {what} tensors for {family.architecture}: {shown}")
+    for name, shape in family.hf_tensors():
+        check_shape(name, tensors.shape(name), shape)

@@ -1,0 +1,33 @@
+"""Reading a bearer key from its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rltool.errors import UsageError
+
+
+def read_key(file: Path, whose: str) -> str:
+    """The key in `file`, without white space around it; `whose`: for the error message, such as a URL.
+
+    Raises UsageError for a file that cannot be read or that holds anything but one word of printable ASCII: a key
+    travels in a header of HTTP, which ends at a line's end. The message never quotes the content.
+    """
+    name = f"the key file {file} of {whose}"
+    try:
+        key = file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UsageError(f"cannot read {name}: {error.strerror or error}") from error
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is not text (UTF-8): write the key alone into it, on one line") from None
+    if not key:
+        raise UsageError(f"{name} is empty")
+    lines = len(key.splitlines())
+    if lines > 1:
+        raise UsageError(f"{name} has {lines} lines: write the key alone into it, on one line")
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise UsageError(
+            f"{name} holds a space or a character that a header of HTTP cannot carry: a key is one word of printable "
+            "ASCII"
+        )
+    return key

@@ -1,0 +1,44 @@
+"""Lines about a wait that takes long, on a terminal and in a log alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+PROGRESS_SECONDS = 15.0
+
+
+def _nothing() -> str:
+    return ""
+
+
+@contextmanager
+def waiting(
+    what: str,
+    say: Callable[[str], None],
+    *,
+    still: Callable[[], str] = _nothing,
+    every: float = PROGRESS_SECONDS,
+) -> Iterator[None]:
+    """Say `what` is being done, and every so many seconds that it still is, until the block ends.
+
+    what: names the deadline, where there is one. still: what is missing at that moment, said behind it. The lines come
+    from a thread: the block may be a single call into Ray or torch.
+    """
+    say(what)
+    started, ended = time.monotonic(), threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(every):
+            missing = still()
+            say(f"{what}: {time.monotonic() - started:.0f} s so far" + (f", {missing}" if missing else ""))
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,86 @@
+"""What `train` says between its plan and its first step, when nothing but waiting happens for minutes."""
+
+from contextlib import contextmanager, nullcontext
+from io import StringIO
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.errors import RltoolError
+from rltool.processes.run_directory import RunDirectory
+from rltool.training import session
+from rltool.training.placement import plan_placement
+from rltool.training.session import Prepared, execute
+from rltool.training.stopping import StopSignal
+
+
+class Ranks:
+    devices: list = []
+
+    def __init__(self, *_):
+        pass
+
+    def start(self, steps):
+        pass
+
+    def close(self):
+        pass
+
+    def handles(self):
+        return []
+
+
+class Manager:
+    """In place of the rollout manager: it fails when it has to read the data."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def start(self):
+        raise RltoolError("far enough")
+
+    def close(self):
+        pass
+
+
+def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeypatch):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 8}')
+    loaded = load_config(TrainConfig, [], [f"model.path={model}", "deadlines.placement=7"])
+    lines = StringIO()
+
+    @contextmanager
+    def no_ray(*_):
+        assert lines.getvalue().endswith("starting Ray\n")  # said before, not after the wait
+        yield
+
+    monkeypatch.setattr(session, "ray_cluster", no_ray)
+    monkeypatch.setattr(session, "placed", lambda *_: nullcontext())
+    monkeypatch.setattr(session, "TrainerGroup", Ranks)
+    monkeypatch.setattr(session, "_load", lambda *_: SimpleNamespace(progress=None, lineage=SimpleNamespace(run="r")))
+    monkeypatch.setattr(session, "describe_fleet", lambda fleet: "2 x vllm")
+    monkeypatch.setattr(session, "describe_devices", lambda *_: "cpu")
+    monkeypatch.setattr(session, "Rollouts", Manager)
+    monkeypatch.setattr(session, "Engines", lambda *_, **__: None)
+    fleet = SimpleNamespace(endpoints=SimpleNamespace(engines=(), data_endpoint=lambda: None), infos={})
+    prepared = Prepared(
+        loaded, RunDirectory(tmp_path / "runs" / "a"), plan_placement(loaded.config, gpu=False), "cpu", "gloo",
+        fleet, None,
+    )  # fmt: skip
+    with pytest.raises(RltoolError, match="far enough"):
+        execute(prepared, Console(file=lines, width=300), StopSignal())
+    said = lines.getvalue().splitlines()
+    assert said[1:] == [
+        "engines: 2 x vllm",
+        "starting Ray",
+        "placing the ranks (deadlines.placement = 7 s)",
+        "building the model on 1 rank (trainer.rendezvous_timeout = 300 s)",
+        "trainer: cpu",
+        f"loading {model} (deadlines.trainer_call = 7200 s)",
+        "reading the data (deadlines.batch = 7200 s)",
+    ]
+    assert (tmp_path / "runs" / "a" / "logs" / "latest" / "train.log").read_text().splitlines() == said
