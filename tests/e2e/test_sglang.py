@@ -52,8 +52,8 @@ SECONDS = 60.0
 LONG = 480
 """Tokens that take a second or so, long enough to be interrupted."""
 SAMPLED = 64
-"""Tokens of a request that is well under way. SGLang's scheduler hands tokens on every 50 (SGLANG_FORCE_STREAM_INTERVAL),
-and a request that is aborted while the engine is paused comes back with those alone."""
+"""Tokens of a request that is well under way. SGLang's scheduler hands tokens on every 50
+(SGLANG_FORCE_STREAM_INTERVAL), and a request that is aborted while the engine is paused comes back with those alone."""
 BUCKET_BYTES = 200_000
 """Some ten buckets for the tiny model."""
 

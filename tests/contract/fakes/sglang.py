@@ -52,6 +52,7 @@ class FakeSglang:
     faults: dict[str, Fault] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
     bodies: dict[str, Any] = field(default_factory=dict)
+    response_headers: dict[str, str] = field(default_factory=dict)
     boot: str = field(default_factory=lambda: uuid.uuid4().hex)
     weights: dict[str, bytes] = field(default_factory=dict)
     batch: Batch = field(init=False)
@@ -141,6 +142,11 @@ class FakeSglang:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
+        response = await self._answer(request, handler)
+        response.headers.update(self.response_headers)
+        return response
+
+    async def _answer(self, request: web.Request, handler) -> web.StreamResponse:
         self.seen[request.path] += 1
         open_to_all = request.path.startswith(("/health", "/ready"))
         if not open_to_all and request.headers.get("Authorization") != f"Bearer {EXPECTED_KEY}":
