@@ -62,7 +62,7 @@ class DataPlane:
 
     router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
     engine; `limit` overrides it. judge: None accepts every version (no trainer takes part). deadline: seconds for a
-    request, waiting included.
+    request, waiting included. saw_version(engine URL, version, sent_at): called with a version that is refused.
     """
 
     def __init__(
@@ -75,10 +75,12 @@ class DataPlane:
         requests_per_engine: int,
         deadline: float,
         judge: VersionJudge | None = None,
+        saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._fleet, self._endpoints, self._router = client, fleet, endpoints, router
         self._per_engine, self._deadline, self._judge, self._clock = requests_per_engine, deadline, judge, clock
+        self._saw_version = saw_version
         self.limit: int | None = None
         self.counts: Counter[str] = Counter()
         """Events since the start: failed_requests, refused_foreign, refused_unpublished, stale_engine."""
@@ -241,6 +243,8 @@ class DataPlane:
             reason = self._judge.refusal(version)
             if reason is not None:
                 self.counts[f"refused_{reason}"] += 1
+                if attempt.engine is not None:
+                    self._saw_version(attempt.engine, version, sent_at)
                 self._report_stale(attempt, f"sampled with {version}: {reason}", sent_at)
                 raise EngineError(
                     f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})"
