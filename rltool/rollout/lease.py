@@ -133,12 +133,12 @@ class Ownership:
                 pending.cancel()
             await asyncio.gather(task, taken, return_exceptions=True)
 
-    async def synced(self, sync: Awaitable[S]) -> S:
+    async def synced(self, sync: Callable[[], Awaitable[S]]) -> S:
         """The report of a sync. One that reached nobody may have been refused: then who holds the engines is asked at
         once, for the error that the run ends with."""
         self.check()
         try:
-            report = await sync
+            report = await sync()
         except EngineError:
             await self._renew()
             self.check()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,7 @@ class RolloutService:
                 # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the
                 # only one.
                 check_all = self._config.rollout.max_staleness > 0
-                report = await self._ownership.synced(self._sync.sync(version, check_all=check_all))
+                report = await self._ownership.synced(partial(self._sync.sync, version, check_all=check_all))
             finally:
                 await self._monitor.carry_out()
             self._book.publish(step)
@@ -384,7 +385,8 @@ class RolloutService:
             async with self._lock:
                 version = self._book.lineage.version(self._book.published)
                 try:
-                    report = await self._ownership.synced(self._sync.sync(version, only={m.url for m in stale}))
+                    urls = {m.url for m in stale}
+                    report = await self._ownership.synced(partial(self._sync.sync, version, only=urls))
                     self._say(report.line())
                     failed = bool(report.failed)
                 except RltoolError as error:
