@@ -111,8 +111,6 @@ def _holder(run: RunDirectory | None) -> Holder:
     return holder_of_this_process(uuid.uuid4().hex, "of `rltool engines resume --steal`")
 
 
-async def _resume(
-    engines: Sequence[EngineEndpoint], timeout: float, holder: Holder, steal: bool
-) -> list[Resumed]:
+async def _resume(engines: Sequence[EngineEndpoint], timeout: float, holder: Holder, steal: bool) -> list[Resumed]:
     async with EngineClient(retry=RetryPolicy(attempts=2), run=holder.run) as client:
         return await resume_engines(client, engines, timeout=timeout, steal_for=holder if steal else None)

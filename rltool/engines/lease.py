@@ -46,6 +46,6 @@ def leased_to_another(lease: Lease | None, run: str | None) -> str | None:
     if lease is None or lease.holder.run == run:
         return None
     return (
-        f"is leased by {lease.holder}, which controls it; the lease expires in {lease.expires_in:.0f} s unless that run "
-        "renews it. Wait until it has ended, or take the engine away from it with --steal"
+        f"is leased by {lease.holder}, which controls it; the lease expires in {lease.expires_in:.0f} s unless that "
+        "run renews it. Wait until it has ended, or take the engine away from it with --steal"
     )

@@ -45,9 +45,7 @@ async def resume_engines(
     return list(await asyncio.gather(*(_resume(client, engine, timeout, steal_for) for engine in engines)))
 
 
-async def _resume(
-    client: EngineClient, engine: EngineEndpoint, timeout: float, steal_for: Holder | None
-) -> Resumed:
+async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float, steal_for: Holder | None) -> Resumed:
     try:
         info = await client.probe(engine, timeout=timeout)
         leased = leased_to_another(info.lease, client.run_id)

@@ -15,7 +15,6 @@ from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, s
 from rltool.processes.state import is_alive, read_state, remove_state, state_of_this_process, write_state
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
-
 Check = Callable[[], str | None]
 
 SETTLE_SECONDS = 1.0

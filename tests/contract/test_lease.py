@@ -292,7 +292,9 @@ def test_preflight_names_the_run_that_has_the_engine(fake_vllm, key_file):
     fake_vllm.leases.acquire(A, 60)
     fleet = probe_fleet(endpoints, timeout=SECONDS)
     for run in (B.run, None):
-        with pytest.raises(UsageError, match=r"run run-a \(pid 1 on host-a\).*expires in (60|5\d) s.*--steal") as refused:
+        with pytest.raises(
+            UsageError, match=r"run run-a \(pid 1 on host-a\).*expires in (60|5\d) s.*--steal"
+        ) as refused:
             check_leases(fleet, run)
         assert fake_vllm.url in str(refused.value)
     check_leases(fleet, A.run)

@@ -55,7 +55,7 @@ ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
         # who may control
         ("POST", "/rltool/lease"),
     }
-)
+)  # fmt: skip
 
 
 class Decision(StrEnum):

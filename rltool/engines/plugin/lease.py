@@ -65,7 +65,8 @@ class LeaseTable:
         return self._grant(holder, seconds)
 
     def renew(self, holder: Holder, seconds: float) -> Answer:
-        """For a run that had the lease: one that merely expired, or went with the server's process, is granted again."""
+        """For a run that had the lease: one that merely expired, or went with the server's process, is granted
+        again."""
         lease = self.lease()
         thief = self._lost.get(holder.run)
         if thief is not None:
@@ -89,8 +90,8 @@ class LeaseTable:
         if lease is None or lease.holder.run == run:
             return None
         return (
-            f"this engine is leased by {lease.holder}, for another {lease.expires_in:.0f} s unless it renews the lease; "
-            "other runs may generate, but not control it"
+            f"this engine is leased by {lease.holder}, for another {lease.expires_in:.0f} s unless it renews the "
+            "lease; other runs may generate, but not control it"
         )
 
     def _grant(self, holder: Holder, seconds: float) -> Answer:
