@@ -16,11 +16,9 @@ from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint, resolve
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.resume import Resumed, resume_engines
-from rltool.engines.run_client import DRIVER_ROLE, choose_driver
-from rltool.engines.types import Holder
+from rltool.engines.run_client import choose_driver
 from rltool.errors import UsageError
-from rltool.processes.run_directory import RunDirectory, open_run
-from rltool.processes.state import is_alive, read_state
+from rltool.processes.run_directory import open_run
 
 app = typer.Typer(add_completion=False, help="Engines that are already running.", no_args_is_help=True)
 
@@ -87,13 +85,9 @@ def resume(
     """Unpause engines that a dead trainer left paused, and shut its transfer group down. Preflight of train does the
     same."""
     console = Console()
-    directory = open_run(run, create=False) if run is not None or not addresses else None
-    if not addresses:
-        assert directory is not None
-        addresses = [f"@{directory.endpoints_file}"]
-    engines = resolve(addresses).engines
+    engines = resolve(addresses or [f"@{open_run(run, create=False).endpoints_file}"]).engines
     keyed = [engine if engine.key_file else engine.model_copy(update={"key_file": key_file}) for engine in engines]
-    results = asyncio.run(_resume(keyed, timeout, _holder(directory), steal))
+    results = asyncio.run(_resume(keyed, timeout, steal=steal))
     for result in results:
         if result.error is not None:
             console.print(f"[red]{result.url}: {result.error}[/red]", soft_wrap=True)
@@ -103,14 +97,7 @@ def resume(
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
-def _holder(run: RunDirectory | None) -> Holder:
-    """On whose behalf: that of the run whose trainer has died, which may have left a lease; else on our own."""
-    trainer = read_state(run, DRIVER_ROLE) if run is not None else None
-    if run is not None and (trainer is None or not is_alive(trainer)):
-        return holder_of_this_process(run.run_id, run.name)
-    return holder_of_this_process(uuid.uuid4().hex, "of `rltool engines resume --steal`")
-
-
-async def _resume(engines: Sequence[EngineEndpoint], timeout: float, holder: Holder, steal: bool) -> list[Resumed]:
+async def _resume(engines: Sequence[EngineEndpoint], timeout: float, *, steal: bool) -> list[Resumed]:
+    holder = holder_of_this_process(uuid.uuid4().hex, "of `rltool engines resume`")
     async with EngineClient(retry=RetryPolicy(attempts=2), run=holder.run) as client:
-        return await resume_engines(client, engines, timeout=timeout, steal_for=holder if steal else None)
+        return await resume_engines(client, engines, timeout=timeout, holder=holder, steal=steal)

@@ -18,7 +18,7 @@ from rltool.errors import EngineUnreachable
 WORKER_TITLES = ("VLLM::", "sglang::")
 """How the engines title the processes that generate (setproctitle); other children come and go."""
 HEALTH_INTERVAL = 2.0
-HEALTH_SECONDS = 2.0
+HEALTH_SECONDS = 1.0
 """No answer within it is no verdict: a server may be busy."""
 ENGINE_IS_DEAD = 503
 """vLLM's answer on /health once its engine core has died, or has lost a worker."""

@@ -33,36 +33,38 @@ class Resumed:
 
 
 async def resume_engines(
-    client: EngineClient, engines: Sequence[EngineEndpoint], *, timeout: float, steal_for: Holder | None = None
+    client: EngineClient, engines: Sequence[EngineEndpoint], *, timeout: float, holder: Holder, steal: bool = False
 ) -> list[Resumed]:
     """Shut the transfer group down and unpause, all engines side by side; one result each, failures too, in order.
 
-    An engine that is leased to another run than the client's is left as it is, unless steal_for takes the lease from
-    that run; it is given back at the end. `timeout`: seconds for each step (probe, group, resume). An engine without a
-    known dialect is asked for it. Engines that take no weights were never paused by a trainer: they are to be left out
-    by the caller.
+    An engine that a run has leased is left as it is, unless that run has died, or `steal`; `holder` (whose run the
+    client names) then has the lease meanwhile. `timeout`: seconds for each step (probe, group, resume). An engine
+    without a known dialect is asked for it. Engines that take no weights were never paused by a trainer: they are to be
+    left out by the caller.
     """
-    return list(await asyncio.gather(*(_resume(client, engine, timeout, steal_for) for engine in engines)))
+    return list(await asyncio.gather(*(_resume(client, engine, timeout, holder, steal) for engine in engines)))
 
 
-async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float, steal_for: Holder | None) -> Resumed:
+async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float, holder: Holder, steal: bool) -> Resumed:
     try:
         info = await client.probe(engine, timeout=timeout)
-        leased = leased_to_another(info.lease, client.run_id)
-        if leased is not None and steal_for is None:
+        leased = leased_to_another(info.lease, holder.run)
+        if leased is not None and not steal:
             return Resumed(engine.url, error=leased)
         known = engine.model_copy(update={"dialect": info.dialect})
         async with AsyncExitStack() as stack:
-            if leased is not None and steal_for is not None:
-                await stack.enter_async_context(_stolen(client, known, steal_for, STEPS * timeout))
+            if info.lease is not None:
+                await stack.enter_async_context(_stolen(client, known, info.lease.holder, holder, STEPS * timeout))
             return await _unpause(client, known, info, timeout)
     except EngineError as error:
         return Resumed(engine.url, error=str(error))
 
 
 @asynccontextmanager
-async def _stolen(client: EngineClient, engine: EngineEndpoint, holder: Holder, seconds: float) -> AsyncIterator[None]:
-    await ask_lease(client, engine, "steal", holder, seconds)
+async def _stolen(
+    client: EngineClient, engine: EngineEndpoint, victim: Holder, holder: Holder, seconds: float
+) -> AsyncIterator[None]:
+    await ask_lease(client, engine, "steal", holder, seconds, only_from=victim.run)
     try:
         yield
     finally:

@@ -89,12 +89,16 @@ class HttpRequest:
 
 @dataclass(frozen=True)
 class Holder:
-    """A run that controls an engine, by its id; name, host and pid (of its driver) are for the people who read it."""
+    """A run that controls an engine, by its id; name, host and pid (of its driver) are for the people who read it.
+
+    machine: where that pid means something (engines.lease.this_machine), "" where that is not known.
+    """
 
     run: str
     name: str
     host: str
     pid: int
+    machine: str = ""
 
     def __str__(self) -> str:
         return f"run {self.name} (pid {self.pid} on {self.host})"

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
-from rltool.engines.lease import ask_lease
+from rltool.engines.lease import ask_lease, has_died
 from rltool.engines.plugin.lease import Action, Answer
 from rltool.engines.types import EngineInfo, Holder
 from rltool.errors import EngineConflict, EngineError, RltoolError
@@ -209,6 +209,8 @@ class Ownership:
         """Why the lease was not granted, or None: it was, or the engine knows none, or does not answer now."""
         with suppress(EngineError):
             answer = await self._ask(url, "steal" if steal else "acquire")
+            if answer is not None and answer.taken_by is not None and has_died(answer.taken_by):
+                answer = await self._ask(url, "steal", only_from=answer.taken_by.run)
             if answer is not None and not answer.granted:
                 left = f", for another {answer.lease.expires_in:.0f} s unless it renews" if answer.lease else ""
                 return f"the engine {url} is leased by {answer.taken_by}{left}"
@@ -221,9 +223,10 @@ class Ownership:
         with suppress(EngineError):
             await self._ask(url, "release")
 
-    async def _ask(self, url: str, action: Action) -> Answer | None:
+    async def _ask(self, url: str, action: Action, *, only_from: str | None = None) -> Answer | None:
         assert self._terms is not None
-        return await ask_lease(self._client, self._endpoints[url], action, self._terms.holder, self._terms.seconds)
+        holder, seconds = self._terms.holder, self._terms.seconds
+        return await ask_lease(self._client, self._endpoints[url], action, holder, seconds, only_from=only_from)
 
     def _end(self, text: str) -> None:
         if self._error is None:

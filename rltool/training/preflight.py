@@ -152,14 +152,14 @@ def check_leases(fleet: ProbedFleet, run: str | None) -> None:
 
 
 def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
-    """A line for each engine without a lease that holds another run's weights: left over, or a trainer's at work."""
+    """A line for each engine that knows no leases and holds another run's weights."""
     lines = []
     for url, info in fleet.takers.items():
         try:
             version = WeightVersion.parse(info.weight_version or "")
         except BadWeightVersion:
             continue
-        if version.run != run and info.lease is None:
+        if version.run != run and not info.plugin:
             lines.append(
                 f"{url} holds weights of another run, {version.run}: left over, or of a trainer that uses it now"
             )

@@ -4,17 +4,20 @@ weights of engines that know no leases."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import State
-from rltool.engines.lease import ask_lease
+from rltool.engines.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
 from rltool.engines.resume import resume_engines
 from rltool.engines.types import GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
@@ -286,8 +289,6 @@ def test_others_may_generate_and_end_their_requests_but_not_control(fake_vllm, k
 
 
 def test_preflight_names_the_run_that_has_the_engine(fake_vllm, key_file):
-    from rltool.engines.endpoints import ModelEndpoints
-
     endpoints = ModelEndpoints(engines=(EngineEndpoint(url=fake_vllm.url, key_file=key_file),))
     fake_vllm.leases.acquire(A, 60)
     fleet = probe_fleet(endpoints, timeout=SECONDS)
@@ -298,19 +299,31 @@ def test_preflight_names_the_run_that_has_the_engine(fake_vllm, key_file):
             check_leases(fleet, run)
         assert fake_vllm.url in str(refused.value)
     check_leases(fleet, A.run)
-    fake_vllm.version = f"{A.run}:0:7"
-    assert foreign_weights(probe_fleet(endpoints, timeout=SECONDS), B.run) == [], "whose it is, is known"
     fake_vllm.leases.release(A)
-    fleet = probe_fleet(endpoints, timeout=SECONDS)
-    check_leases(fleet, B.run)
-    assert A.run in foreign_weights(fleet, B.run)[0] and foreign_weights(fleet, A.run) == []
+    check_leases(probe_fleet(endpoints, timeout=SECONDS), B.run)
 
 
-def resume(engine: FakeVllm, key_file, *, run: str | None = None, steal_for: Holder | None = None):
+def test_weights_of_another_run_are_named_where_no_lease_tells_whose_the_engine_is(
+    stack, fake_vllm, key_file, tmp_path
+):
+    sglang = stack.enter_context(FakeSglang())
+    (tmp_path / "sglang-key").write_text("fake-key")
+    sglang.weight_version = fake_vllm.version = f"{A.run}:0:7"
+    engines = (
+        EngineEndpoint(url=sglang.url, key_file=tmp_path / "sglang-key"),
+        EngineEndpoint(url=fake_vllm.url, key_file=key_file),
+    )
+    fleet = probe_fleet(ModelEndpoints(engines=engines), timeout=SECONDS)
+    [line] = foreign_weights(fleet, B.run)
+    assert sglang.url in line and A.run in line
+    assert foreign_weights(fleet, A.run) == []
+
+
+def resume(engine: FakeVllm, key_file, *, steal: bool = False):
     async def work():
-        async with EngineClient(retry=RetryPolicy(attempts=1), run=run) as client:
+        async with EngineClient(retry=RetryPolicy(attempts=1), run=B.run) as client:
             where = EngineEndpoint(url=engine.url, key_file=key_file)
-            [result] = await resume_engines(client, [where], timeout=SECONDS, steal_for=steal_for)
+            [result] = await resume_engines(client, [where], timeout=SECONDS, holder=B, steal=steal)
             return result
 
     return asyncio.run(work())
@@ -322,17 +335,50 @@ def test_resume_leaves_the_transfer_group_of_a_living_run_alone(fake_vllm, key_f
     refused = resume(fake_vllm, key_file)
     assert "leased by run run-a" in refused.error and "--steal" in refused.error
     assert fake_vllm.paused and "/shutdown_weight_transfer_engine" not in fake_vllm.paths()
-    assert resume(fake_vllm, key_file, run=A.run).error is None, "a run's own engines, after its trainer has died"
-    assert not fake_vllm.paused
 
 
 def test_resume_that_steals_frees_the_engine_and_the_run_that_had_it_hears_of_it(fake_vllm, key_file):
     fake_vllm.leases.acquire(A, 60)
     fake_vllm.batch.freeze()
-    done = resume(fake_vllm, key_file, run=B.run, steal_for=B)
-    assert done.error is None and not fake_vllm.paused
-    assert fake_vllm.leases.lease() is None
+    assert resume(fake_vllm, key_file, steal=True).error is None
+    assert not fake_vllm.paused and fake_vllm.leases.lease() is None
     assert fake_vllm.leases.renew(A, 60).taken_by == B
+
+
+def killed(name: str = "killed") -> Holder:
+    """A run whose driver was a process of this machine."""
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    child.wait()
+    return replace(holder_of_this_process("c" * 32, name), pid=child.pid)
+
+
+def test_resume_frees_what_a_run_left_whose_driver_has_died_on_this_host(fake_vllm, key_file):
+    fake_vllm.leases.acquire(killed(), 60)
+    fake_vllm.batch.freeze()
+    assert resume(fake_vllm, key_file).error is None
+    assert not fake_vllm.paused and fake_vllm.leases.lease() is None
+
+
+def test_a_run_need_not_wait_for_the_lease_of_one_that_has_died_on_this_host(run_as, spellers):  # noqa: F811
+    engine = spellers[0]
+
+    async def run():
+        dead = killed()
+        await asked(engine, "acquire", dead)
+        async with EngineClient() as client:
+            info = await client.probe(endpoint_of(engine, None))
+        assert leased_to_another(info.lease, B.run) is None
+        async with run_as(B, [engine]) as service:
+            await train(service, 1)
+            assert engine.leases.lease().holder == B
+
+    asyncio.run(run())
+
+
+def test_only_a_process_of_this_machine_is_known_to_have_died():
+    dead, alive = killed(), holder_of_this_process("c" * 32, "alive")
+    assert has_died(dead) and not has_died(alive)
+    assert not has_died(replace(dead, machine="")) and not has_died(replace(dead, machine="elsewhere"))
 
 
 # -- engines without leases

@@ -111,6 +111,14 @@ def test_stealing_what_nobody_has_makes_no_victim(table, clock):
     assert table.renew(OURS, 60).granted
 
 
+def test_a_theft_from_one_run_takes_nothing_from_another(table):
+    table.acquire(OURS, 60)
+    thief = Holder("c" * 32, "thief", "host-c", 3)
+    assert table.acquire(thief, 60, steal=True, only_from=OTHER.run).taken_by == OURS
+    assert table.refusal(OURS.run) is None
+    assert table.acquire(thief, 60, steal=True, only_from=OURS.run).granted
+
+
 def test_only_the_last_victims_are_remembered(table):
     victims = [Holder(f"{number:032x}", "v", "h", number) for number in range(REMEMBERED + 2)]
     for victim in victims:

@@ -52,11 +52,14 @@ class LeaseTable:
         left = self._until - self._clock()
         return Lease(self._holder, left) if self._holder is not None and left > 0 else None
 
-    def acquire(self, holder: Holder, seconds: float, *, steal: bool = False) -> Answer:
-        """For a run that starts. The lease of the same run, which an earlier attempt of it left, is its own."""
+    def acquire(self, holder: Holder, seconds: float, *, steal: bool = False, only_from: str | None = None) -> Answer:
+        """For a run that starts. The lease of the same run, which an earlier attempt of it left, is its own.
+
+        only_from: steal from this run, and from no other that may have the lease by now.
+        """
         lease = self.lease()
         if lease is not None and lease.holder.run != holder.run:
-            if not steal:
+            if not steal or only_from not in (None, lease.holder.run):
                 return Answer(False, lease, lease.holder)
             self._lost[lease.holder.run] = holder
             while len(self._lost) > REMEMBERED:
@@ -100,7 +103,7 @@ class LeaseTable:
 
 
 def answer(table: LeaseTable, body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, JSON) of POST LEASE_PATH {"action", "holder": {...}, "seconds"}.
+    """(status, JSON) of POST LEASE_PATH {"action", "holder": {...}, "seconds", "only_from": run or null}.
 
     200 {"granted", "lease", "taken_by"} also where it is not granted: that is an answer, not a failure.
     """
@@ -114,7 +117,7 @@ def answer(table: LeaseTable, body: Any) -> tuple[int, dict[str, Any]]:
         case "release":
             found = table.release(holder)
         case _:
-            found = table.acquire(holder, seconds, steal=action == "steal")
+            found = table.acquire(holder, seconds, steal=action == "steal", only_from=body.get("only_from"))
     return 200, asdict(found)
 
 
@@ -136,8 +139,8 @@ def _parse(body: Any) -> tuple[Action, Holder, float]:
     holder = Holder(**given)
     if not all(isinstance(text, str) and 0 < len(text) <= 300 for text in (holder.run, holder.name, holder.host)):
         raise ValueError("run, name and host of 'holder' must be non-empty texts")
-    if type(holder.pid) is not int:
-        raise ValueError("pid of 'holder' must be a whole number")
+    if type(holder.pid) is not int or not isinstance(holder.machine, str) or len(holder.machine) > 300:
+        raise ValueError("pid of 'holder' must be a whole number, its machine a text")
     seconds = body.get("seconds", 0.0)
     if type(seconds) not in (int, float) or not 0 <= seconds <= LONGEST_SECONDS:
         raise ValueError(f"'seconds' must be a number up to {LONGEST_SECONDS:g}")
