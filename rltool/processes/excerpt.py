@@ -17,10 +17,12 @@ SEARCHED_LINES = 600
 _PREFIX = r"(?:\([\w ]+ pid=\d+\) )?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d: .-]+\[[\w.]+:\d+\] )?"
 """What vLLM puts before a line: the process, the level, the place."""
 _EXCEPTION = re.compile(rf"^{_PREFIX}(?:\w+\.)*\w+(?:Error|Exception)\b(?::.*)?$")
+_DEATH = re.compile(r"\bdied unexpectedly\b")
+"""What vLLM says of a worker that was killed, which could say nothing itself."""
 _TRACEBACK = re.compile(rf"^{_PREFIX}Traceback \(most recent call last\):")
 _CONSEQUENCE = re.compile(
     r"(?:EngineDeadError|BrokenPipeError|ConnectionResetError|CancelledError|TimeoutError|ProcessLookupError"
-    r"|Engine core initialization failed|Worker failed with error|EngineCore encountered)"
+    r"|Engine core initialization failed|Worker failed with error|EngineCore encountered|Executor failed)"
 )
 """Of processes that waited for the one that died."""
 _NOISE = re.compile(
@@ -45,8 +47,9 @@ def excerpt(log: Path, count: int) -> list[str]:
 
 
 def _cause(lines: Sequence[str]) -> int | None:
-    """The line of the last exception that no other one explains."""
-    found = [i for i, line in enumerate(lines) if _EXCEPTION.match(line) and not _CONSEQUENCE.search(line)]
+    """The line of the last exception, or death of a worker, that no other one explains."""
+    exceptions = (_EXCEPTION.match(line) and not _CONSEQUENCE.search(line) for line in lines)
+    found = [i for i, (line, first) in enumerate(zip(lines, exceptions, strict=True)) if first or _DEATH.search(line)]
     return found[-1] if found else None
 
 

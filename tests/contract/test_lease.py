@@ -16,14 +16,14 @@ import pytest
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.fleet import State
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
 from rltool.engines.resume import resume_engines
 from rltool.engines.types import GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError
 from rltool.rollout import lease as lease_module
-from rltool.rollout.lease import EngineTaken, LeaseTerms
+from rltool.rollout.lease import EngineTaken, LeaseTerms, Ownership
 from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
 from tests.contract.fakes.sglang import FakeSglang
@@ -130,13 +130,23 @@ def test_a_second_run_is_refused_and_changes_nothing_and_the_first_trains_on(run
     asyncio.run(run())
 
 
-def test_of_two_engines_with_one_leased_the_other_is_given_back(run_as, spellers):  # noqa: F811
+def test_of_two_engines_with_one_leased_the_other_is_given_back_at_once(spellers):  # noqa: F811
+    """The manager that is refused is ended by Ray and closes nothing."""
+    urls = [engine.url for engine in spellers]
+
     async def run():
         await asked(spellers[0], "acquire", A)
-        with pytest.raises(EngineTaken, match=spellers[0].url):
-            async with run_as(B, spellers):
-                pass
-        assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
+        async with EngineClient(run=B.run) as client:
+            endpoints = {url: EngineEndpoint(url=url, dialect="vllm") for url in urls}
+            infos = {url: await client.probe(endpoint) for url, endpoint in endpoints.items()}
+            fleet = Fleet()
+            for url in urls:
+                fleet.add(url)
+            ownership = Ownership(client, fleet, endpoints, infos, LeaseTerms(B, 3600), run=B.run)
+            with pytest.raises(EngineTaken, match=urls[0]):
+                await ownership.start()
+            assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
+            assert ownership.ceded == {urls[0]}, "which is told nothing"
 
     asyncio.run(run())
 

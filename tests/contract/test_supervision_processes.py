@@ -12,7 +12,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import psutil
 import pytest
 
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.liveness import Liveness
+from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import open_run
@@ -329,3 +331,17 @@ def test_a_server_whose_engine_core_was_stopped_with_it_is_no_failure(run, healt
     supervise([server], checks={"engine-0": check}, poll=0.01, note=said.append)
     stopping.join(DEADLINE)
     assert said == ["engine-0 was stopped"]
+
+
+def test_status_does_not_call_an_engine_alive_whose_server_says_that_it_is_dead(run, health):
+    server = start(python("engine-0", "import time; time.sleep(600)", url=health.url), run)
+    engine = EngineEndpoint(url=health.url, dialect="vllm")
+    Endpoints(models={"policy": ModelEndpoints(engines=(engine,))}).save(run.endpoints_file)
+    health.status = 503
+    [row] = run_status(run).processes
+    assert (row.role, row.alive) == ("engine-0", False)
+    assert "its engine has died" in row.health and str(server.state.pid) in row.health
+    health.status = 500  # not a verdict
+    [row] = run_status(run).processes
+    assert row.alive is True and row.health != "ok"
+    stop_all([server])

@@ -56,6 +56,14 @@ def test_the_cause_is_quoted_where_it_stands_above_those_who_waited_for_the_dead
     assert not any("leaked" in line for line in found)
 
 
+def test_a_worker_that_was_killed_could_say_nothing_so_the_line_about_its_death_is_the_cause(quoted):
+    death = (
+        "(EngineCore pid=7) ERROR 11-21 23:29:21 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly"
+    )
+    waited = [TRACEBACK[0], *(f"{WORKER}  line {i}" for i in range(9)), f"{WORKER}RuntimeError: Executor failed."]
+    assert death in quoted(*CALM, death, *waited, *WAITED, *LEAKED)
+
+
 def test_of_a_traceback_too_long_the_end_is_quoted(quoted):
     long = [TRACEBACK[0], *(f"{WORKER}  line {i}" for i in range(50)), CAUSE]
     found = quoted(*long, *WAITED)
