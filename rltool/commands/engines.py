@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +14,7 @@ from rich.console import Console
 from rltool.commands.tables import engine_table
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint, resolve
+from rltool.engines.lease import holder_of_this_process
 from rltool.engines.resume import Resumed, resume_engines
 from rltool.engines.run_client import choose_driver
 from rltool.errors import UsageError
@@ -76,13 +78,16 @@ def resume(
     run: Annotated[str | None, typer.Option("--run", help="Run whose engines are meant; default: the newest.")] = None,
     key_file: KeyFile = None,
     timeout: Annotated[float, typer.Option(help="Seconds for each step.")] = 30.0,
+    steal: Annotated[
+        bool, typer.Option("--steal", help="Also where a run that may live has leased them; it ends when it notices.")
+    ] = False,
 ) -> None:
     """Unpause engines that a dead trainer left paused, and shut its transfer group down. Preflight of train does the
     same."""
     console = Console()
     engines = resolve(addresses or [f"@{open_run(run, create=False).endpoints_file}"]).engines
     keyed = [engine if engine.key_file else engine.model_copy(update={"key_file": key_file}) for engine in engines]
-    results = asyncio.run(_resume(keyed, timeout))
+    results = asyncio.run(_resume(keyed, timeout, steal=steal))
     for result in results:
         if result.error is not None:
             console.print(f"[red]{result.url}: {result.error}[/red]", soft_wrap=True)
@@ -92,6 +97,7 @@ def resume(
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 
-async def _resume(engines: Sequence[EngineEndpoint], timeout: float) -> list[Resumed]:
-    async with EngineClient(retry=RetryPolicy(attempts=2)) as client:
-        return await resume_engines(client, engines, timeout=timeout)
+async def _resume(engines: Sequence[EngineEndpoint], timeout: float, *, steal: bool) -> list[Resumed]:
+    holder = holder_of_this_process(uuid.uuid4().hex, "of `rltool engines resume`")
+    async with EngineClient(retry=RetryPolicy(attempts=2), run=holder.run) as client:
+        return await resume_engines(client, engines, timeout=timeout, holder=holder, steal=steal)

@@ -45,6 +45,11 @@ FreshRun = Annotated[
     str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")
 ]
 
+Steal = Annotated[
+    bool,
+    typer.Option("--steal", help="Take engines over that another run has leased; that run ends when it notices."),
+]
+
 ProfileSteps = Annotated[
     str | None,
     typer.Option(

@@ -16,6 +16,7 @@ from rltool.commands.options import (
     ProfileSteps,
     Router,
     Sets,
+    Steal,
     TrainRun,
     recording_flags,
     rollout_flags,
@@ -40,6 +41,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")
     ] = False,
+    steal: Steal = False,
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
     dry_run: Annotated[
@@ -64,7 +66,7 @@ def train(
     from rltool.training.report import print_plan
     from rltool.training.session import prepare
 
-    prepared = prepare(loaded, directory, resume=resume)
+    prepared = prepare(loaded, directory, resume=resume, steal=steal)
     if dry_run:
         print_plan(prepared, Console())
         return

@@ -37,6 +37,9 @@ class EnginesConfig(Config):
     """URL that generation requests go to instead of the engines."""
     api_key_file: Path | None = None
     """Bearer key for addresses given as host:port; endpoints.json names its own."""
+    lease_seconds: float = Field(default=60.0, ge=10)
+    """How long engines with rltool's plugin stay this run's without a sign of life; it renews its leases every few
+    seconds. After that another run may take them."""
     min_serving: int = Field(default=1, ge=1)
     """With fewer engines that serve nothing is generated; the run waits for more (deadlines.engines)."""
     groups: tuple[EngineGroup, ...] = ()

@@ -17,6 +17,7 @@ import aiohttp
 
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import read_reply
 from rltool.engines.tasks import all_of
 from rltool.engines.types import BOOT_ID_HEADER, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
@@ -54,10 +55,16 @@ class RetryPolicy:
 
 class EngineClient:
     """Async context manager. Connections are unlimited: how many requests are in flight is the caller's decision, and a
-    queue hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it."""
+    queue hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it.
 
-    def __init__(self, *, retry: RetryPolicy | None = None, rng: random.Random | None = None) -> None:
+    run: id of the run that asks, sent with every request: an engine that is leased takes control calls of its holder
+    alone (plugin/lease.py)."""
+
+    def __init__(
+        self, *, retry: RetryPolicy | None = None, rng: random.Random | None = None, run: str | None = None
+    ) -> None:
         self.retry = retry or RetryPolicy()
+        self.run_id = run
         self._rng = rng or random.Random()
         self._reusing: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
@@ -138,6 +145,8 @@ class EngineClient:
         if session is None:
             raise RuntimeError("EngineClient is used outside `async with`")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if self.run_id is not None:
+            headers[RUN_HEADER] = self.run_id
         try:
             async with session.request(
                 request.method,

@@ -14,6 +14,7 @@ from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.interpreter import check_engine_python, default_engine_python
+from rltool.engines.liveness import Liveness
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
@@ -247,6 +248,10 @@ def launch_engines(
     for process in processes:
         report(f"{process.role} started: pid {process.state.pid}, {process.state.url}")
     endpoints = asyncio.run(_wait_for_all(config, launches, processes, report))
+    group.checks |= {
+        process.role: Liveness(process.state.pid, endpoint.url)
+        for process, endpoint in zip(processes, endpoints, strict=True)
+    }
     Endpoints(models={config.served_name: ModelEndpoints(engines=tuple(endpoints))}).save(run.endpoints_file)
     return endpoints
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
+from rltool.engines.liveness import says_dead
 from rltool.engines.run_client import Driver, RunStatus, driver_of
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
@@ -27,7 +28,8 @@ class ProcessStatus(BaseModel):
     """One row. pid and alive are None for an engine of endpoints.json without a recorded process: somebody else's, or
     stopped.
 
-    health is "ok", "paused", "unreachable" or what the server said.
+    health is "ok", "paused", "unreachable" or what the server said. A server that lives on after what generates in it
+    has died is not alive, and its health says so.
     """
 
     role: str
@@ -83,7 +85,9 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     alive = is_alive(state)
     health: str | None = None
     version: str | None = None
-    if alive and engine is not None:
+    if alive and engine is not None and engine.dialect == "vllm" and says_dead(engine.url):
+        alive, health = False, f"its engine has died; what is left of the server (pid {state.pid}) answers 503"
+    elif alive and engine is not None:
         health, version = _ask_engine(engine)
     elif alive and state.url is not None:
         health = _ask(state.url, "/readiness" if state.role == "router" else "/health")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -87,6 +88,36 @@ class HttpRequest:
 
 
 @dataclass(frozen=True)
+class Holder:
+    """A run that controls an engine, by its id; name, host and pid (of its driver) are for the people who read it.
+
+    machine: where that pid means something (engines.lease.this_machine), "" where that is not known.
+    """
+
+    run: str
+    name: str
+    host: str
+    pid: int
+    machine: str = ""
+
+    def __str__(self) -> str:
+        return f"run {self.name} (pid {self.pid} on {self.host})"
+
+
+@dataclass(frozen=True)
+class Lease:
+    """expires_in: seconds from when the engine was asked, unless the holder renews it."""
+
+    holder: Holder
+    expires_in: float
+
+    @classmethod
+    def from_json(cls, reply: Mapping[str, Any] | None) -> Lease | None:
+        """As the plugin reports it (dataclasses.asdict, or null)."""
+        return cls(Holder(**reply["holder"]), reply["expires_in"]) if reply else None
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What a probe of a live engine found. Nothing here is assumed; None means that this engine does not tell."""
 
@@ -102,6 +133,8 @@ class EngineInfo:
     boot_id: str | None
     plugin: bool
     paused: bool | None = None
+    lease: Lease | None = None
+    """Of the run that controls the engine; None too where the engine knows no leases."""
     model_config: dict[str, Any] = field(default_factory=dict)
 
 

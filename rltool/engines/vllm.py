@@ -24,6 +24,7 @@ from rltool.engines.types import (
     EngineLoad,
     GenerateRequest,
     HttpRequest,
+    Lease,
     VersionSpan,
 )
 from rltool.errors import EngineError, MissingLogprobs
@@ -150,6 +151,7 @@ class VllmDialect:
             boot_id=facts.get("boot_id"),
             plugin=plugin is not None,
             paused=(replies["paused?"] or {}).get("is_paused"),
+            lease=Lease.from_json(facts.get("lease")),
             model_config=config,
         )
 

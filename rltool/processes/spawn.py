@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rltool.errors import RltoolError
-from rltool.processes.logs import last_lines
+from rltool.processes.excerpt import excerpt
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts
 from rltool.processes.state import ProcessState, boot, start_time, write_state
@@ -65,9 +65,7 @@ class RunningProcess:
 
     def failure(self, what: str) -> ProcessFailed:
         """The error to show: what happened, the last lines of the log, where it is, what to type next."""
-        quoted = (
-            "\n".join(f"    {line}" for line in last_lines(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
-        )
+        quoted = "\n".join(f"    {line}" for line in excerpt(self.log, LOG_LINES_IN_ERRORS)) or "    (the log is empty)"
         if self.run.key_file.exists():  # some servers log their arguments, and errors are pasted into chats
             quoted = quoted.replace(self.run.key_file.read_text().strip(), "(the key)")
         return ProcessFailed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -15,6 +15,11 @@ from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, s
 from rltool.processes.state import is_alive, read_state, remove_state, state_of_this_process, write_state
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
+Check = Callable[[], str | None]
+
+SETTLE_SECONDS = 1.0
+"""For a process that a check has found dead to end by itself, and to write why."""
+
 
 class ProcessGroup:
     """Processes of one run that live no longer than this `with` block, whichever way it is left, unless detach() was
@@ -23,6 +28,8 @@ class ProcessGroup:
     def __init__(self, run: RunDirectory, *, grace: float = GRACE_SECONDS) -> None:
         self.run = run
         self.processes: list[RunningProcess] = []
+        self.checks: dict[str, Check] = {}
+        """Role -> what is wrong with a process that runs, or None; asked by `supervise`."""
         self._grace = grace
 
     def start(self, spec: ProcessSpec) -> RunningProcess:
@@ -81,7 +88,7 @@ def run_in_foreground(
                     if detach:
                         group.detach()
                         return 0
-                    supervise(group.processes, note=note)
+                    supervise(group.processes, checks=group.checks, note=note)
                     return 0
             finally:
                 remove_state(run, own)
@@ -92,11 +99,13 @@ def run_in_foreground(
 def supervise(
     processes: Sequence[RunningProcess],
     *,
+    checks: Mapping[str, Check] | None = None,
     poll: float = 0.2,
     sleep: Callable[[float], None] = time.sleep,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself.
+    """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself, or the
+    check of its role finds it useless.
 
     Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
     """
@@ -104,13 +113,22 @@ def supervise(
     while watched:
         for process in list(watched):
             code = process.exit_code()
-            if code is None:
+            wrong = describe_exit(code) if code is not None else _found_by_check(process, checks or {})
+            if wrong is None:
                 continue
             if not was_asked_to_stop(process):
-                raise process.failure(describe_exit(code))
-            note(f"{process.role} was stopped")
-            watched.remove(process)
+                if code is None and (code := process.wait(SETTLE_SECONDS)) is not None:
+                    wrong = f"{wrong}; since then it {describe_exit(code)}"
+                raise process.failure(wrong)
+            if code is not None:  # else it is being stopped, and its children went first
+                note(f"{process.role} was stopped")
+                watched.remove(process)
         sleep(poll)
+
+
+def _found_by_check(process: RunningProcess, checks: Mapping[str, Check]) -> str | None:
+    check = checks.get(process.role)
+    return check() if check is not None else None
 
 
 def was_asked_to_stop(process: RunningProcess) -> bool:

@@ -39,6 +39,7 @@ class FleetMonitor:
     """endpoints, infos: of the members by URL, shared with whoever adds and removes engines.
 
     on_change: called when the set of serving engines may have changed. log: one line per transition.
+    saw_version(url, version, sent_at): called with what a probe found.
     restart: starts an engine's process again, for engines that we launched; None for those of others.
     """
 
@@ -52,11 +53,13 @@ class FleetMonitor:
         router: Router | None = None,
         restart: Callable[[str], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
+        saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
         log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
         self._router, self._restart, self._on_change, self._log, self._clock = router, restart, on_change, log, clock
+        self._saw_version = saw_version
         self.lag = LoopLag(clock=clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
@@ -111,6 +114,7 @@ class FleetMonitor:
                 "weight_backend": info.weight_backend,
             }
         )
+        self._saw_version(url, info.weight_version, sent_at)
         self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
 
     async def _run(self) -> None:

@@ -14,7 +14,9 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
+from rltool.engines.lease import leased_to_another
 from rltool.engines.types import EngineInfo
+from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, UsageError
 
 ARCHITECTURE_KEYS = (
@@ -139,6 +141,29 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | 
             f"{', '.join(stock)}: a stock vLLM does not answer /generate, so sglang-router cannot route to it; leave "
             "--router out (train then asks the engines directly), or start the engine with `rltool serve-engines`"
         )
+
+
+def check_leases(fleet: ProbedFleet, run: str | None) -> None:
+    """UsageError if an engine that takes weights is leased to another run than `run` (None: one that has no id yet)."""
+    leased = [(url, leased_to_another(info.lease, run)) for url, info in fleet.takers.items()]
+    problems = [f"{url} {why}" for url, why in leased if why is not None]
+    if problems:
+        raise UsageError("another run is training with these engines:\n" + "\n".join(problems))
+
+
+def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
+    """A line for each engine that knows no leases and holds another run's weights."""
+    lines = []
+    for url, info in fleet.takers.items():
+        try:
+            version = WeightVersion.parse(info.weight_version or "")
+        except BadWeightVersion:
+            continue
+        if version.run != run and not info.plugin:
+            lines.append(
+                f"{url} holds weights of another run, {version.run}: left over, or of a trainer that uses it now"
+            )
+    return lines
 
 
 def engine_problems(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.generate import GenerateContext, fill_group, load_generate
 from rltool.rollout.groups import Group
+from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
@@ -65,12 +67,14 @@ class Engines:
 
 @dataclass(frozen=True)
 class Syncing:
-    """What a run needs to send weights: lineage names them; transport; disk_root: a directory of this run alone."""
+    """What a run needs to send weights: lineage names them; transport; disk_root: a directory of this run alone.
+    lease: how it takes the engines; None: without a lease."""
 
     ranks: Ranks
     lineage: Lineage
     transport: Transport
     disk_root: Path
+    lease: LeaseTerms | None = None
 
 
 class RolloutService:
@@ -104,17 +108,23 @@ class RolloutService:
         """
         config = self._config
         summary = await asyncio.to_thread(self._load)
-        self._client = await EngineClient().__aenter__()
+        lease = self._syncing.lease if self._syncing else None
+        self._client = await EngineClient(run=lease.holder.run if lease else None).__aenter__()
         for endpoint in self._engines.endpoints:
             info, url = self._infos[endpoint.url], endpoint.url
             self.fleet.add(url, takes_weights=self._syncing is not None and endpoint.takes_weights)
             self.fleet.probe_succeeded(
                 url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
             )
+        self._ownership = Ownership(
+            self._client, self.fleet, self._endpoints, self._infos, lease,
+            run=self._book.lineage.run, say=self._say, clock=self._clock,
+        )  # fmt: skip
         self._plane = DataPlane(
             self._client, self.fleet, self._endpoints, router=self._engines.router,
             requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            min_serving=config.engines.min_serving, judge=self._book if self._syncing else None, clock=self._clock,
+            min_serving=config.engines.min_serving, judge=self._book if self._syncing else None,
+            saw_version=self._ownership.saw, clock=self._clock,
         )  # fmt: skip
         self._guard = EngineGuard(
             self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
@@ -123,10 +133,11 @@ class RolloutService:
         self._monitor = FleetMonitor(
             self._client, self.fleet, self._endpoints, self._infos,
             router=RouterMembership(self._engines.router) if self._engines.router else None,
-            on_change=self._plane.changed, log=self._say, clock=self._clock,
+            on_change=self._plane.changed, saw_version=self._ownership.saw, log=self._say, clock=self._clock,
         )  # fmt: skip
         self._sync = self._make_sync(self._syncing) if self._syncing else None
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
+        await self._ownership.start()
         self._monitor.start()
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
@@ -199,9 +210,10 @@ class RolloutService:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 async with self._lock:
                     if self._sync is not None:
-                        failures |= await self._sync.leave()
+                        failures |= await self._sync.leave(ceded=self._ownership.ceded)
         finally:  # a rank that died cannot leave
             if hasattr(self, "_client"):
+                await self._ownership.close()
                 await self._monitor.close()
                 await self._client.__aexit__(None, None, None)
             if hasattr(self, "_pool"):
@@ -232,7 +244,7 @@ class RolloutService:
             self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
         resync = asyncio.create_task(self._resync_stale(), name="resync") if self._sync is not None else None
         try:
-            collected = await self.collector.next(step)
+            collected = await self._ownership.unless_taken(self.collector.next(step))
         finally:
             if resync is not None:
                 async with self._lock:  # a sync of its own is never cancelled half-way
@@ -262,7 +274,8 @@ class RolloutService:
             try:
                 # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the
                 # only one.
-                report = await self._sync.sync(version, check_all=self._config.rollout.max_staleness > 0)
+                check_all = self._config.rollout.max_staleness > 0
+                report = await self._ownership.synced(partial(self._sync.sync, version, check_all=check_all))
             except WeightSyncFailed as error:
                 if error.values_differ:
                     raise
@@ -279,7 +292,7 @@ class RolloutService:
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
-                return await task
+                return await self._ownership.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
@@ -341,6 +354,7 @@ class RolloutService:
         self._endpoints[endpoint.url] = endpoint
         self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and endpoint.takes_weights)
         await self._monitor.probe(endpoint.url)
+        await self._ownership.admit(endpoint.url)
         await self._monitor.carry_out()
         return self._member(endpoint.url)
 
@@ -410,7 +424,8 @@ class RolloutService:
             async with self._lock:
                 version = self._book.lineage.version(self._book.published)
                 try:
-                    report = await self._sync.sync(version, only={m.url for m in stale})
+                    urls = {m.url for m in stale}
+                    report = await self._ownership.synced(partial(self._sync.sync, version, only=urls))
                     self._say(report.line())
                     failed = bool(report.failed)
                 except RltoolError as error:

@@ -16,12 +16,14 @@ from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, swe
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Transport
+from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.processes.waiting import waiting
+from rltool.rollout.lease import LeaseTerms
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
@@ -32,8 +34,10 @@ from rltool.training.placement import PlacementPlan, plan_placement
 from rltool.training.preflight import (
     ProbedFleet,
     check_fleet,
+    check_leases,
     choose_transport,
     describe_fleet,
+    foreign_weights,
     model_facts,
     probe_fleet,
     resolve_endpoints,
@@ -76,7 +80,8 @@ class Replay:
 class Prepared:
     """A run that has passed every check and has started nothing.
 
-    replay: where the rollouts come from in place of engines (debug train-only).
+    replay: where the rollouts come from in place of engines (debug train-only). steal: engines that another run has
+    leased are taken from it.
     """
 
     loaded: Loaded[TrainConfig]
@@ -87,6 +92,7 @@ class Prepared:
     fleet: ProbedFleet | None
     resume_from: Path | None
     replay: Replay | None = None
+    steal: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -112,7 +118,14 @@ def trainer_device(config: TrainConfig) -> str:
     return choose_device(ranks=config.trainer.world_size, gpus=gpus, where=where)
 
 
-def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, replay: Replay | None = None) -> Prepared:
+def prepare(
+    loaded: Loaded[TrainConfig],
+    run: RunDirectory,
+    *,
+    resume: bool,
+    replay: Replay | None = None,
+    steal: bool = False,
+) -> Prepared:
     """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched."""
     config = loaded.config
     if replay is None:
@@ -134,10 +147,12 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
         transport = choose_transport(config, fleet)
         check_fleet(fleet, config, transport)
+        if not steal:
+            check_leases(fleet, run.run_id if run.path.exists() else None)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay)
+    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay, steal)
 
 
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
@@ -175,6 +190,8 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
             console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
+            for line in foreign_weights(prepared.fleet, run.run_id):
+                console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
         with waiting("starting Ray", console.say):
             stack.enter_context(ray_cluster(config.ray, prepared.plan))
         stop.arm()
@@ -298,8 +315,9 @@ def _rollouts(
     engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint())
     # A directory of this run alone: what else lies in a shared one is other runs'.
     disk_root = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
+    lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)
     side = Rollouts(
-        config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root),
+        config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root, lease),
         vocab_size=model_facts(config.model.path)["vocab_size"],
         dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
         console=console, stop=stop,

@@ -199,11 +199,15 @@ class WeightSync:
         size = sum(map(bucket_bytes, self._buckets))
         return SyncReport(str(version), size, time.perf_counter() - started, phases, updated, failures, difference)
 
-    async def leave(self) -> Failures:
-        """At the end of the run: engines resumed and out of their transfer groups. Failures are returned."""
-        urls = [url for url in self._connected if url in self.endpoints]
+    async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
+        """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
+
+        ceded: engines that another run controls by now, whose group would be the one shut down.
+        """
+        urls = [url for url in self._connected if url in self.endpoints and url not in ceded]
         failures = await self._gather(urls, self._shut_down)
-        alive = [m.url for m in self.fleet.members() if m.takes_weights and m.state not in (State.DEAD, State.STARTING)]
+        gone = (State.DEAD, State.STARTING)
+        alive = [m.url for m in self.fleet.members() if m.takes_weights and m.state not in gone and m.url not in ceded]
         failures = (
             await self._gather(alive, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume())) | failures
         )

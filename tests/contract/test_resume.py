@@ -10,6 +10,7 @@ from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.resume import TRANSFER_GROUP, resume_engines
+from rltool.engines.types import Holder
 from tests.contract.fakes.sglang import FakeSglang
 
 
@@ -18,7 +19,7 @@ def resume(*engines, before=None):
         async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
             for engine in engines if before else ():
                 await client.run(engine, before, timeout=5)
-            return await resume_engines(client, engines, timeout=5)
+            return await resume_engines(client, engines, timeout=5, holder=Holder("a" * 32, "r", "h", 1))
 
     return asyncio.run(work())
 

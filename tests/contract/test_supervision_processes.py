@@ -7,10 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.liveness import Liveness
+from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import open_run
@@ -235,3 +239,109 @@ def test_processes_can_be_started_outside_of_the_main_thread(run):
     thread.start()
     thread.join(DEADLINE)
     assert started[0].popen.wait(DEADLINE) == 0
+
+
+TITLED = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["VLLM::EngineCore", "-c", "import time; time.sleep(600)"], executable=sys.executable)
+other = subprocess.Popen([sys.executable, "-c", "pass"])
+other.wait()
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+"""A server that does not notice that what generates in it has died."""
+
+
+class Health:
+    """Answers `status` to every GET; an address of nobody after `close`."""
+
+    def __init__(self):
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(handler):
+                handler.send_response(self.status)
+                handler.send_header("Content-Length", "0")
+                handler.end_headers()
+
+            def log_message(handler, *_):
+                pass
+
+        self.status = 200
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def health():
+    server = Health()
+    yield server
+    server.close()
+
+
+def test_a_server_whose_engine_core_was_killed_is_reported_at_once_though_it_lives(run, health):
+    server = start(python("engine-0", TITLED), run)
+    core = psutil.Process(int(wait_for_log(server, "child").split("child")[1].split()[0]))
+    check = Liveness(server.state.pid, health.url)
+    assert check() is None
+    core.kill()
+    with pytest.raises(ProcessFailed, match=rf"engine-0 lost its process VLLM::EngineCore \(pid {core.pid}\)") as found:
+        supervise([server], checks={"engine-0": check}, poll=0.01)
+    assert "rltool logs engine-0" in str(found.value)
+    stop_all([server])
+
+
+def test_a_server_that_says_itself_that_its_engine_is_dead_is_reported(run, health):
+    now = [0.0]
+    server = start(python("engine-0", "import time; time.sleep(600)"), run)
+    check = Liveness(server.state.pid, health.url, clock=lambda: now[0])
+    now[0] += 60
+    assert check() is None
+    health.status = 500  # a failure of another kind, which may pass
+    now[0] += 60
+    assert check() is None
+    health.status = 503
+    assert check() is None, "it is not asked with every look"
+    now[0] += 60
+    with pytest.raises(ProcessFailed, match="answers 503 on /health"):
+        supervise([server], checks={"engine-0": check}, poll=0.01)
+    stop_all([server])
+
+
+def test_a_server_that_does_not_answer_is_not_called_dead(run):
+    now = [0.0]
+    server = start(python("engine-0", "import time; time.sleep(600)"), run)
+    check = Liveness(server.state.pid, "http://127.0.0.1:9", clock=lambda: now[0])
+    now[0] += 60
+    assert check() is None
+    stop_all([server])
+
+
+def test_a_server_whose_engine_core_was_stopped_with_it_is_no_failure(run, health):
+    server = start(python("engine-0", TITLED), run)
+    wait_for_log(server, "child")
+    check = Liveness(server.state.pid, health.url)
+    write_state(run, server.state.model_copy(update={"stopping": True}))
+    said = []
+    stopping = threading.Timer(0.0, stop_processes, args=([server.state],))
+    stopping.start()
+    supervise([server], checks={"engine-0": check}, poll=0.01, note=said.append)
+    stopping.join(DEADLINE)
+    assert said == ["engine-0 was stopped"]
+
+
+def test_status_does_not_call_an_engine_alive_whose_server_says_that_it_is_dead(run, health):
+    server = start(python("engine-0", "import time; time.sleep(600)", url=health.url), run)
+    engine = EngineEndpoint(url=health.url, dialect="vllm")
+    Endpoints(models={"policy": ModelEndpoints(engines=(engine,))}).save(run.endpoints_file)
+    health.status = 503
+    [row] = run_status(run).processes
+    assert (row.role, row.alive) == ("engine-0", False)
+    assert "its engine has died" in row.health and str(server.state.pid) in row.health
+    health.status = 500  # not a verdict
+    [row] = run_status(run).processes
+    assert row.alive is True and row.health != "ok"
+    stop_all([server])

@@ -13,7 +13,8 @@ import pytest
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.types import Completion, EngineLoad, GenerateRequest, HttpRequest, SamplingParams
+from rltool.engines.lease import ask_lease
+from rltool.engines.types import Completion, EngineLoad, GenerateRequest, Holder, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected
 
 PROMPT = (40, 41, 17, 90, 33, 5)
@@ -234,6 +235,33 @@ async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClie
         await client.run(engine, speaks.finish_update("v"), timeout=SECONDS)
 
 
+async def a_leased_engine_is_controlled_by_its_holder_alone(client: EngineClient, engine: EngineEndpoint) -> None:
+    """Of two runs; the second steals it, and the first hears of that even when the second has gone."""
+    first, second = (Holder(letter * 32, f"run-{letter}", "host", number) for number, letter in enumerate("ab", 1))
+    async with EngineClient(run=first.run) as one, EngineClient(run=second.run) as two:
+        assert (await ask_lease(one, engine, "acquire", first, SECONDS)).granted
+        try:
+            assert (await client.probe(engine)).lease.holder == first
+            assert (await ask_lease(two, engine, "acquire", second, SECONDS)).taken_by == first
+            for stranger in (client, two):
+                with pytest.raises(EngineRejected, match=r"leased by run run-a \(pid 1 on host\)") as refused:
+                    await stranger.run(engine, DIALECT.pause("keep"), timeout=SECONDS)
+                assert refused.value.status == 409
+            assert len((await two.generate(engine, request(), timeout=SECONDS))[0].token_ids) == 12
+            async with paused(one, engine):
+                assert (await client.probe(engine)).paused is True
+            assert (await ask_lease(two, engine, "steal", second, SECONDS)).granted
+            with pytest.raises(EngineRejected, match="taken over by run run-b"):
+                await one.run(engine, DIALECT.shutdown_transfer("g"), timeout=SECONDS)
+            async with paused(two, engine):
+                assert (await client.probe(engine)).lease.holder == second
+        finally:
+            await ask_lease(two, engine, "release", second, SECONDS)
+            await ask_lease(one, engine, "release", first, SECONDS)
+        assert (await client.probe(engine)).lease is None
+        assert (await ask_lease(one, engine, "renew", first, SECONDS)).taken_by == second
+
+
 async def the_key_is_demanded_and_unknown_routes_do_not_exist(client: EngineClient, engine: EngineEndpoint) -> None:
     for path in ("/version", "/pause", "/collective_rpc"):
         with pytest.raises(EngineRejected) as caught:
@@ -262,5 +290,6 @@ CONTRACT = [
     aborting_what_is_not_there_changes_nothing,
     the_load_tells_what_runs_and_what_waits,
     an_update_without_a_transfer_or_a_start_is_an_error,
+    a_leased_engine_is_controlled_by_its_holder_alone,
     the_key_is_demanded_and_unknown_routes_do_not_exist,
 ]

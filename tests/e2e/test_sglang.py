@@ -32,7 +32,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.resume import resume_engines
-from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest, TensorMeta
+from rltool.engines.types import Bucket, Completion, EngineInfo, Holder, HttpRequest, TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store, meta_of
 from rltool.errors import EngineRejected
@@ -183,7 +183,9 @@ class Trainer:
 
     async def bring_back(self) -> None:
         """As `rltool engines resume` does."""
-        [resumed] = await resume_engines(self.client, [self.where], timeout=SECONDS)
+        [resumed] = await resume_engines(
+            self.client, [self.where], timeout=SECONDS, holder=Holder("a" * 32, "r", "h", 1)
+        )
         assert resumed.error is None
 
     async def run(self, requests: list[HttpRequest]) -> list[Any]:

@@ -19,7 +19,21 @@ KEY_FILE_VARIABLE = "RLTOOL_KEY_FILE"
 
 OPEN_ROUTES = frozenset({("GET", "/health")})
 
-ALLOWED_ROUTES = OPEN_ROUTES | frozenset(
+CONTROL_ROUTES = frozenset(
+    {
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/init_weight_transfer_engine"),
+        ("POST", "/start_weight_update"),
+        ("POST", "/update_weights"),
+        ("POST", "/finish_weight_update"),
+        ("POST", "/shutdown_weight_transfer_engine"),
+    }
+)
+"""What changes the engine for everybody: while a run holds the lease (lease.py), these are its alone."""
+
+ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
     {
         # facts
         ("GET", "/version"),
@@ -37,19 +51,11 @@ ALLOWED_ROUTES = OPEN_ROUTES | frozenset(
         ("POST", "/rltool/generate"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
-        # control
-        ("POST", "/pause"),
-        ("POST", "/resume"),
         ("POST", "/inference/v1/abort_requests"),
-        ("POST", "/reset_prefix_cache"),
-        # weights
-        ("POST", "/init_weight_transfer_engine"),
-        ("POST", "/start_weight_update"),
-        ("POST", "/update_weights"),
-        ("POST", "/finish_weight_update"),
-        ("POST", "/shutdown_weight_transfer_engine"),
+        # who may control
+        ("POST", "/rltool/lease"),
     }
-)
+)  # fmt: skip
 
 
 class Decision(StrEnum):

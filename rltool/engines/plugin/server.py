@@ -1,5 +1,5 @@
-"""The ASGI middleware of a vLLM server that rltool starts: guard, SGLang's routes, and the way out of failed weight
-updates.
+"""The ASGI middleware of a vLLM server that rltool starts: guard, lease, SGLang's routes, and the way out of failed
+weight updates.
 
 It is the outermost layer of the app. /server_info is SGLang's here, for sglang-router asks for it without saying what
 it wants; vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info tells what rltool
@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 from rltool.engines.plugin import info, sglang_api
@@ -27,7 +30,8 @@ from rltool.engines.plugin.asgi import (
     send_json,
     with_header,
 )
-from rltool.engines.plugin.guard import Decision, GuardPolicy
+from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
+from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -47,10 +51,13 @@ class ServerMiddleware:
     """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to whoever started the
     server."""
 
-    def __init__(self, app: App, *, key: str, boot_id: str | None = None) -> None:
+    def __init__(
+        self, app: App, *, key: str, boot_id: str | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._app = app
         self._policy = GuardPolicy(key)
         self._boot_id = boot_id
+        self._leases = LeaseTable(clock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -75,6 +82,10 @@ class ServerMiddleware:
             await self._app(_wanting_arrays(scope) | _path(sglang_api.VLLM_PATH), receive, send)
         elif path in ("/rltool/info", "/server_info", "/model_info"):
             await self._describe(scope, path, send)
+        elif path == LEASE_PATH:
+            await self._lease(receive, send)
+        elif (method, path) in CONTROL_ROUTES and (refusal := self._refusal(scope)) is not None:
+            await send_json(send, 409, refusal)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -94,8 +105,22 @@ class ServerMiddleware:
             return
         await send_json(send, 200, sglang_api.from_vllm(request, json.loads(reply)))
 
+    async def _lease(self, receive: Receive, send: Send) -> None:
+        try:
+            body = json.loads(await read_body(receive))
+        except Disconnected:
+            return
+        except ValueError:
+            body = None
+        await send_json(send, *answer(self._leases, body))
+
+    def _refusal(self, scope: Scope) -> dict[str, Any] | None:
+        return refused(self._leases, header(scope, RUN_HEADER.lower().encode()))
+
     async def _describe(self, scope: Scope, path: str, send: Send) -> None:
         facts = await info.describe(scope["app"].state, self._boot_id)
+        lease = self._leases.lease()
+        facts["lease"] = asdict(lease) if lease else None
         shape = {"/server_info": info.sglang_server_info, "/model_info": info.sglang_model_info}.get(path)
         await send_json(send, 200, shape(facts) if shape else facts)
 

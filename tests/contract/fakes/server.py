@@ -12,6 +12,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from rltool.engines.plugin.lease import RUN_HEADER
+
 START_SECONDS = 10.0
 
 
@@ -24,6 +26,8 @@ class Recorded:
     query: dict[str, str]
     body: Any
     authorization: str | None
+    run: str | None = None
+    """The id of the run that sent it, if it says so."""
 
 
 @dataclass
@@ -155,6 +159,7 @@ class FakeServer:
             dict(request.query),
             json.loads(text) if text else None,
             request.headers.get("Authorization"),
+            request.headers.get(RUN_HEADER),
         )
         self.requests.append(recorded)
         if not self.authorised(recorded):

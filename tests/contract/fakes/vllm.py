@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import uuid
 import zlib
+from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
 from rltool.engines import arrays, wire
 from rltool.engines.plugin import sglang_api
-from rltool.engines.plugin.guard import Decision, GuardPolicy
+from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
+from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.types import TensorMeta
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
@@ -30,6 +33,7 @@ class FakeVllm(FakeServer):
     model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find. plugin:
     False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
     replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
+    hours_later: what its leases take the time to be.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
     seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once,
     the others wait. Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do
@@ -52,12 +56,14 @@ class FakeVllm(FakeServer):
         self.sentinel_logprob = False
         self.accept_versions = True
         self.seconds = 0.0
+        self.hours_later = 0
         self._policy = GuardPolicy(key) if key else None
         self.forget()
 
     def forget(self) -> None:
         """The state of a process that has just started: call it between `die` and `start` for a revived engine."""
         self.boot_id = uuid.uuid4().hex
+        self.leases = LeaseTable(lambda: time.monotonic() + self.hours_later * 3600)
         self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
         self.transport: str | None = None
@@ -95,6 +101,10 @@ class FakeVllm(FakeServer):
         handler = self._routes().get((recorded.method, recorded.path))
         if handler is None:
             return web.json_response({"detail": "Not Found"}, status=404)
+        if (recorded.method, recorded.path) in CONTROL_ROUTES:
+            refusal = refused(self.leases, recorded.run)
+            if refusal is not None:
+                return web.json_response(refusal, status=409)
         return await handler(recorded)
 
     def _routes(self) -> dict[tuple[str, str], Handler]:
@@ -120,6 +130,7 @@ class FakeVllm(FakeServer):
         if self.plugin:
             routes |= {
                 ("GET", "/rltool/info"): self._info,
+                ("POST", LEASE_PATH): self._lease,
                 ("POST", "/generate"): self._sglang_generate,
                 ("POST", "/rltool/generate"): self._generate_arrays,
                 ("GET", "/server_info"): self._sglang_server_info,
@@ -168,13 +179,19 @@ class FakeVllm(FakeServer):
     async def _is_paused(self, _) -> web.Response:
         return web.json_response({"is_paused": self.paused})
 
+    async def _lease(self, recorded: Recorded) -> web.Response:
+        status, reply = answer(self.leases, recorded.body)
+        return web.json_response(reply, status=status)
+
     async def _info(self, _) -> web.Response:
+        lease = self.leases.lease()
         return web.json_response(
             {
                 "boot_id": self.boot_id,
                 "vocab_size": self.vocab_size,
                 "dtype": self.dtype,
                 "weight_backend": self.weight_backend,
+                "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
             }
         )

@@ -1,0 +1,108 @@
+"""A real vLLM whose worker is killed: its server lives on for a while, and is not taken for an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rltool.processes.run_directory import open_run
+from rltool.processes.state import read_state, read_states
+from rltool.processes.stop import process_tree
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+DEADLINE = 240.0
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+class ServingEngines:
+    """`rltool serve-engines` in the foreground, one vLLM on the CPU."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+        self.out = root / "out"
+        with self.out.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rltool", "serve-engines", str(model), "--device", "cpu", "--run", "r",
+                 "--max-model-len", "64"],
+                env=self.environment, stdout=out, stderr=subprocess.STDOUT, cwd=root,
+            )  # fmt: skip
+        self.root = root
+        until(lambda: "Ctrl-C ends them" in self.said() or self.process.poll() is not None, self.said())
+        assert self.process.poll() is None, self.said()
+        self.run = open_run("r", create=False, root=root / "runs")
+        self.tree = process_tree(read_state(self.run, "engine-0"))
+
+    def said(self) -> str:
+        return self.out.read_text()
+
+    def status(self) -> dict:
+        done = subprocess.run(
+            [sys.executable, "-m", "rltool", "status", "--run", "r", "--json"],
+            env=self.environment, capture_output=True, text=True, cwd=self.root, timeout=DEADLINE, check=True,
+        )  # fmt: skip
+        rows = json.loads(done.stdout)["runs"][0]["processes"]
+        return next(row for row in rows if row["role"] == "engine-0")
+
+    def close(self) -> None:
+        for process in [self.process, *self.tree, *(p for s in read_states(self.run) for p in process_tree(s))]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def serving(tmp_path, tiny_tied_dir):
+    engines = ServingEngines(tmp_path, tiny_tied_dir)
+    yield engines
+    engines.close()
+
+
+def test_a_killed_worker_is_seen_though_the_server_lives(serving):
+    """Server and engine core are stopped, as if they waited for the worker: an idle vLLM would end by itself."""
+    assert serving.status()["alive"] is True
+    worker = next(process for process in serving.tree if process.name().startswith("VLLM::Worker"))
+    for process in serving.tree:
+        if process != worker:
+            process.suspend()
+    worker.kill()
+    until(lambda: serving.process.poll() is not None, "the foreground says nothing")
+    assert serving.process.returncode == 1
+    said = " ".join(serving.said().split())
+    assert f"engine-0 lost its process VLLM::Worker (pid {worker.pid})" in said
+    assert not any(runs(process) for process in serving.tree), "the rest is stopped"
+
+
+def test_an_engine_that_ends_because_its_worker_was_killed_quotes_that_and_no_leaks(serving):
+    serving.process.send_signal(signal.SIGSTOP)  # so that it looks when all is over
+    worker = next(process for process in serving.tree if process.name().startswith("VLLM::Worker"))
+    worker.kill()
+    until(lambda: serving.status()["alive"] is False, "status takes the engine for a living one")
+    until(lambda: not any(runs(process) for process in serving.tree), "vLLM goes on without its worker")
+    serving.process.send_signal(signal.SIGCONT)
+    assert serving.process.wait(DEADLINE) == 1
+    said = " ".join(serving.said().split())
+    assert "VllmWorker-0 died unexpectedly" in said and "leaked" not in said
+
+
+def runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
