@@ -182,6 +182,11 @@ class Collector:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._changed.set()
 
+    def stop_with(self, error: BaseException) -> None:
+        """The batch that is waited for, or the next one, ends with this error."""
+        self._fail(error)
+        self._changed.set()
+
     def restore(self, groups: Sequence[Group], *, issued: int, delivered: int, dropped: Mapping[str, int]) -> None:
         """The open groups of a checkpoint; nothing may have started yet."""
         self.ledger.issued, self.ledger.dropped, self.delivered = issued, Counter(dropped), delivered

@@ -95,6 +95,10 @@ class DataPlane:
         """Requests that are with an engine or the router now."""
         return self._in_flight.total()
 
+    def in_flight_at(self, url: str) -> int:
+        """Requests that are with this engine; behind a router nobody here knows."""
+        return self._in_flight[url]
+
     def changed(self) -> None:
         """The fleet, the endpoints or the limit changed: requests that wait look again."""
         self._grant()
@@ -135,9 +139,9 @@ class DataPlane:
                 f"no completion within deadlines.generate = {self._deadline:g} s; {self._describe(failure)}"
             ) from error
 
-    async def abort(self, groups: Collection[int] | None = None) -> dict[str, str]:
-        """Abort this run's requests (those of `groups`) at every engine, directly: a router forwards no abort. They
-        return with what they have, finish_reason "abort". Returns URL -> reason for failures.
+    async def abort(self, groups: Collection[int] | None = None, *, at: str | None = None) -> dict[str, str]:
+        """Abort this run's requests (those of `groups`) at every engine (that of URL `at`), directly: a router forwards
+        no abort. They return with what they have, finish_reason "abort". Returns URL -> reason for failures.
 
         Every engine is told all ids: which of them a router sent where is not known, and an unknown id is ignored.
         """
@@ -153,7 +157,11 @@ class DataPlane:
                 failures[url] = str(error)
 
         # One without a dialect never served.
-        known = [(url, endpoint) for url, endpoint in self._endpoints.items() if endpoint.dialect is not None]
+        known = [
+            (url, endpoint)
+            for url, endpoint in self._endpoints.items()
+            if endpoint.dialect is not None and at in (None, url)
+        ]
         await asyncio.gather(*(abort(url, endpoint) for url, endpoint in known))
         return failures
 

@@ -31,6 +31,7 @@ from rltool.training.placement import PlacementPlan, plan_placement
 from rltool.training.preflight import (
     ProbedFleet,
     check_fleet,
+    check_router,
     choose_transport,
     describe_fleet,
     model_facts,
@@ -131,6 +132,7 @@ def prepare(loaded: Loaded[TrainConfig], run: RunDirectory, *, resume: bool, rep
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
         transport = choose_transport(config, fleet)
         check_fleet(fleet, config, transport)
+        check_router(fleet, config)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
@@ -290,7 +292,7 @@ def _rollouts(
         config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root),
         vocab_size=model_facts(config.model.path)["vocab_size"],
         dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
-        console=console, stop=stop,
+        endpoints_file=run.endpoints_file, console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)
     side.start()
