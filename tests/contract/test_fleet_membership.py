@@ -78,7 +78,7 @@ def serve(model_dir, tmp_path):
     data = tmp_path / "words.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{w}=", "label": w[::-1]}) + "\n" for w in ("sun", "cat", "owl")))
 
-    def run(work, *engines, policy=None, **sections):
+    def run(work, *engines, policy=None, router=None, **sections):
         from rltool.config.train import TrainConfig
 
         values = {
@@ -97,7 +97,7 @@ def serve(model_dir, tmp_path):
             ranks = LeavingRanks(tmp_path / "nothing")
             syncing = Syncing(ranks, Lineage(RUN, 0), "disk", tmp_path / "weights")
             service = RolloutService(
-                config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None
+                config, Engines(tuple(endpoints), infos, router), vocab_size=64, syncing=syncing, log=lambda line: None
             )
             if policy is not None:
                 service.fleet.policy = policy
@@ -299,9 +299,8 @@ def test_two_that_add_the_same_engine_at_once_add_it_once(serve, engines):
     [
         (lambda engine: setattr(engine, "vocab_size", 65), "vocabulary of 65"),
         (lambda engine: setattr(engine, "weight_backend", "nccl"), "serve-engines --weight-backend rltool"),
-        (lambda engine: setattr(engine, "key", "another key"), "--key-file"),
     ],
-    ids=["another vocabulary", "no way for weights", "another key"],
+    ids=["another vocabulary", "no way for weights"],
 )
 def test_an_engine_that_cannot_serve_this_run_is_refused_as_at_the_start(serve, engines, spoil, said):
     first, late = engines
@@ -313,6 +312,35 @@ def test_an_engine_that_cannot_serve_this_run_is_refused_as_at_the_start(serve, 
         assert run.present() == [first.url] and run.state(late) is None
 
     serve(work, first)
+
+
+def test_an_engine_with_another_key_is_refused(serve, engines, tmp_path):
+    (tmp_path / "key").write_text("ours")
+
+    async def work(run: Run):
+        with FakeVllm(key="another") as stranger:
+            for key_file in (None, tmp_path / "key"):
+                with pytest.raises(UsageError, match=r"401.*--key-file"):
+                    await run.add(bare(stranger).model_copy(update={"key_file": key_file}))
+            assert run.state(stranger) is None and len((await run.service.status())["engines"]) == 1
+
+    serve(work, engines[0])
+
+
+def test_behind_a_router_an_engine_must_have_the_routers_key(serve, engines, tmp_path):
+    """It is the router that asks it, with the key of its own clients."""
+    first, late = engines
+    keys = {name: tmp_path / name for name in ("router", "other")}
+    for name, file in keys.items():
+        file.write_text(name)
+
+    async def work(run: Run):
+        for key_file in (None, keys["other"]):
+            with pytest.raises(UsageError, match="another key than the router"):
+                await run.add(bare(late).model_copy(update={"key_file": key_file}))
+        assert late.paths() == [], "it is not even asked"
+
+    serve(work, first, router=EngineEndpoint(url="http://127.0.0.1:9", dialect="sglang", key_file=keys["router"]))
 
 
 def test_an_engine_that_answers_late_joins_then_and_is_checked_then(serve, engines):
