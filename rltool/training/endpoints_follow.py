@@ -12,11 +12,11 @@ from rltool.errors import UsageError
 
 
 class EndpointsFollow:
-    """file: the run's own. Only what has changed since the start is changed in it: engines that came are put in, those
-    that left taken out. What else stands there is other processes' business (serve-engines, router).
+    """file: the run's own; where the run was given its engines by other means it is made at the first change. At each
+    change of the fleet those that left are taken out, and all that are there are put in. What else stands there is
+    other processes' business (serve-engines, router).
 
-    Where the run was given its engines by other means there is no such file; then it is made, with the whole fleet, at
-    the first change. say: a line for the user where it cannot be written; the run goes on.
+    say: a line for the user where it cannot be written; the run goes on.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class EndpointsFollow:
                 if entry is None:
                     return endpoints.with_engines(model, present, self._data_url)
                 kept = [engine for engine in entry.engines if engine.url not in known ^ urls]
-                came = [engine for engine in present if engine.url not in known]
-                return endpoints.with_engines(model, [*kept, *came], entry.data_url)
+                kept_urls = {engine.url for engine in kept}
+                missing = [engine for engine in present if engine.url not in kept_urls]
+                return endpoints.with_engines(model, [*kept, *missing], entry.data_url or self._data_url)
 
             try:
                 edit_endpoints(self._file, change)
