@@ -34,7 +34,7 @@ DRAIN_POLL_SECONDS = 0.2
 ABORTED_SECONDS = 10.0
 """For aborted requests to come back with what they have."""
 REPLY_SECONDS = 1.0
-"""How long the reply to `remove` waits for the engine to be DRAINING; it says so where a sync takes longer."""
+"""How long the reply to `remove` waits for the engine to get nothing new; it says so where a sync takes longer."""
 REMOVED = "removed by its owner"
 
 
@@ -50,7 +50,7 @@ class _Candidate:
 
 @dataclass
 class _Departure:
-    """began: no new request since then. ends_at: when what is left is aborted; None: a sync has to end first."""
+    """began: it gets no new request any more. ends_at: when what is left is aborted; None: a sync has to end first."""
 
     task: asyncio.Task[None] | None = None
     began: asyncio.Event = field(default_factory=asyncio.Event)
@@ -206,12 +206,13 @@ class FleetMembership:
     async def _leave(self, url: str, departure: _Departure) -> None:
         async with self._lock:
             departure.ends_at = self._clock() + self._config.deadlines.drain
-            departure.began.set()
             if self._fleet.member(url).state not in (State.READY, State.STALE, State.SUSPECT):
                 await self._forget(url, REMOVED)  # it has nothing to finish
+                departure.began.set()
                 return
             self._fleet.drain(url, REMOVED)
             await self._monitor.carry_out()
+            departure.began.set()
         await self._drain(url, departure.ends_at)
         try:
             await self._leave_group(url)
@@ -251,7 +252,7 @@ class FleetMembership:
         if departure is None:
             return
         await _end(departure.task)
-        if departure.began.is_set() and self._is_member(url):
+        if departure.ends_at is not None and self._is_member(url):
             await self._forget(url, "added again")
 
     async def _forget(self, url: str, reason: str) -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import ExitStack
 
 import pytest
 
+from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import FleetPolicy, State
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineConflict, UnknownEngine, UsageError
+from rltool.errors import EngineConflict, TrainingStopped, UnknownEngine, UsageError
+from rltool.processes.run_directory import open_run
+from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.tokenizer import load_tokenizer
+from rltool.router.launch import running_router, start_router
+from rltool.router.workers import add_worker, list_workers
 from rltool.training import fleet_membership, rollout_service
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
 from tests.contract.fakes.vllm import FakeVllm
@@ -78,7 +84,7 @@ def serve(model_dir, tmp_path):
     data = tmp_path / "words.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{w}=", "label": w[::-1]}) + "\n" for w in ("sun", "cat", "owl")))
 
-    def run(work, *engines, policy=None, router=None, **sections):
+    def run(work, *engines, policy=None, router=None, key_file=None, **sections):
         from rltool.config.train import TrainConfig
 
         values = {
@@ -91,7 +97,7 @@ def serve(model_dir, tmp_path):
         config = TrainConfig.model_validate(values)
 
         async def main():
-            endpoints = [EngineEndpoint(url=engine.url, dialect="vllm") for engine in engines]
+            endpoints = [EngineEndpoint(url=engine.url, dialect="vllm", key_file=key_file) for engine in engines]
             async with EngineClient() as client:
                 infos = {e.url: await client.probe(e) for e in endpoints}
             ranks = LeavingRanks(tmp_path / "nothing")
@@ -394,3 +400,81 @@ def test_an_engine_that_never_answers_is_given_up_and_one_that_is_waited_for_can
         assert len((await run.service.status())["engines"]) == 1
 
     serve(work, first, deadlines={"preflight": 1.0})
+
+
+# -- behind the real sglang-router
+
+
+@pytest.fixture
+def behind_router(tmp_path):
+    """Three fake engines that share a key, the first two behind a router: (engines, router)."""
+    own = open_run("router", create=True, root=tmp_path / "runs")
+    key = own.ensure_key().read_text().strip()
+    with ExitStack() as stack:
+        engines = [stack.enter_context(FakeVllm(key=key)) for _ in range(3)]
+        for engine in engines:
+            engine.vocab_size = 64
+        given = [keyed(engine, own.key_file) for engine in engines[:2]]
+        group = stack.enter_context(ProcessGroup(own))
+        start_router(RouterConfig(health_check_interval=1.0), ModelEndpoints(engines=tuple(given)), group)
+        yield engines, running_router(own)
+
+
+def keyed(engine: FakeVllm, key_file) -> EngineEndpoint:
+    return EngineEndpoint(url=engine.url, dialect="vllm", plugin=True, key_file=key_file)
+
+
+async def workers_of(router: EngineEndpoint) -> set[str]:
+    return {worker.url for worker in await asyncio.to_thread(list_workers, router)}
+
+
+async def a_step(run: Run, step: int) -> None:
+    await run.service.sync_weights(step)
+    assert (await run.service.next_batch(step)).batch.num_samples == 16
+
+
+def served(engine: FakeVllm) -> int:
+    return engine.paths().count("/generate")
+
+
+def test_the_router_has_exactly_the_engines_that_serve_whoever_comes_and_goes(serve, behind_router):
+    (leaving, staying, late), router = behind_router
+
+    async def work(run: Run):
+        await asyncio.to_thread(add_worker, router, keyed(late, router.key_file), timeout=30.0)
+        await a_step(run, 0)
+        assert await workers_of(router) == {leaving.url, staying.url}, "the foreign one is out before the next request"
+        await run.add(keyed(late, router.key_file).model_copy(update={"dialect": None}))
+        assert await workers_of(router) == {leaving.url, staying.url}, "it has none of our weights yet"
+        await run.service.sync_weights(1)
+        assert await workers_of(router) == {leaving.url, staying.url, late.url}
+        there(leaving, leaving.batch.freeze)
+        before, waiting = served(leaving), asyncio.create_task(run.service.next_batch(1))
+        await until(lambda: served(leaving) > before, "it has a request")
+        await run.remove(leaving.url)
+        while leaving.url in await workers_of(router):  # the reply waits for that, up to REPLY_SECONDS
+            pass
+        assert await workers_of(router) == {staying.url, late.url} and not waiting.done()
+        assert run.state(leaving) is State.DRAINING, "the engine itself says that it has something to do"
+        there(leaving, leaving.batch.resume)
+        assert (await waiting).batch.num_samples == 16
+        await until(lambda: run.state(leaving) is None, "it is out of the fleet")
+        before = served(leaving)
+        await a_step(run, 2)
+        assert served(leaving) == before and served(late) > 0
+
+    engines = (leaving, staying)
+    serve(work, *engines, router=router, key_file=router.key_file)
+
+
+def test_a_foreign_worker_ends_the_run_where_it_is_refused(serve, behind_router):
+    (first, second, stranger), router = behind_router
+
+    async def work(run: Run):
+        await a_step(run, 0)
+        await asyncio.to_thread(add_worker, router, keyed(stranger, router.key_file), timeout=30.0)
+        await run.service.sync_weights(1)
+        with pytest.raises(TrainingStopped, match=stranger.url):
+            await run.service.next_batch(1)
+
+    serve(work, first, second, router=router, key_file=router.key_file, engines={"foreign_workers": "refuse"})
