@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
@@ -95,7 +96,7 @@ class FleetMembership:
         except EngineError as error:
             self._refuse_twice(url)
             candidate = self._candidates[url] = _Candidate(endpoint, self._clock(), _not_yet(error))
-            candidate.task = asyncio.create_task(self._wait_for(candidate), name=f"wait for {url}")
+            candidate.task = self._start(self._wait_for(candidate), f"waiting for {url}")
             return self.row(url)
         await self._join(endpoint, info)
         return self.row(url)
@@ -110,9 +111,9 @@ class FleetMembership:
         if not self._is_member(url):
             raise UnknownEngine(f"{url} is no engine of this run")
         departure = self._departures.get(url)
-        if departure is None:
+        if departure is None or (departure.task is not None and departure.task.done()):  # done, and still a member?
             departure = self._departures[url] = _Departure()
-            departure.task = asyncio.create_task(self._leave(url, departure), name=f"{url} leaves")
+            departure.task = self._start(self._leave(url, departure), f"{url} leaves")
         with suppress(TimeoutError):
             await asyncio.wait_for(departure.began.wait(), REPLY_SECONDS)
         return self.row(url)
@@ -263,6 +264,17 @@ class FleetMembership:
         await self._monitor.carry_out()
 
     # -- the rest is private
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """A task whose failure is a bug of ours, and is said."""
+
+        def say(ended: asyncio.Task[None]) -> None:
+            if not ended.cancelled() and (error := ended.exception()) is not None:
+                self._log(f"{name}: {type(error).__name__}: {error}")
+
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(say)
+        return task
 
     def _refuse_twice(self, url: str) -> None:
         if url in self._candidates or self._is_member(url):

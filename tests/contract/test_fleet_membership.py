@@ -270,6 +270,22 @@ def test_a_dead_engine_leaves_at_once(serve, engines):
     serve(work, *engines)
 
 
+def test_a_departure_that_a_bug_of_ours_ends_is_said_and_can_be_asked_for_again(serve, engines, monkeypatch):
+    leaving, _ = engines
+
+    async def work(run: Run):
+        await run.service.sync_weights(0)
+        membership = run.service._membership
+        monkeypatch.setattr(membership, "_requests_at", None)
+        await run.remove(leaving.url)
+        found: list[str] = []
+        await until(lambda: any("TypeError" in line for line in (found.extend(run.service.take_events()) or found)), "")
+        assert run.state(leaving) is State.DRAINING
+        assert (await run.remove(leaving.url))["state"] == "removed" and run.state(leaving) is None
+
+    serve(work, *engines)
+
+
 # -- joining
 
 
