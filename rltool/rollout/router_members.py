@@ -157,7 +157,7 @@ class RouterMembers:
             if leaving and waited >= REMOVE_SECONDS:
                 names = ", ".join(worker.url for worker in leaving)
                 raise EngineError(f"it did not let go of {names} within {REMOVE_SECONDS:g} s")
-            if not leaving and (waited >= ADD_SECONDS or not self._is_registering()):
+            if not leaving and not self._is_registering():
                 return
             await asyncio.sleep(POLL_SECONDS)
 

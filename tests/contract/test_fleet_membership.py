@@ -126,20 +126,24 @@ def bare(engine: FakeVllm) -> EngineEndpoint:
 # -- leaving
 
 
-def test_an_engine_that_leaves_finishes_what_it_has_and_is_forgotten(serve, engines):
+def test_an_engine_that_leaves_finishes_what_it_has_and_is_forgotten(serve, engines, monkeypatch):
     leaving, other = engines
 
     async def work(run: Run):
         await run.service.sync_weights(0)
         there(leaving, leaving.batch.freeze)
         waiting = asyncio.create_task(run.service.next_batch(0))
-        await until(lambda: len(generated(leaving)) > 1, "it has a request of the batch")
+        await until(lambda: len(generated(leaving)) > 2, "it has its half of the batch, after the value check")
         row = await run.remove(leaving.url)
         assert row["state"] == "draining" and "requests in flight, at most" in row["reason"]
         assert 0 < row["leaves_within_seconds"] <= 130
         assert run.present() == [other.url], "a run that resumes does not begin with it"
         asked = len(generated(leaving))
         assert (await run.row(leaving))["state"] == "draining"
+        looks, plane = [], run.service._plane
+        count = plane.in_flight_at
+        monkeypatch.setattr(plane, "in_flight_at", lambda url: looks.append(url) or count(url))
+        await until(lambda: len(looks) > 10, "it is looked at again and again")
         assert run.state(leaving) is State.DRAINING and not waiting.done()
         there(leaving, leaving.batch.resume)
         assert (await waiting).batch.num_samples == 16

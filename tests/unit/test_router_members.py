@@ -257,6 +257,19 @@ def test_a_pending_registration_of_an_engine_that_fell_out_is_forgotten(monkeypa
     assert rig.look() == [B], "it came late, and is not wanted any more"
 
 
+def test_an_engine_that_fell_out_while_it_was_registered_is_asked_for_again_as_soon_as_it_is_ready(monkeypatch):
+    rig = ticking(Rig(Router(B)).synced(A, B), monkeypatch)
+    rig.router.lazy = True
+    rig.look()
+    for _ in range(2):
+        rig.now += 1.0
+        rig.fleet.request_failed(A, "500", sent_at=rig.now)
+    rig.look()
+    rig.fleet.request_succeeded(A, sent_at=rig.now + 1)
+    rig.router.lazy = False
+    assert rig.look() == [B, A]
+
+
 def test_a_transition_to_a_serving_state_renews_nobody():
     rig = Rig(Router(A, B)).synced(A, B)
     rig.look()
