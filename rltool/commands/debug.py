@@ -51,7 +51,7 @@ def rollout_only(
     from rltool.config.train import TrainConfig
     from rltool.processes.run_directory import open_run
     from rltool.rollout.record import check_directory, check_settings
-    from rltool.training.preflight import check_fleet, describe_fleet, probe_fleet, resolve_endpoints
+    from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_service import Engines
     from rltool.training.validate import check_files, check_mode
@@ -66,6 +66,7 @@ def rollout_only(
         check_directory(out)
     fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
     check_fleet(fleet, settings, transport=None)
+    check_router(fleet, settings)
 
     console = Console()
     for line in (*notes, describe_fleet(fleet)):

@@ -16,7 +16,7 @@ from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint, resolve
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.resume import Resumed, resume_engines
-from rltool.engines.run_client import choose_driver
+from rltool.engines.run_client import EngineStatus, choose_driver
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 
@@ -58,16 +58,20 @@ def add(
 def remove(
     addresses: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json.")], run: LivingRun = None
 ) -> None:
-    """Have a run that is training leave engines: they finish what they have and get nothing new, and live on."""
+    """Have a run that is training leave engines: they finish what they have and get nothing new, and live on.
+
+    Returns at once; asked again, or by `list`, the run says how far each is.
+    """
     engines = resolve(addresses).engines
     directory, driver = choose_driver(run)
     for engine in engines:
         _print(driver.remove_engine(engine.url), engine.url, f"leaves run {directory.name}")
 
 
-def _print(reply: object, url: str, what: str) -> None:
-    state = reply.get("state") if isinstance(reply, dict) else None
-    Console().print(f"{url}: {what}" + (f" ({state})" if state else ""), highlight=False, soft_wrap=True)
+def _print(row: EngineStatus, url: str, what: str) -> None:
+    stands = ": ".join(text for text in (row.get("state"), row.get("reason")) if text)
+    line = f"{url}: {what}" + (f" ({stands})" if stands else "")
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import resolve
+from rltool.engines.joining import join, leave, users_of_router
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
@@ -98,24 +99,53 @@ def add(
     key_file: Annotated[
         Path | None, typer.Option(help="File with the engines' key, where they are given as URLs.")
     ] = None,
+    no_join: Annotated[
+        bool,
+        typer.Option(
+            "--no-join",
+            help="Add them to the router alone; a run that is training through it takes out what it does not know, or "
+            "ends (engines.foreign_workers).",
+        ),
+    ] = False,
     timeout: Timeout = 120.0,
 ) -> None:
-    """Add engines to the run's router and wait until it serves through them."""
-    router = running_router(open_run(run, create=False))
-    for engine in resolve(addresses).engines:
-        keyed = engine if engine.key_file else engine.model_copy(update={"key_file": key_file or router.key_file})
-        console.print(f"added {add_worker(router, keyed, timeout=timeout).url}")
+    """Add engines to the run's router and wait until it serves through them.
+
+    Where a run is training through the router, they join that run: it adds each once it has the run's weights.
+    """
+    directory = open_run(run, create=False)
+    router = running_router(directory)
+    engines = [
+        engine if engine.key_file else engine.model_copy(update={"key_file": key_file or router.key_file})
+        for engine in resolve(addresses).engines
+    ]
+    users = [] if no_join else users_of_router(directory, router.url)
+    join(users, engines, _say)
+    if users:
+        return
+    for engine in engines:
+        console.print(f"added {add_worker(router, engine, timeout=timeout).url}")
 
 
 @app.command()
 def remove(
     urls: Annotated[list[str], typer.Argument(help="Engine URLs.")], run: Run = None, timeout: Timeout = 60.0
 ) -> None:
-    """Remove engines from the run's router and wait until they get no new request."""
-    router = running_router(open_run(run, create=False))
-    for engine in resolve(urls).engines:
+    """Remove engines from the run's router and wait until they get no new request.
+
+    Where a run is training through the router, they leave that run.
+    """
+    directory = open_run(run, create=False)
+    router = running_router(directory)
+    engines = resolve(urls).engines
+    leave(users_of_router(directory, router.url), [engine.url for engine in engines], _say)
+    for engine in engines:
         removed = remove_worker(router, engine.url, timeout=timeout)
         console.print(f"removed {engine.url}" if removed else f"{engine.url} was no worker")
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("list")

@@ -12,13 +12,19 @@ from rich.table import Table
 
 from rltool.config.loader import load_config
 from rltool.config.serve import EngineLaunch, ServeConfig
-from rltool.engines.launch import check_launch, dry_run, engine_flags, engine_spec, launch_engines, parse_gpus, role_of
+from rltool.engines.joining import join, leave, users_of_engines
+from rltool.engines.launch import check_launch, dry_run, engine_flags, engine_spec, launch_engines, parse_gpus
 from rltool.processes.hosts import http_url, is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, open_run, runs_root
+from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 
 console = Console()
+
+ORDERLY_SECONDS = 300.0
+"""`rltool stop` waits so long for a run that trains to let go of the engines (its deadlines.drain), and for their
+end."""
 
 
 def serve_engines(
@@ -58,6 +64,9 @@ def serve_engines(
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")
     ] = False,
+    no_join: Annotated[
+        bool, typer.Option("--no-join", help="Do not join a run that is training with this run's engines.")
+    ] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Show what would be started, and start nothing.")] = False,
 ) -> None:
     """Start inference engines, wait until each one serves, and write their addresses to the run's endpoints.json."""
@@ -86,6 +95,9 @@ def serve_engines(
     check_launch(config)
     directory = open_run(run, create=True)
 
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def bring_up(group: ProcessGroup) -> None:
         console.print(
             f"run {directory.name}: {config.num_engines} x {config.engine} on {config.device}, logs in "
@@ -99,14 +111,21 @@ def serve_engines(
             )
         endpoints = launch_engines(config, group, report=console.print)
         table = Table("engine", "url", "GPUs", "world size", "weights")
-        for index, endpoint in enumerate(endpoints):
+        for process, endpoint in zip(group.processes, endpoints, strict=True):
             where = ",".join(map(str, endpoint.gpus)) or config.device
-            table.add_row(role_of(index), endpoint.url, where, str(endpoint.tp), endpoint.weight_backend)
+            table.add_row(process.role, endpoint.url, where, str(endpoint.tp), endpoint.weight_backend)
         console.print(table)
+        if not no_join:
+            join(users_of_engines(directory), endpoints, say)
+            group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in endpoints], say)
         console.print(train_command(directory.endpoints_file), highlight=False, markup=False, soft_wrap=True)
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
-    raise typer.Exit(run_in_foreground("serve-engines", directory, bring_up, detach=detach, note=console.print))
+    role = free_role("serve-engines", directory)
+    code = run_in_foreground(
+        role, directory, bring_up, detach=detach, note=console.print, orderly_seconds=ORDERLY_SECONDS
+    )
+    raise typer.Exit(code)
 
 
 def _print_dry_run(config: ServeConfig, run: RunDirectory) -> None:

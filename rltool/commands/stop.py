@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from rltool.processes.run_directory import list_runs, open_run
+from rltool.engines.joining import leave, users_of_engines
+from rltool.engines.run_client import DRIVER_ROLE
+from rltool.processes.run_directory import RunDirectory, list_runs, open_run
+from rltool.processes.state import read_states
 from rltool.processes.stop import GRACE_SECONDS
 from rltool.processes.stop_run import stop_run
 from rltool.router.launch import ROLE, forget_router
@@ -25,6 +29,8 @@ def stop(
     console = Console()
     for directory in list_runs() if all_runs else [open_run(run, create=False)]:
         console.print(f"run {directory.name}: {directory.path}", highlight=False, markup=False, soft_wrap=True)
+        if not all_runs:
+            _leave_living_runs(directory, roles or (), console)
         stopped = stop_run(directory, roles or (), grace=grace, report=console.print)
         for state in stopped:
             console.print(f"stopped {state.role} (pid {state.pid})")
@@ -32,3 +38,15 @@ def stop(
                 forget_router(directory.endpoints_file, state.url)
         if not stopped:
             console.print("nothing was running")
+
+
+def _leave_living_runs(directory: RunDirectory, roles: Sequence[str], console: Console) -> None:
+    """Engines that are to be stopped first leave, in order, the runs that train with them and live on."""
+    chosen = [state for state in read_states(directory) if not roles or state.role in roles]
+    engines = [state.url for state in chosen if state.role.startswith("engine-") and state.url is not None]
+    if not engines:
+        return
+    users = users_of_engines(directory)
+    if any(state.role == DRIVER_ROLE for state in chosen):  # it is stopped as well, before its engines
+        users = [user for user in users if user.run.path != directory.path]
+    leave(users, engines, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))

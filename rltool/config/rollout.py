@@ -35,6 +35,9 @@ class EnginesConfig(Config):
     """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
     router: str | None = None
     """URL that generation requests go to instead of the engines."""
+    foreign_workers: Literal["remove", "refuse"] = "remove"
+    """Workers that the router has and that are no engines of the run, at the start and at any time later. remove: they
+    are taken out of the router; refuse: the run does not start, or ends with a checkpoint."""
     api_key_file: Path | None = None
     """Bearer key for addresses given as host:port; endpoints.json names its own."""
     lease_seconds: float = Field(default=60.0, ge=10)
@@ -204,6 +207,9 @@ class DeadlinesConfig(Config):
     """For engines.min_serving engines to serve, or to take weights, again; then the run ends with a checkpoint."""
     bucket: float = Field(default=30.0, gt=0)
     """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
+    drain: float = Field(default=120.0, gt=0)
+    """For an engine that was removed from the run to finish what it has; then its requests are aborted, and go on at
+    others from where they were."""
     group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
     reward: float = Field(default=60.0, gt=0)

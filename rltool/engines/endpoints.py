@@ -6,9 +6,10 @@ weights, pauses and health checks. `data_url`, where present, is the router to w
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -105,6 +106,21 @@ class Endpoints(Config):
         text = json.dumps(self._map_key_files(portable).model_dump(mode="json"), indent=2) + "\n"
         write_text_atomic(path, text)
 
+    def model_with(self, urls: Iterable[str]) -> str:
+        """Name of the model to which engines of these URLs belong: that which has one of them, else `policy`, else the
+        only one; a new one is called policy."""
+        wanted = set(urls)
+        for name, model in self.models.items():
+            if wanted & {engine.url for engine in model.engines}:
+                return name
+        return next(iter(self.models)) if len(self.models) == 1 and "policy" not in self.models else "policy"
+
+    def with_engines(self, model: str, engines: Sequence[EngineEndpoint], data_url: str | None) -> Endpoints:
+        """These engines and this router for one model; the rest as it is."""
+        entry = self.models.get(model, ModelEndpoints())
+        entry = entry.model_copy(update={"engines": tuple(engines), "data_url": data_url})
+        return self.model_copy(update={"models": {**self.models, model: entry}})
+
     def _map_key_files(self, change) -> Endpoints:
         def engine(e: EngineEndpoint) -> EngineEndpoint:
             return e.model_copy(update={"key_file": change(e.key_file)}) if e.key_file else e
@@ -114,6 +130,17 @@ class Endpoints(Config):
             for name, model in self.models.items()
         }
         return self.model_copy(update={"models": models})
+
+
+def edit_endpoints(path: Path, change: Callable[[Endpoints], Endpoints]) -> None:
+    """Change an endpoints file that other processes change as well; one that is missing counts as empty.
+
+    Raises UsageError where it cannot be read, OSError where it cannot be written.
+    """
+    path = Path(path).absolute()
+    with path.with_name(f".{path.name}.lock").open("a") as lock:  # dies with whoever holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        change(Endpoints.load(path) if path.exists() else Endpoints()).save(path)
 
 
 @dataclass(frozen=True)

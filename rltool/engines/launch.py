@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from pathlib import Path
 from rltool.config.serve import EngineLaunch, ServeConfig, WeightBackend
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
-from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
 from rltool.engines.interpreter import check_engine_python, default_engine_python
 from rltool.engines.liveness import Liveness
+from rltool.engines.run_client import DRIVER_ROLE, driver_of
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
@@ -25,12 +27,16 @@ from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import ProcessSpec, RunningProcess
+from rltool.processes.state import is_alive, read_state, read_states
 from rltool.processes.supervise import ProcessGroup
 
 PROBE_SECONDS = 60.0
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 """Files of weights that an engine reads."""
 """For all probes of one engine and its first generation, which compiles or warms up things."""
+
+
+_ROLE = re.compile(r"engine-\d+")
 
 
 def role_of(index: int) -> str:
@@ -107,17 +113,25 @@ def weight_backend(config: ServeConfig) -> WeightBackend:
     return config.weight_backend or ("nccl" if config.device == "cuda" else "rltool")
 
 
-def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int], python: Path) -> list[EngineLaunch]:
+def living_engines(run: RunDirectory) -> dict[int, str | None]:
+    """Number -> URL of the engines of this run that live."""
+    states = [state for state in read_states(run) if _ROLE.fullmatch(state.role) and is_alive(state)]
+    return {int(state.role.rpartition("-")[2]): state.url for state in states}
+
+
+def plan_launch(
+    config: ServeConfig, run: RunDirectory, *, ports: Sequence[int], python: Path, first: int = 0
+) -> list[EngineLaunch]:
     """One launch per engine: GPUs in order, tp at a time; a seed of its own each, or replicas would sample the same
     responses.
 
-    ports: one per engine. Raises UsageError as wanted_gpus and check_model do.
+    ports: one per engine; first: number of the first one. Raises UsageError as wanted_gpus and check_model do.
     """
     check_model(config.model, tp=config.tp)
     gpus = wanted_gpus(config)
     return [
         EngineLaunch(
-            index=index,
+            index=first + index,
             model=config.model.absolute(),
             host=config.host,
             port=ports[index],
@@ -127,13 +141,13 @@ def plan_launch(config: ServeConfig, run: RunDirectory, *, ports: Sequence[int],
             served_name=config.served_name,
             dtype=config.dtype,
             max_model_len=config.max_model_len,
-            seed=config.seed + index,
+            seed=config.seed + first + index,
             trust_remote_code=config.trust_remote_code,
             python=python,
             key_file=run.key_file,
             boot_id=uuid.uuid4().hex,
             weight_backend=weight_backend(config),
-            work_dir=run.state_dir / role_of(index),
+            work_dir=run.state_dir / role_of(first + index),
             extra_args=config.extra_args,
         )
         for index in range(config.num_engines)
@@ -232,14 +246,18 @@ def launch_engines(
 ) -> list[EngineEndpoint]:
     """Start all engines in `group`, wait until all serve, write the run's endpoints.json; the endpoints, in order.
 
+    Beside engines of the run that live already, they are numbered from there on, and written beside them.
     `report` gets one line per step. Raises UsageError before anything is started, ProcessFailed when an engine dies or
     is late: leaving the group's block then stops the others.
     """
     run = group.run
     check_launch(config, root=run.path.parent)
     read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
+    living = living_engines(run)
     with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
-        launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
+        launches = plan_launch(
+            config, run, ports=reservation.ports, python=engine_python(config), first=max(living, default=-1) + 1
+        )
         for launch in launches:
             launch.work_dir.mkdir(mode=0o700, exist_ok=True)
         specs = [engine_spec(config, launch) for launch in launches]
@@ -252,8 +270,26 @@ def launch_engines(
         process.role: Liveness(process.state.pid, endpoint.url)
         for process, endpoint in zip(processes, endpoints, strict=True)
     }
-    Endpoints(models={config.served_name: ModelEndpoints(engines=tuple(endpoints))}).save(run.endpoints_file)
+    edit_endpoints(run.endpoints_file, lambda file: _beside(file, config.served_name, endpoints, run, living))
     return endpoints
+
+
+def _beside(
+    file: Endpoints,
+    model: str,
+    endpoints: Sequence[EngineEndpoint],
+    run: RunDirectory,
+    living: Mapping[int, str | None],
+) -> Endpoints:
+    """These engines beside those of the file that live, or that a run which trains uses: there it is the fleet's list.
+    What else stands there is of an earlier start."""
+    trains = driver_of(run, read_state(run, DRIVER_ROLE)) is not None
+    entry = file.models.get(model, ModelEndpoints())
+    new = {engine.url for engine in endpoints}
+    kept = [e for e in entry.engines if e.url not in new and (trains or e.url in living.values())]
+    if not kept:
+        return Endpoints(models={model: ModelEndpoints(engines=tuple(endpoints))})
+    return file.with_engines(model, [*kept, *endpoints], entry.data_url)
 
 
 async def _wait_for_all(

@@ -30,7 +30,10 @@ _ON_THE_WAY = 2.0
 
 
 class EngineStatus(TypedDict, total=False):
-    """One engine as the run's fleet sees it. state: as in engines/fleet.py; since_seconds: how long in that state."""
+    """One engine as the run's fleet sees it. state: as in engines/fleet.py; since_seconds: how long in that state.
+
+    leaves_within_seconds: of one that was told to leave, until it has left at the latest.
+    """
 
     url: str
     state: str
@@ -38,6 +41,7 @@ class EngineStatus(TypedDict, total=False):
     since_seconds: float
     weight_version: str | None
     takes_weights: bool
+    leaves_within_seconds: float
 
 
 class GroupCounts(TypedDict, total=False):
@@ -53,7 +57,10 @@ class GroupCounts(TypedDict, total=False):
 
 
 class RunStatus(TypedDict, total=False):
-    """GET /status. step: finished training steps, of `steps`; progress: what the driver waits for now, in words."""
+    """GET /status. step: finished training steps, of `steps`; progress: what the driver waits for now, in words.
+
+    router: the address that generation goes through; endpoints_files: those that the run was given its engines by.
+    """
 
     step: int
     steps: int
@@ -61,6 +68,8 @@ class RunStatus(TypedDict, total=False):
     engines: list[EngineStatus]
     groups: GroupCounts
     requests_in_flight: int
+    router: str | None
+    endpoints_files: list[str]
     progress: str
 
 

@@ -6,6 +6,7 @@ time match, and everything that signals or counts processes asks `is_alive` firs
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -122,6 +123,13 @@ def read_states(run: RunDirectory) -> list[ProcessState]:
 
 def read_state(run: RunDirectory, role: str) -> ProcessState | None:
     return _read(state_file(run, role))
+
+
+def free_role(role: str, run: RunDirectory) -> str:
+    """`role`, or role-2, role-3, ... where living processes of the run have it."""
+    taken = {state.role for state in read_states(run) if is_alive(state)}
+    names = (role if number == 1 else f"{role}-{number}" for number in itertools.count(1))
+    return next(name for name in names if name not in taken)
 
 
 def remove_state(run: RunDirectory, state: ProcessState) -> None:

@@ -30,6 +30,8 @@ class ProcessGroup:
         self.processes: list[RunningProcess] = []
         self.checks: dict[str, Check] = {}
         """Role -> what is wrong with a process that runs, or None; asked by `supervise`."""
+        self.before_stop: Callable[[], None] = lambda: None
+        """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed."""
         self._grace = grace
 
     def start(self, spec: ProcessSpec) -> RunningProcess:
@@ -57,6 +59,8 @@ class ProcessGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self.processes and (kind is None or issubclass(kind, KeyboardInterrupt)):
+                self.before_stop()
             stop_all(self.processes, self._grace)
         except KeyboardInterrupt:  # the second Ctrl-C: without grace, but not without killing
             stop_all(self.processes, 0.0)
@@ -70,17 +74,18 @@ def run_in_foreground(
     *,
     detach: bool,
     note: Callable[[str], None] = lambda _: None,
+    orderly_seconds: float = 2 * GRACE_SECONDS,
 ) -> int:
     """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death; then stop all. The exit
     code.
 
     bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this
-    command has a state of its own under `role`, so status and stop see it. 130 after Ctrl-C, 0 after SIGTERM or `rltool
-    stop`; a process that dies raises ProcessFailed.
+    command has a state of its own under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after
+    Ctrl-C, 0 after SIGTERM or `rltool stop`; a process that dies raises ProcessFailed.
     """
     with termination_interrupts() as ending:
         try:
-            own = state_of_this_process(role, argv=sys.argv, orderly_seconds=2 * GRACE_SECONDS)
+            own = state_of_this_process(role, argv=sys.argv, orderly_seconds=orderly_seconds)
             write_state(run, own)
             try:
                 with ProcessGroup(run) as group:

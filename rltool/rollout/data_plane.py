@@ -128,6 +128,10 @@ class DataPlane:
         """Requests that are with an engine or the router now."""
         return self._in_flight.total()
 
+    def in_flight_at(self, url: str) -> int:
+        """Requests that are with this engine; behind a router nobody here knows."""
+        return self._in_flight[url]
+
     def changed(self) -> None:
         """The fleet, the endpoints or the limit changed: requests that wait look again, and requests at engines that
         left service are withdrawn, to be sent again.
@@ -178,9 +182,9 @@ class DataPlane:
                 await asyncio.sleep(RETRY_SECONDS * 2 ** min(tries, 4))
             tries += 1
 
-    async def abort(self, groups: Collection[int] | None = None) -> dict[str, str]:
-        """Abort this run's requests (those of `groups`) at every engine, directly: a router forwards no abort. They
-        return with what they have, finish_reason "abort". Returns URL -> reason for failures.
+    async def abort(self, groups: Collection[int] | None = None, *, at: str | None = None) -> dict[str, str]:
+        """Abort this run's requests (those of `groups`) at every engine (that of URL `at`), directly: a router forwards
+        no abort. They return with what they have, finish_reason "abort". Returns URL -> reason for failures.
 
         Every engine is told all ids: which of them a router sent where is not known, and an unknown id is ignored.
         """
@@ -196,7 +200,11 @@ class DataPlane:
                 failures[url] = str(error)
 
         # One without a dialect never served.
-        known = [(url, endpoint) for url, endpoint in self._endpoints.items() if endpoint.dialect is not None]
+        known = [
+            (url, endpoint)
+            for url, endpoint in self._endpoints.items()
+            if endpoint.dialect is not None and at in (None, url)
+        ]
         await asyncio.gather(*(abort(url, endpoint) for url, endpoint in known))
         return failures
 

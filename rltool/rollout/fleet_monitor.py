@@ -28,11 +28,11 @@ CANARY_SECONDS = 15.0
 
 
 class Router(Protocol):
-    """Membership of the router in front of the fleet."""
+    """The worker list of the router in front of the fleet (rollout/router_members.py)."""
 
-    async def add(self, endpoint: EngineEndpoint) -> None: ...
+    def note(self, transition: Transition) -> None: ...
 
-    async def remove(self, url: str) -> None: ...
+    async def reconcile(self) -> None: ...
 
 
 class FleetMonitor:
@@ -63,8 +63,7 @@ class FleetMonitor:
         self.lag = LoopLag(clock=clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
-        """Transitions since the start, by the state that they led to, router_failures and monitor_failures."""
-        self._routed: set[str] = set(endpoints)
+        """Transitions since the start, by the state that they led to, and monitor_failures."""
         self._task: asyncio.Task[None] | None = None
         self._canaries: set[asyncio.Task[None]] = set()
 
@@ -87,15 +86,20 @@ class FleetMonitor:
             before, after = (state.value if state else "-" for state in (transition.before, transition.after))
             if State.PAUSED not in (transition.before, transition.after):  # each sync pauses and resumes all
                 self._log(f"engine {transition.url}: {before} -> {after}: {transition.reason}")
-            await self._route(transition)
+            if self._router is not None:
+                self._router.note(transition)
             if transition.after is State.DEAD and self._restart is not None:
                 await self._restart(transition.url)
+        if self._router is not None:
+            await self._router.reconcile()
         self._on_change()
 
     async def probe(self, url: str) -> None:
         """Ask one engine how it is and what it holds; the answer is a fact for the fleet."""
         sent_at = self._clock()
-        endpoint = self._endpoints[url]
+        endpoint = self._endpoints.get(url)
+        if endpoint is None:  # it has left since it was to be asked
+            return
         try:
             if endpoint.dialect is not None:
                 await self._client.health(endpoint)
@@ -104,6 +108,8 @@ class FleetMonitor:
             # A loop that was busy for most of the deadline has kept the answer waiting itself.
             if self.lag.worst_since(sent_at) < HEALTH_SECONDS / 2:
                 self._fleet.probe_failed(url, str(error), sent_at=sent_at)
+            return
+        if url not in self._endpoints:  # it has left meanwhile
             return
         self._infos[url] = info
         self._endpoints[url] = endpoint.model_copy(
@@ -139,7 +145,9 @@ class FleetMonitor:
         """
         sent_at = self._clock()
         self.counts["canary_requests"] += 1
-        endpoint = self._endpoints[url]
+        endpoint = self._endpoints.get(url)
+        if endpoint is None:
+            return
         request = GenerateRequest((1,), CANARY, uuid.uuid4().hex, seed=0)
         try:
             await self._client.generate(endpoint, request, timeout=CANARY_SECONDS, attempts=1)
@@ -155,19 +163,3 @@ class FleetMonitor:
             return (await self._client.load(endpoint)).waiting > 0
         except EngineError:
             return False
-
-    async def _route(self, transition: Transition) -> None:
-        """A router sends only to READY engines. One that is paused for a sync stays: it is back in a moment."""
-        if self._router is None:
-            return
-        url, after = transition.url, transition.after
-        try:
-            if after is State.READY and url not in self._routed:
-                await self._router.add(self._endpoints[url])
-                self._routed.add(url)
-            elif after not in (State.READY, State.PAUSED, State.STARTING) and url in self._routed:
-                await self._router.remove(url)
-                self._routed.discard(url)
-        except EngineError as error:
-            self.counts["router_failures"] += 1
-            self._log(f"router: {url}: {error}")

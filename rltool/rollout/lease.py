@@ -104,7 +104,7 @@ class Ownership:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(self._release(url) for url in self._held - self.ceded))
+        await asyncio.gather(*(self.release(url) for url in self._held - self.ceded))
 
     async def admit(self, url: str) -> None:
         """An engine that joins while the run trains. EngineConflict, and it is out of the fleet, if it is another's."""
@@ -112,6 +112,14 @@ class Ownership:
         if refusal is not None:
             self._fleet.remove(url, refusal)
             raise EngineConflict(refusal)
+
+    async def release(self, url: str) -> None:
+        """This run needs the engine no more."""
+        was_held = url in self._held
+        self._held.discard(url)
+        if was_held and url in self._endpoints:  # one that has left the fleet is not asked anything
+            with suppress(EngineError):
+                await self._ask(url, "release")
 
     # -- what the service asks
 
@@ -183,7 +191,7 @@ class Ownership:
         urls = self._leasable()
         await asyncio.gather(
             *(self._keep(url) if url in self._held else self._claim(url) for url in urls),
-            *(self._release(url) for url in self._held.difference(urls, self.ceded)),
+            *(self.release(url) for url in self._held.difference(urls, self.ceded)),
         )
 
     async def _keep(self, url: str) -> None:
@@ -217,11 +225,6 @@ class Ownership:
             if answer is not None:
                 self._held.add(url)
         return None
-
-    async def _release(self, url: str) -> None:
-        self._held.discard(url)
-        with suppress(EngineError):
-            await self._ask(url, "release")
 
     async def _ask(self, url: str, action: Action, *, only_from: str | None = None) -> Answer | None:
         assert self._terms is not None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.router import RouterConfig
-from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, files_in, resolve
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, files_in, resolve
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, EngineUnreachable, UsageError
@@ -138,13 +138,16 @@ def start_router(
 def set_data_url(file: Path, model: ModelEndpoints, url: str | None) -> None:
     """Write the router's address (None: there is none any more) beside the engines in `file`, which is made if
     missing."""
-    endpoints = Endpoints.load(file) if file.exists() else Endpoints(models={"policy": model})
     urls = {engine.url for engine in model.engines}
-    models = {
-        name: entry.model_copy(update={"data_url": url}) if urls & {engine.url for engine in entry.engines} else entry
-        for name, entry in endpoints.models.items()
-    }
-    endpoints.model_copy(update={"models": models}).save(file)
+
+    def change(endpoints: Endpoints) -> Endpoints:
+        models = {
+            name: entry.model_copy(update={"data_url": url}) if urls & {e.url for e in entry.engines} else entry
+            for name, entry in (endpoints.models or {"policy": model}).items()
+        }
+        return endpoints.model_copy(update={"models": models})
+
+    edit_endpoints(file, change)
 
 
 def forget_router(file: Path, url: str) -> None:

@@ -1,26 +1,26 @@
 """The worker list of a running sglang-router: read, add and wait, remove and wait.
 
-POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for. They
-block; who has an event loop calls them in a thread.
+POST and DELETE only queue a job (202). So both functions here return when the list shows what was asked for; they
+block. RouterWorkers is for who has an event loop, and looks at the list by itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 
-_CALL_SECONDS = 10.0
+CALL_SECONDS = 5.0
+"""For the router to answer one call; it does its work afterwards."""
 _POLL_SECONDS = 0.1
-MEMBERSHIP_SECONDS = 60.0
-"""For the router to have a worker in its list, or out of it: it asks an engine three things before it takes it."""
 
 T = TypeVar("T")
 
@@ -70,11 +70,7 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
     Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout`
     seconds.
     """
-    body: dict[str, Any] = {"url": engine.url}
-    key = engine.read_key()
-    if key is not None:
-        body["api_key"] = key
-    accepted = _call(router, HttpRequest("POST", "/workers", body))
+    accepted = _call(router, HttpRequest("POST", "/workers", _registration(engine)))
     job = f"/workers/{accepted['worker_id']}"
 
     def registered() -> Worker | None:
@@ -95,11 +91,8 @@ def remove_worker(router: EngineEndpoint, url: str, *, timeout: float) -> bool:
     worker = find_worker(list_workers(router), url)
     if worker is None:
         return False
-    try:
+    with _gone_meanwhile():
         _call(router, HttpRequest("DELETE", f"/workers/{worker.id}"))
-    except EngineRejected as error:
-        if error.status != 404:  # gone meanwhile
-            raise
 
     def gone() -> bool | None:
         return True if find_worker(list_workers(router), url) is None else None
@@ -127,8 +120,23 @@ def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -
     _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
 
 
+def _registration(engine: EngineEndpoint) -> dict[str, str]:
+    key = engine.read_key()
+    return {"url": engine.url} | ({"api_key": key} if key is not None else {})
+
+
+@contextmanager
+def _gone_meanwhile() -> Iterator[None]:
+    """A worker that is not there (any more) has been removed."""
+    try:
+        yield
+    except EngineRejected as error:
+        if error.status != 404:
+            raise
+
+
 def _call(router: EngineEndpoint, request: HttpRequest) -> Any:
-    return send(router.url, request, key=router.read_key(), timeout=_CALL_SECONDS)
+    return send(router.url, request, key=router.read_key(), timeout=CALL_SECONDS)
 
 
 def _raise_if_job_failed(router: EngineEndpoint, job: str, url: str) -> None:
@@ -159,14 +167,35 @@ def _until(
         sleep(_POLL_SECONDS)
 
 
-class RouterMembership:
-    """The router's worker list for an event loop: each call blocks a thread, and not the loop."""
+class RouterWorkers:
+    """The worker list for an event loop: one short call each. `add` and `remove` only ask; `workers` shows what
+    came of it."""
 
-    def __init__(self, router: EngineEndpoint, *, timeout: float = MEMBERSHIP_SECONDS) -> None:
-        self._router, self._timeout = router, timeout
+    def __init__(self, client: EngineClient, router: EngineEndpoint, *, timeout: float = CALL_SECONDS) -> None:
+        self.url = router.url
+        self._client, self._router, self._timeout = client, router, timeout
 
-    async def add(self, endpoint: EngineEndpoint) -> None:
-        await asyncio.to_thread(add_worker, self._router, endpoint, timeout=self._timeout)
+    async def workers(self) -> list[Worker]:
+        return parse_workers(await self._call(HttpRequest("GET", "/workers")))
 
-    async def remove(self, url: str) -> None:
-        await asyncio.to_thread(remove_worker, self._router, url, timeout=self._timeout)
+    async def add(self, engine: EngineEndpoint) -> str:
+        """Ask for an engine's registration. Returns the name of the job."""
+        accepted = await self._call(HttpRequest("POST", "/workers", _registration(engine)))
+        return str(accepted["worker_id"])
+
+    async def remove(self, worker: Worker) -> None:
+        with _gone_meanwhile():
+            await self._call(HttpRequest("DELETE", f"/workers/{worker.id}"))
+
+    async def why_not_added(self, job: str) -> str:
+        """What the router says of a registration that has not come about."""
+        try:
+            reply = await self._call(HttpRequest("GET", f"/workers/{job}"))
+            status = reply.get("job_status") or {}
+        except EngineError as error:
+            return str(error)
+        return str(status.get("message") or status.get("status") or "no reason given")
+
+    async def _call(self, request: HttpRequest) -> Any:
+        key = self._router.read_key()
+        return await self._client.request(self.url, request, key=key, timeout=self._timeout, retry=False)

@@ -18,6 +18,8 @@ from rltool.engines.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, UsageError
+from rltool.rollout.router_members import foreign_workers, refusal
+from rltool.router.workers import list_workers
 
 ARCHITECTURE_KEYS = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -119,12 +121,18 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | 
     """Compare every engine with the trainer's model and its transport. Raises UsageError with all that is wrong.
 
     transport None: weights are not sent (debug rollout-only)."""
+    if transport is not None and not fleet.takers:
+        raise UsageError(
+            "none of the given engines takes weights (update_weights is false in their endpoints.json), so what "
+            "they sample would never be the trained model's: point --rollout-external at engines of the policy"
+        )
+    check_engines(fleet, config, transport)
+
+
+def check_engines(fleet: ProbedFleet, config: TrainConfig, transport: Transport | None) -> None:
+    """What holds for each engine alone, so for one that joins a living run as well. Raises UsageError with all that is
+    wrong. transport None: weights are not sent."""
     if transport is not None:
-        if not fleet.takers:
-            raise UsageError(
-                "none of the given engines takes weights (update_weights is false in their endpoints.json), so what "
-                "they sample would never be the trained model's: point --rollout-external at engines of the policy"
-            )
         for kind in {info.dialect for info in fleet.takers.values()}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
@@ -164,6 +172,26 @@ def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
                 f"{url} holds weights of another run, {version.run}: left over, or of a trainer that uses it now"
             )
     return lines
+
+
+def check_router(fleet: ProbedFleet, config: TrainConfig) -> None:
+    """Does the router tell whom it sends requests to, and are these the given engines? Raises UsageError.
+
+    Changes nothing: workers that are to be removed are removed when the run starts.
+    """
+    router = fleet.endpoints.data_endpoint()
+    if router is None:
+        return
+    try:
+        foreign = foreign_workers(list_workers(router), fleet.infos)
+    except EngineError as error:
+        raise UsageError(
+            f"{error}\nThe router's list of workers is compared with the engines of the run, so that no request goes "
+            "to an engine with other weights: is a sglang-router running there (`rltool router list`)? Without a "
+            "router train asks the engines directly"
+        ) from error
+    if foreign and config.engines.foreign_workers == "refuse":
+        raise UsageError(refusal(router.url, foreign))
 
 
 def engine_problems(

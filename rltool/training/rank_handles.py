@@ -37,8 +37,8 @@ class RankHandles:
     async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
         return (await self._all([rank.write.remote(buckets, directory) for rank in self._handles]))[0]
 
-    async def leave_transfer(self) -> None:
-        await self._all([self._handles[0].leave_transfer.remote()])
+    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
+        await self._all([self._handles[0].leave_transfer.remote(urls)])
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""

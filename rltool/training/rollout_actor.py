@@ -9,6 +9,7 @@ import ray
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.run_client import EngineStatus
 from rltool.processes.output import redirect_output
 from rltool.rollout.snapshot import SourceState
 from rltool.training.rollout_batch import Rollout
@@ -53,11 +54,14 @@ class RolloutActor:
     async def events(self) -> list[str]:
         return self._service.take_events()
 
-    async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
+    async def add_engine(self, endpoint: EngineEndpoint) -> EngineStatus:
         return await self._service.add_engine(endpoint)
 
-    async def remove_engine(self, url: str) -> dict[str, Any]:
+    async def remove_engine(self, url: str) -> EngineStatus:
         return await self._service.remove_engine(url)
+
+    async def present_engines(self) -> tuple[EngineEndpoint, ...]:
+        return self._service.present_engines()
 
     async def interrupt(self) -> None:
         await self._service.interrupt()

@@ -22,9 +22,10 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
+from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineConflict, RltoolError, UnknownEngine
+from rltool.errors import RltoolError
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
@@ -37,11 +38,13 @@ from rltool.rollout.generate import GenerateContext, fill_group, load_generate
 from rltool.rollout.groups import Group
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.reward_pool import RewardPool
+from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
-from rltool.router.workers import RouterMembership
+from rltool.router.workers import RouterWorkers
+from rltool.training.fleet_membership import FleetMembership
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.weights.sync import Ranks, SyncReport, WeightSync, WeightSyncFailed
 from rltool.weights.verify import ValueCheck
@@ -132,12 +135,19 @@ class RolloutService:
         )  # fmt: skip
         self._monitor = FleetMonitor(
             self._client, self.fleet, self._endpoints, self._infos,
-            router=RouterMembership(self._engines.router) if self._engines.router else None,
+            router=self._router_members(self._engines.router) if self._engines.router else None,
             on_change=self._plane.changed, saw_version=self._ownership.saw, log=self._say, clock=self._clock,
         )  # fmt: skip
         self._sync = self._make_sync(self._syncing) if self._syncing else None
+        self._membership = FleetMembership(
+            config, self._client, self.fleet, self._endpoints, self._infos, self._monitor, self._plane,
+            router=self._engines.router, transport=self._syncing.transport if self._syncing else None,
+            lock=self._lock, admit=self._ownership.admit, leave_group=self._leave_group, log=self._say,
+            clock=self._clock,
+        )  # fmt: skip
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
         await self._ownership.start()
+        await self._monitor.carry_out()  # what else the router has goes before the first request
         self._monitor.start()
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
@@ -181,6 +191,13 @@ class RolloutService:
         )  # fmt: skip
         return data_summary(train, evals)
 
+    def _router_members(self, router: EngineEndpoint) -> RouterMembers:
+        return RouterMembers(
+            RouterWorkers(self._client, router), self.fleet, self._endpoints,
+            foreign=self._config.engines.foreign_workers, on_refused=self.collector.fail, log=self._say,
+            clock=self._clock,
+        )  # fmt: skip
+
     def _make_sync(self, syncing: Syncing) -> WeightSync:
         config = self._config
         lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
@@ -203,6 +220,8 @@ class RolloutService:
             return []
         self._closed = True
         try:
+            if hasattr(self, "_membership"):
+                await self._membership.close()
             if hasattr(self, "_client"):
                 await self.interrupt()
                 for task in self._tasks:
@@ -327,48 +346,28 @@ class RolloutService:
 
     async def status(self) -> dict[str, Any]:
         """For people: step, weights, engines, groups."""
-        now = self._clock()
         return {
             "step": self._step,
             "weight_version": str(self._book.lineage.version(self._book.published))
             if self._syncing and self._book.published is not None
             else None,
-            "engines": [
-                {
-                    "url": m.url, "state": m.state.value, "reason": m.reason, "since_seconds": round(now - m.since, 1),
-                    "weight_version": str(m.version) if m.version else None, "takes_weights": m.takes_weights,
-                }
-                for m in self.fleet.members()
-            ],
+            "engines": self._membership.rows(),
             "groups": self.collector.ledger.counts(),
             "requests_in_flight": self._plane.in_flight,
-        }  # fmt: skip
+            "router": self._engines.router.url if self._engines.router else None,
+        }
 
-    async def add_engine(self, endpoint: EngineEndpoint) -> dict[str, Any]:
+    async def add_engine(self, endpoint: EngineEndpoint) -> EngineStatus:
         """An engine joins the fleet: probed now, synced when the ranks are idle next, then it serves."""
-        known = next((member for member in self.fleet.members() if member.url == endpoint.url), None)
-        if known is not None and known.state is not State.DRAINING:
-            raise EngineConflict(f"{endpoint.url} is an engine of this run already")
-        if known is not None:
-            self.fleet.remove(endpoint.url, "added again")
-        self._endpoints[endpoint.url] = endpoint
-        self.fleet.add(endpoint.url, takes_weights=self._syncing is not None and endpoint.takes_weights)
-        await self._monitor.probe(endpoint.url)
-        await self._ownership.admit(endpoint.url)
-        await self._monitor.carry_out()
-        return self._member(endpoint.url)
+        return await self._membership.add(endpoint)
 
-    async def remove_engine(self, url: str) -> dict[str, Any]:
-        """An engine leaves: it gets nothing new, and finishes what it has."""
-        if all(member.url != url for member in self.fleet.members()):
-            raise UnknownEngine(f"{url} is no engine of this run")
-        async with self._lock:
-            if self.fleet.member(url).state in (State.READY, State.STALE, State.SUSPECT):
-                self.fleet.drain(url, "removed by its owner")
-            else:
-                self.fleet.remove(url, "removed by its owner")
-            await self._monitor.carry_out()
-        return {"url": url, "state": State.DRAINING.value, "reason": "removed by its owner"}
+    async def remove_engine(self, url: str) -> EngineStatus:
+        """An engine leaves: it gets nothing new, finishes what it has, and is gone."""
+        return await self._membership.remove(url)
+
+    def present_engines(self) -> tuple[EngineEndpoint, ...]:
+        """Those that a run which resumes would begin with."""
+        return self._membership.present()
 
     def take_events(self) -> list[str]:
         """Lines for the console since the last call: transitions of engines, failures of syncs."""
@@ -377,9 +376,12 @@ class RolloutService:
 
     # -- the rest is private
 
-    def _member(self, url: str) -> dict[str, Any]:
-        member = self.fleet.member(url)
-        return {"url": url, "state": member.state.value, "reason": member.reason}
+    async def _leave_group(self, url: str) -> None:
+        try:
+            if self._sync is not None:
+                await self._sync.leave_engine(url)
+        finally:
+            await self._ownership.release(url)
 
     def _say(self, line: str) -> None:
         self._events.append(line)

@@ -10,12 +10,13 @@ from typing import Any, cast
 from rich.console import Console
 
 from rltool.config.train import TrainConfig
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.endpoints import EngineEndpoint, files_in
 from rltool.engines.run_client import EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
 from rltool.rollout.snapshot import SourceState
+from rltool.training.endpoints_follow import EndpointsFollow
 from rltool.training.ray_calls import get_all
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
@@ -34,12 +35,18 @@ class Rollouts:
 
     def __init__(
         self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
-        log_file: Path | None, console: Console, stop: StopSignal,
+        log_file: Path | None, endpoints_file: Path, console: Console, stop: StopSignal,
     ) -> None:  # fmt: skip
+        """endpoints_file: the run's own, which follows the fleet."""
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
         self._started = False
+        self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
+        self._follow = EndpointsFollow(
+            endpoints_file, engines.endpoints, data_url=engines.router.url if engines.router else None,
+            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+        )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor = RolloutActor.remote(config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file)
 
@@ -112,21 +119,18 @@ class Rollouts:
     # -- a person's requests (training.run_server.RunControl), from threads of its own
 
     def status(self) -> RunStatus:
-        return cast(RunStatus, {**self._manager_status(), "steps": self.config.steps})
+        more = {"steps": self.config.steps, "endpoints_files": self._given}
+        return cast(RunStatus, {**self._manager_status(), **more})
 
     def engines(self) -> list[EngineStatus]:
         return self._manager_status()["engines"]
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
         endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
-        return self._call(
-            self._actor.add_engine.remote(endpoint), self.config.deadlines.preflight, "deadlines.preflight"
-        )
+        return self._change_engines(self._actor.add_engine.remote(endpoint))
 
     def remove_engine(self, url: str) -> EngineStatus:
-        return self._call(
-            self._actor.remove_engine.remote(url.rstrip("/")), self.config.deadlines.preflight, "deadlines.preflight"
-        )
+        return self._change_engines(self._actor.remove_engine.remote(url.rstrip("/")))
 
     def close(self) -> None:
         """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not
@@ -143,6 +147,17 @@ class Rollouts:
 
     def _call(self, ref: Any, deadline: float, name: str) -> Any:
         return get_all([ref], deadline, name)[0]
+
+    def _change_engines(self, ref: Any) -> EngineStatus:
+        row = self._call(ref, self.config.deadlines.preflight, "deadlines.preflight")
+        self._follow_fleet()
+        return row
+
+    def _follow_fleet(self) -> None:
+        deadline = self.config.deadlines.preflight
+        self._follow.follow(
+            lambda: self._call(self._actor.present_engines.remote(), deadline, "deadlines.preflight")
+        )
 
     def _manager_status(self) -> dict[str, Any]:
         return self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight")
@@ -174,5 +189,8 @@ class Rollouts:
             raise
 
     def _show_events(self) -> None:
-        for line in self._call(self._actor.events.remote(), self.config.deadlines.preflight, "deadlines.preflight"):
+        lines = self._call(self._actor.events.remote(), self.config.deadlines.preflight, "deadlines.preflight")
+        for line in lines:
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if lines:  # an engine that was asked for may have answered at last
+            self._follow_fleet()

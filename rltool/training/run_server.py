@@ -56,14 +56,16 @@ class RunControl(Protocol):
     def engines(self) -> list[EngineStatus]: ...
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        """`url` is http://HOST:PORT. Returns when the engine is in the fleet; it serves after a sync.
+        """`url` is http://HOST:PORT. Returns when the engine has been checked and is in the fleet, or is waited for
+        (starting); it serves after a sync. UsageError: it cannot serve this run.
 
         key_file None: the run's own key file for engines that were given as bare addresses, if it has one.
         """
         ...
 
     def remove_engine(self, url: str) -> EngineStatus:
-        """Returns when the engine gets no new request (DRAINING), not when it has finished those that it has."""
+        """Returns when the engine gets no new request, or says that a weight sync has to end first; not when it has
+        left. May be sent again: then it tells how far the engine is."""
         ...
 
 

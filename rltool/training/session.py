@@ -35,6 +35,7 @@ from rltool.training.preflight import (
     ProbedFleet,
     check_fleet,
     check_leases,
+    check_router,
     choose_transport,
     describe_fleet,
     foreign_weights,
@@ -149,6 +150,7 @@ def prepare(
         check_fleet(fleet, config, transport)
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
+        check_router(fleet, config)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
@@ -320,7 +322,7 @@ def _rollouts(
         config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root, lease),
         vocab_size=model_facts(config.model.path)["vocab_size"],
         dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
-        console=console, stop=stop,
+        endpoints_file=run.endpoints_file, console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)
     side.start()

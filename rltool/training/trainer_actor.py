@@ -163,8 +163,12 @@ class TrainerActor:
         remove_old_versions(directory.parent, directory.name.split("-")[0])
         return report
 
-    def leave_transfer(self) -> None:
-        self.sender.close()
+    def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
+        """The groups with these engines; None: all."""
+        if urls is None:
+            self.sender.close()
+        else:
+            self.sender.leave(urls)
 
     # -- saving
 

@@ -122,8 +122,13 @@ class WeightSender:
             self._groups.pop(url, None)
         return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started, failures)
 
+    def leave(self, urls: Collection[str]) -> None:
+        """Leave the groups with these engines. A dropped group or store is closed by its destructor."""
+        for url in urls:
+            self._groups.pop(url, None)
+
     def close(self) -> None:
-        """Leave all groups. A dropped group or store is closed by its destructor."""
+        """Leave all groups."""
         self._hosted = []
         self._groups = {}
 

@@ -69,7 +69,7 @@ class Ranks(Protocol):
     async def join(self) -> Failures: ...
     async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport: ...
     async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport: ...
-    async def leave_transfer(self) -> None: ...
+    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
     async def logprobs(self, batch: TrainBatch) -> Tensor: ...
 
 
@@ -142,6 +142,7 @@ class WeightSync:
         self._connected: dict[str, str | None] = {}  # URL -> boot id of the process that joined
         self._silent: set[str] = set()  # engines that answered nothing any more, in this sync
         self._differing: set[str] = set()  # engines whose values differed, in this sync
+        self._left: set[str] = set()  # engines whose groups the ranks have not left yet
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -199,6 +200,17 @@ class WeightSync:
         size = sum(map(bucket_bytes, self._buckets))
         return SyncReport(str(version), size, time.perf_counter() - started, phases, updated, failures, difference)
 
+    async def leave_engine(self, url: str) -> None:
+        """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
+
+        The ranks, which may be in a training step now, leave theirs at the next sync. Raises EngineError.
+        """
+        self._left.add(url)
+        if url in self._connected:
+            del self._connected[url]
+            shut_down = self._dialect(self.endpoints[url]).shutdown_transfer(GROUP)
+            await self.client.run(self.endpoints[url], shut_down, timeout=LEAVE_SECONDS)
+
     async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
 
@@ -219,6 +231,9 @@ class WeightSync:
 
     async def _connect(self, urls: Sequence[str]) -> tuple[set[str], Failures]:
         """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
+        if self._left:
+            left, self._left = sorted(self._left), set()
+            await self.ranks.leave_transfer(left)
         new = [
             url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
         ]

@@ -19,6 +19,8 @@ class FakeWorker:
     def __init__(self, key: str | None, key_file: Path | None = None) -> None:
         self.key, self.key_file = key, key_file
         self.delay = 0.0
+        self.broken = False
+        """/generate answers 500; everything else as ever."""
         self.started = threading.Event()
         self.in_flight = 0
         self.most_in_flight = 0
@@ -76,6 +78,8 @@ class FakeWorker:
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.served.append(body)
+        if self.broken:
+            return web.json_response({"error": "no memory left"}, status=500)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         try:

@@ -12,8 +12,8 @@ import pytest
 
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, FleetPolicy, State
-from rltool.errors import EngineUnreachable
+from rltool.engines.fleet import Fleet, FleetPolicy, State, Transition
+from rltool.engines.weight_version import WeightVersion
 from rltool.rollout import loop_lag
 from rltool.rollout.fleet_monitor import FleetMonitor
 from tests.contract.fakes.vllm import FakeVllm
@@ -35,20 +35,16 @@ class Clock:
 
 
 class Router:
+    """What the monitor tells the router's membership, in order."""
+
     def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
-        self.broken = False
+        self.calls: list[str] = []
 
-    async def add(self, endpoint: EngineEndpoint) -> None:
-        self._call("add", endpoint.url)
+    def note(self, transition: Transition) -> None:
+        self.calls.append(f"{transition.url} {transition.after.value if transition.after else 'removed'}")
 
-    async def remove(self, url: str) -> None:
-        self._call("remove", url)
-
-    def _call(self, what: str, url: str) -> None:
-        self.calls.append((what, url))
-        if self.broken:
-            raise EngineUnreachable("the router is gone")
+    async def reconcile(self) -> None:
+        self.calls.append("reconcile")
 
 
 class Rig:
@@ -278,7 +274,7 @@ def test_a_reply_that_nobody_expected_does_not_end_the_probing(two):
 # -- transitions
 
 
-def test_transitions_are_logged_and_announced_and_reach_the_router(two):
+def test_transitions_are_logged_and_announced_and_reach_the_router_before_it_is_compared(two):
     sick, healthy = two
 
     async def run():
@@ -287,75 +283,69 @@ def test_transitions_are_logged_and_announced_and_reach_the_router(two):
             r.fleet.process_exited(sick.url, "killed")
             await r.monitor.carry_out()
             assert r.lines == [f"engine {sick.url}: ready -> dead: killed"] and r.changes == 1
-            assert router.calls == [("remove", sick.url)]
             r.fleet.probe_succeeded(sick.url, sent_at=r.clock())
-            await r.monitor.carry_out()
-            assert router.calls == [("remove", sick.url), ("add", sick.url)]
             r.fleet.drain(healthy.url, "asked to leave")
             await r.monitor.carry_out()
             r.fleet.remove(healthy.url, "left")
             await r.monitor.carry_out()
-            assert router.calls[2:] == [("remove", healthy.url)], "once"
+            assert router.calls == [
+                f"{sick.url} dead", "reconcile", f"{sick.url} ready", f"{healthy.url} draining", "reconcile",
+                f"{healthy.url} removed", "reconcile",
+            ]  # fmt: skip
             assert [t.after for t in r.monitor.recent] == [State.DEAD, State.READY, State.DRAINING, None]
-            assert r.monitor.counts == {"dead": 1, "ready": 1, "draining": 1, "removed": 1} and r.changes == 4
+            assert r.monitor.counts == {"dead": 1, "ready": 1, "draining": 1, "removed": 1} and r.changes == 3
 
     asyncio.run(run())
 
 
-def test_a_pause_for_a_sync_is_no_news_and_an_engine_that_the_sync_missed_leaves_the_router(two):
-    from rltool.engines.weight_version import WeightVersion
-
-    missed, updated = two
-
+def test_the_router_is_compared_as_often_as_engines_are_probed(two):
     async def run():
         router = Router()
-        async with rig(router=router) as r:
+        async with rig(*two, router=router) as r:
+            r.monitor.start()
+            await until(lambda: router.calls.count("reconcile") > 2, "it is compared again and again")
+            assert set(router.calls) == {"reconcile"}
+
+    asyncio.run(run())
+
+
+def test_a_pause_for_a_sync_is_no_news(two):
+    async def run():
+        async with rig() as r:
             for engine in two:
                 r.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect="vllm")
                 r.fleet.add(engine.url)
                 r.fleet.probe_succeeded(engine.url, sent_at=r.clock())
             await r.monitor.carry_out()
-            assert router.calls == [], "who has no weights yet is not in the router"
             r.lines.clear()
-
-            def sync(step, *engines):
-                version = WeightVersion("a" * 32, 0, step)
-                for engine in two:
-                    r.fleet.pause(engine.url)
-                    r.fleet.update_began(engine.url)
-                for engine in engines:
-                    r.fleet.update_finished(engine.url, version)
-                r.fleet.advance(version)
-                for engine in two:
-                    r.fleet.resume(engine.url)
-
-            sync(0, *two)
+            version = WeightVersion("a" * 32, 0, 0)
+            for engine in two:
+                r.fleet.pause(engine.url)
+                r.fleet.update_began(engine.url)
+                r.fleet.update_finished(engine.url, version)
+            r.fleet.advance(version)
+            for engine in two:
+                r.fleet.resume(engine.url)
             await r.monitor.carry_out()
-            assert router.calls == [("add", missed.url), ("add", updated.url)] and r.lines == []
-            sync(1, *two)
-            await r.monitor.carry_out()
-            assert len(router.calls) == 2, "a sync moves nobody"
-            sync(2, updated)
-            await r.monitor.carry_out()
-            assert router.calls[2:] == [("remove", missed.url)]
+            assert r.lines == []
 
     asyncio.run(run())
 
 
-def test_a_router_that_fails_is_said_and_asked_again_at_the_next_transition(two):
+def test_an_engine_that_left_while_it_was_asked_stays_forgotten(two):
+    engine = two[0]
+
     async def run():
-        router = Router()
-        async with rig(*two, router=router) as r:
-            router.broken = True
-            r.fleet.process_exited(two[0].url, "killed")
-            await r.monitor.carry_out()
-            assert r.monitor.counts["router_failures"] == 1
-            assert r.lines[-1] == f"router: {two[0].url}: the router is gone" and r.changes == 1
-            router.broken = False
-            r.fleet.probe_succeeded(two[0].url, sent_at=r.clock())
-            r.fleet.process_exited(two[0].url, "killed")
-            await r.monitor.carry_out()
-            assert router.calls[-1] == ("remove", two[0].url)
+        async with rig(*two) as r:
+            engine.delay("/health", 0.3)
+            probing = asyncio.create_task(r.monitor.probe(engine.url))
+            await until(lambda: "/health" in engine.paths(), "it is asked")
+            r.fleet.drain(engine.url, "leaves")
+            r.fleet.remove(engine.url, "left")
+            del r.endpoints[engine.url]
+            await probing
+            await r.monitor.probe(engine.url)
+            assert engine.url not in r.endpoints and engine.url not in r.infos
 
     asyncio.run(run())
 

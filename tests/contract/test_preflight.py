@@ -6,12 +6,21 @@ import json
 import socket
 
 import pytest
+from aiohttp import web
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
-from rltool.training.preflight import check_fleet, choose_transport, describe_fleet, probe_fleet, resolve_endpoints
+from rltool.training.preflight import (
+    check_fleet,
+    check_router,
+    choose_transport,
+    describe_fleet,
+    probe_fleet,
+    resolve_endpoints,
+)
+from tests.contract.fakes.server import FakeServer
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -117,3 +126,42 @@ def test_an_engine_that_takes_no_weights_must_serve_the_model_all_the_same(confi
     frozen = endpoints_file(tmp_path / "frozen", EngineEndpoint(url=fake_vllm.url), update_weights=False)
     with FakeVllm(key="test-key") as policy, pytest.raises(UsageError, match="vocabulary"):
         preflight(configure(frozen, policy.url))
+
+
+class FakeRouter(FakeServer):
+    """A router that lists these workers."""
+
+    def __init__(self, *urls: str) -> None:
+        super().__init__()
+        self.urls = urls
+
+    async def handle(self, recorded):
+        if (recorded.method, recorded.path) != ("GET", "/workers"):
+            return web.json_response({}, status=404)
+        workers = [{"id": url, "url": url, "is_healthy": True, "model_id": "m", "load": 0} for url in self.urls]
+        return web.json_response({"workers": workers})
+
+
+def routed(configure, engine, router: str, *sets: str):
+    config = configure(engine.url, sets=(f'engines.router="{router}"', *sets))
+    check_router(probe_fleet(resolve_endpoints(config), timeout=5), config)
+
+
+def test_a_router_with_foreign_workers_is_refused_where_that_is_configured(configure, fake_vllm):
+    stranger = "http://10.9.9.9:8101"
+    with FakeRouter(fake_vllm.url, stranger) as router:
+        with pytest.raises(UsageError, match=f"{stranger}.*engines.foreign_workers"):
+            routed(configure, fake_vllm, router.url, 'engines.foreign_workers="refuse"')
+        routed(configure, fake_vllm, router.url)
+        assert {recorded.method for recorded in router.requests} == {"GET"}, "a check changes nothing"
+    with FakeRouter(fake_vllm.url) as router:
+        routed(configure, fake_vllm, router.url, 'engines.foreign_workers="refuse"')
+
+
+def test_a_router_that_does_not_tell_its_workers_is_refused(configure, fake_vllm):
+    with pytest.raises(UsageError, match="router list"):
+        routed(configure, fake_vllm, f"http://127.0.0.1:{free_port()}")
+    with FakeRouter() as router:
+        router.fail("/workers", 404)
+        with pytest.raises(UsageError, match=r"404(.|\n)*sglang-router"):
+            routed(configure, fake_vllm, router.url)

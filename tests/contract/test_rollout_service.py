@@ -75,7 +75,7 @@ class Ranks:
         stream = [(meta_of("a", tensor), tensor)]
         return await asyncio.to_thread(write_to_disk, stream, buckets, directory, self._model_files)
 
-    async def leave_transfer(self):
+    async def leave_transfer(self, urls=None):
         pass
 
     async def logprobs(self, batch):

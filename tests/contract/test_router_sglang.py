@@ -13,6 +13,7 @@ import pytest
 from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run
@@ -20,8 +21,9 @@ from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import process_tree
 from rltool.processes.supervise import ProcessGroup
+from rltool.rollout.router_members import RouterMembers
 from rltool.router.launch import forget_router, running_router, start_router
-from rltool.router.workers import add_worker, list_workers, remove_worker, wait_ready
+from rltool.router.workers import RouterWorkers, add_worker, list_workers, remove_worker, wait_ready
 from tests.contract.router_workers import FakeWorker
 
 TIMEOUT = 60.0
@@ -204,6 +206,124 @@ def test_a_server_that_is_silent_is_named_with_the_deadline_before_and_after_the
             )
         assert not group.processes
     assert lines == ["asking 1 engine for model and version (--ready-timeout = 0.3 s)"]
+
+
+class Membership:
+    """A fleet of engines with weights of their own, and the router's members, as the rollout manager has them."""
+
+    def __init__(self, client, router, *workers, **options):
+        self.lines = []
+        self.fleet = Fleet()
+        for worker in workers:
+            self.fleet.add(worker.url, takes_weights=False)
+            self.fleet.probe_succeeded(worker.url, sent_at=time.monotonic())
+        self.fleet.take_transitions()
+        endpoints = {worker.url: worker.endpoint for worker in workers}
+        self.members = RouterMembers(
+            RouterWorkers(client, router), self.fleet, endpoints, log=self.lines.append, **options
+        )
+
+    async def look(self):
+        for transition in self.fleet.take_transitions():
+            self.members.note(transition)
+        await self.members.reconcile()
+
+
+def with_membership(router, *workers, **options):
+    """A decorator: run the coroutine function with a Membership; what is left in the router is taken out."""
+
+    def call_it(work):
+        async def main():
+            async with EngineClient() as client:
+                await work(Membership(client, router, *workers, **options))
+
+        try:
+            asyncio.run(main())
+        finally:
+            for url in workers_of(router):
+                call(remove_worker, router, url)
+
+    return call_it
+
+
+def test_the_list_follows_the_fleet_whoever_has_changed_it(router, worker, other):
+    @with_membership(router, worker)
+    async def work(membership):
+        await asyncio.to_thread(call, add_worker, router, other.endpoint)
+        await membership.look()
+        assert workers_of(router) == {worker.url: True}, "ours is put in, the foreign one taken out"
+        assert any(other.url in line for line in membership.lines)
+        await asyncio.to_thread(call, remove_worker, router, worker.url)
+        await membership.look()
+        assert workers_of(router) == {worker.url: True}, "and put back"
+        membership.fleet.process_exited(worker.url, "killed")
+        await membership.look()
+        assert workers_of(router) == {}
+
+
+def test_a_foreign_worker_is_left_there_and_refused_where_that_is_configured(router, worker, other):
+    errors = []
+
+    @with_membership(router, worker, foreign="refuse", on_refused=errors.append)
+    async def work(membership):
+        await asyncio.to_thread(call, add_worker, router, other.endpoint)
+        await membership.look()
+        assert set(workers_of(router)) == {worker.url, other.url}
+        assert len(errors) == 1 and other.url in str(errors[0])
+
+
+def test_the_routers_circuit_breaker_does_not_hold_a_recovered_engine_back(router, worker, other):
+    key = router.read_key()
+
+    def requests_served_by(which, count):
+        before = len(which.served)
+        assert [http("POST", router.url + "/generate", GENERATE, key) for _ in range(count)] == [200] * count
+        return len(which.served) - before
+
+    @with_membership(router, worker, other)
+    async def work(membership):
+        await membership.look()
+        worker.broken = True
+        requests_served_by(worker, 40)
+        worker.broken = False
+        assert requests_served_by(worker, 8) == 0, "the breaker is open, though the worker works again"
+        assert workers_of(router)[worker.url] is True, "and nothing in the list says so"
+        for _ in range(2):
+            membership.fleet.request_failed(worker.url, "500", sent_at=time.monotonic())
+        assert membership.fleet.member(worker.url).state is State.SUSPECT
+        membership.fleet.request_succeeded(worker.url, sent_at=time.monotonic())
+        assert membership.fleet.member(worker.url).state is State.READY, "before anybody has looked"
+        await membership.look()
+        assert requests_served_by(worker, 8) == 4
+
+
+def test_a_router_that_is_killed_and_started_again_at_its_address_gets_its_workers_back(run, worker, tmp_path):
+    own = open_run("killed", create=True, root=tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    config = RouterConfig(key_file=run.key_file, port=port)
+
+    async def work(again):
+        async with EngineClient() as client:
+            router = running_router(own)
+            membership = Membership(client, router, worker)
+            await membership.look()
+            await asyncio.to_thread(again)
+            assert workers_of(router) == {}, "a new process knows nobody"
+            await membership.look()
+            assert workers_of(router) == {worker.url: True}
+
+    with ProcessGroup(own) as group:
+        start_router(config, ModelEndpoints(engines=(worker.endpoint,)), group)
+
+        def again():
+            group.processes[0].popen.kill()
+            group.processes[0].popen.wait()
+            group.processes.clear()
+            start_router(config, ModelEndpoints(engines=(worker.endpoint,)), group)
+            call(remove_worker, running_router(own), worker.url)
+
+        asyncio.run(work(again))
 
 
 def test_many_requests_are_spread_over_the_workers(run, key, worker, other):

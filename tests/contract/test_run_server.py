@@ -297,9 +297,9 @@ def test_an_engine_is_added_with_its_key_and_removed(url, control, wide, capsys,
     monkeypatch.chdir(tmp_path)
     assert run_main(capsys, "engines", "add", "127.0.0.1:7003", "--key-file", "key") == (
         0,
-        f"{C}: added to run job (starting)\n",
+        f"{C}: added to run job (starting: [no] answer in 30 s)\n",
     )
-    assert run_main(capsys, "engines", "remove", C) == (0, f"{C}: leaves run job (draining)\n")
+    assert run_main(capsys, "engines", "remove", C) == (0, f"{C}: leaves run job (draining: [no] answer in 30 s)\n")
     assert control.calls == [("add", C, tmp_path / "key"), ("remove", C)]
 
 

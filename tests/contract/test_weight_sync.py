@@ -76,7 +76,7 @@ class Ranks:
         remove_old_versions(directory.parent, directory.name.split("-")[0])
         return report
 
-    async def leave_transfer(self):
+    async def leave_transfer(self, urls=None):
         self.sender.close()
 
     async def logprobs(self, batch):

@@ -140,7 +140,7 @@ class Ranks:
     async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
         return await asyncio.to_thread(write_to_disk, self._stream(), buckets, directory, self._model_files)
 
-    async def leave_transfer(self) -> None:
+    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         self.sender.close()
 
     async def logprobs(self, batch: TrainBatch) -> torch.Tensor:
