@@ -30,9 +30,13 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 class RendezvousFailed(RltoolError):
     """The trainer ranks did not find each other in time."""
 
+    of_a_peer = True
+
 
 class OtherRankFailed(RltoolError):
     """Something that one rank does for all of them failed there; that rank's own error says what."""
+
+    of_a_peer = True
 
 
 @dataclass(frozen=True)

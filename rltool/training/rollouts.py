@@ -16,7 +16,7 @@ from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
 from rltool.rollout.snapshot import SourceState
-from rltool.training.ray_calls import get_all
+from rltool.training.ray_calls import Waiting, get_all
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_service import Engines, Syncing
@@ -24,6 +24,7 @@ from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync import SyncReport
 
+MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
 """How often a rollout that takes longer says how far it is."""
 INTERRUPT_SECONDS = 30.0
@@ -50,8 +51,11 @@ class Rollouts:
         return str(self._lineage.version(self._synced))
 
     def start(self) -> None:
-        """Read the data, open connections."""
-        summary = self._call(self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch")
+        """Read the data, open connections. A signal ends it with StopRequested."""
+        summary = self._call(
+            self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch",
+            while_waiting=self._stop.raise_if_requested,
+        )  # fmt: skip
         self._started = True
         self.console.print(summary, highlight=False, soft_wrap=True)
 
@@ -132,8 +136,8 @@ class Rollouts:
 
     # -- the rest is private
 
-    def _call(self, ref: Any, deadline: float, name: str) -> Any:
-        return get_all([ref], deadline, name)[0]
+    def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
+        return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]
 
     def _manager_status(self) -> dict[str, Any]:
         return self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight")
@@ -158,7 +162,7 @@ class Rollouts:
             self._show_events()
 
         try:
-            return get_all([ref], deadline, name, while_waiting=look)[0]
+            return self._call(ref, deadline, name, while_waiting=look)
         except StopRequested:
             with contextlib.suppress(RltoolError):  # the manager may be what has died
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
