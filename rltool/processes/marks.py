@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from rltool.processes.environment import environment
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, find_process
 
@@ -20,19 +21,15 @@ MARK_VARIABLE = "RLTOOL_TRAINER"
 
 TRAINER_ROLE = "train"
 
+_KEPT = {"SPT_NOENV": "1"}
+"""Ray's agents write their titles over the environment that they were started with, unless this is set."""
+
 
 @contextmanager
 def marking(run: RunDirectory, trainer: ProcessState) -> Iterator[None]:
     """Every process that is started inside the block bears the mark of this trainer of this run."""
-    before = os.environ.get(MARK_VARIABLE)
-    os.environ[MARK_VARIABLE] = f"{_prefix(run)}{trainer.pid} {trainer.start_time}"
-    try:
+    with environment({MARK_VARIABLE: f"{_prefix(run)}{trainer.pid} {trainer.start_time}", **_KEPT}):
         yield
-    finally:
-        if before is None:
-            del os.environ[MARK_VARIABLE]
-        else:
-            os.environ[MARK_VARIABLE] = before
 
 
 def left_behind(run: RunDirectory) -> list[ProcessState]:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rltool
 from rltool.config.train import RayConfig
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.environment import environment
 from rltool.training.devices import visible_gpus
 from rltool.training.placement import PlacementPlan
 from rltool.training.ray_calls import Waiting
@@ -51,13 +52,33 @@ def ray_cluster(
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
             "_node_ip_address": LOOPBACK, "include_dashboard": False, **_common(),
         }  # fmt: skip
-        start_ray(lambda: ray.init(**options), deadline, while_waiting)
+        with _on_loopback():
+            start_ray(lambda: ray.init(**options), deadline, while_waiting)
     try:
         if config.address is not None:
             check_versions()
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started in this block listens on loopback alone.
+
+    Ray's processes listen on the address of their node. On Linux, ray.init replaces a loopback address that it is given
+    by the host's outer one, for others to join; on systems where clusters are not supported it leaves it, and this is
+    the switch between the two. Ray reads it from the environment when it is imported, here and in its processes.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def available_gpus(config: RayConfig) -> tuple[float, str]:

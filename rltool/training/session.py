@@ -28,6 +28,7 @@ from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
 from rltool.training.devices import choose_device, describe_devices
+from rltool.training.listening import beyond_loopback
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
@@ -207,6 +208,9 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
             console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
+        sends = prepared.transport == "gloo"
+        for line in beyond_loopback(config, prepared.plan.device, sends=sends):
+            console.print(f"[yellow]open to the network: {line}[/yellow]", highlight=False, soft_wrap=True)
         stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
         waiting = stop.raise_if_requested
         with console.status("starting Ray and the trainer"):
