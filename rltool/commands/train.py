@@ -23,6 +23,7 @@ from rltool.commands.options import (
     rollout_flags,
 )
 from rltool.errors import RltoolError, RunFault
+from rltool.processes.attempts import ENDED_FOR_GOOD, Attempts
 
 if TYPE_CHECKING:
     from rltool.processes.run_directory import RunDirectory
@@ -64,8 +65,6 @@ def train(
     from rltool.config.train import TrainConfig
     from rltool.engines.endpoints import files_in
     from rltool.processes.run_lock import RunLock
-    from rltool.training.report import print_plan
-    from rltool.training.session import prepare
 
     flags = {
         **rollout_flags(rollout_external, router),
@@ -81,17 +80,20 @@ def train(
     if restarts and not dry_run:
         raise typer.Exit(with_restarts(directory, restarts))
     with RunLock(directory) as lock, _told_apart(attempt):
+        # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
+        from rltool.training.report import print_plan
+        from rltool.training.session import prepare
+
         prepared = prepare(loaded, directory, resume=resume, restarted=attempt > 1)
         if dry_run:
             print_plan(prepared, Console())
             return
-        finish(prepared, lock)
+        finish(prepared, lock, attempt=attempt)
 
 
 def with_restarts(run: RunDirectory, restarts: int) -> int:
     """This command as a child process, again after each fault. Returns the exit code."""
     from rltool.checkpoints.directory import latest_checkpoint
-    from rltool.processes.attempts import Attempts
     from rltool.processes.marks import TRAINER_ROLE
     from rltool.processes.state import read_state, remove_state, state_of_this_process, write_state
 
@@ -127,8 +129,6 @@ def with_restarts(run: RunDirectory, restarts: int) -> int:
 @contextmanager
 def _told_apart(attempt: int) -> Iterator[None]:
     """For an attempt of --restarts: an end that another attempt would not change has an exit code of its own."""
-    from rltool.processes.attempts import ENDED_FOR_GOOD
-
     try:
         yield
     except RltoolError as error:
@@ -154,14 +154,19 @@ def named_run(
     return directory
 
 
-def finish(prepared: Prepared, lock: RunLock) -> None:
-    """Execute what was prepared, print how it ended, and leave with its exit code."""
+def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:
+    """Execute what was prepared, print how it ended, and leave with its exit code. attempt: see `_told_apart`."""
     from rltool.training.report import print_outcome
     from rltool.training.session import execute
     from rltool.training.stopping import StopSignal
 
     console = Console()
     with StopSignal().installed() as stop:
-        outcome = execute(prepared, lock, console, stop)
+        try:
+            outcome = execute(prepared, lock, console, stop)
+        except RunFault as error:
+            if attempt and stop.requested:  # it failed as it was about to end: nobody wants it again
+                error.exit_code = ENDED_FOR_GOOD
+            raise
     print_outcome(prepared, outcome, console)
     raise typer.Exit(outcome.exit_code)

@@ -42,8 +42,8 @@ _OF_A_PEER = re.compile(
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError, OutOfMemoryError, RaySystemError)
 
-_EXIT_DETAIL = "Worker exit detail:"
-"""Ray's text on a process that ended by itself or was killed; it goes on with guesses."""
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(There are some potential|Some common causes|$)", re.DOTALL)
+"""Ray's text on a process that ended by itself or was killed; it goes on with guesses, several lines of them."""
 
 
 class DeadlinePassed(RunFault):
@@ -174,9 +174,9 @@ def _died(name: str, error: BaseException) -> PartLost:
     text = str(error)
     pid = re.search(r"pid[:=]\s*(\d+)", text)
     who = f"{name} (pid {pid[1]})" if pid else name
-    if _EXIT_DETAIL in text:
-        detail = text.partition(_EXIT_DETAIL)[2].partition("There are some potential root causes")[0].strip()
-        text = f"{detail} Killed (by the kernel for memory? `dmesg` tells), or crashed"
+    detail = _EXIT_DETAIL.search(text)
+    if detail:
+        text = f"{detail[1].strip()} It was killed (by the kernel for memory? `dmesg` tells), or crashed"
     return PartLost(f"{who} died: {text}. Its log tells more (`rltool logs`); go on with `rltool train --resume`")
 
 

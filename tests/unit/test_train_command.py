@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from rltool.commands.train import _told_apart
+from rltool.commands.train import _told_apart, finish
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped, UsageError
 from rltool.processes.attempts import ENDED_FOR_GOOD
 from rltool.training.ray_start import RayStartFailed
@@ -58,3 +60,15 @@ SAVED = Path("checkpoints/step_3")
 )
 def test_the_last_line_says_how_it_ended_and_only_a_finished_run_is_done(outcome, line):
     assert _how_it_ended(outcome) == line
+
+
+@pytest.mark.parametrize(("attempt", "code"), [(0, 1), (1, ENDED_FOR_GOOD)])
+def test_a_fault_of_a_run_that_was_asked_to_stop_is_followed_by_no_attempt(monkeypatch, attempt, code):
+    def execute(prepared, lock, console, stop):
+        stop.requested = signal.SIGTERM
+        raise PartLost("a rank died as it saved")
+
+    monkeypatch.setattr("rltool.training.session.execute", execute)
+    with pytest.raises(PartLost) as ended:
+        finish(cast(Any, None), cast(Any, None), attempt=attempt)
+    assert ended.value.exit_code == code
