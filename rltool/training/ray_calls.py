@@ -52,25 +52,33 @@ class DeadlinePassed(RunFault):
 
 def get_all(
     refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, who: Sequence[str] = (),
-    while_waiting: Waiting | None = None,
+    while_waiting: Waiting | None = None, lag: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of all refs, in order. Raises what the actors raised, our own errors as they are; of several failures
     the cause of the others (see `cause`).
 
     deadline: seconds; name: of the setting, which the error of a passed deadline quotes. who: whose each ref is, for
-    errors. while_waiting(seconds so far): called now and then.
+    errors. while_waiting(seconds so far): called now and then. lag: seconds that the others may still take when the
+    first has answered, for ranks of which that one has the most to do (trainer.rendezvous_timeout).
     """
     names = dict(zip(refs, who or ["a process of the run"] * len(refs), strict=True))
     started = time.monotonic()
     pending = list(refs)
     failures: dict[ray.ObjectRef, BaseException] = {}
     impatient_since: float | None = None
+    led_since: float | None = None
     while pending:
         now = time.monotonic()
         if now - started > deadline:
             raise DeadlinePassed(
                 f"{_listed(names[ref] for ref in pending)} did not answer within {name} = {deadline:g} s; the logs of "
                 "the run tell why (`rltool logs`)"
+            )
+        if lag is not None and led_since is not None and now - led_since > lag:
+            raise PartLost(
+                f"{_listed(names[ref] for ref in pending)} hangs: no answer, {lag:g} s (trainer.rendezvous_timeout) "
+                f"after {names[refs[0]]} has done its part; the logs tell more (`rltool logs`). Go on with `rltool "
+                "train --resume`"
             )
         if impatient_since is not None and now - impatient_since > PEER_SECONDS:
             break
@@ -83,6 +91,8 @@ def get_all(
         if pending or failures:
             failures |= _failures(done)
         if pending:
+            if led_since is None and refs[0] not in pending:
+                led_since = now
             if any(map(has_died, failures.values())):
                 break
             if impatient_since is None and any(map(has_crashed, failures.values())):

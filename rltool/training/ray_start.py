@@ -15,7 +15,9 @@ from rltool.training.ray_calls import Waiting
 POLL_SECONDS = 0.1
 
 _CLEAN_SECONDS = 10.0
-"""For a start that is given up to notice that its processes are gone."""
+_QUIET_SECONDS = 1.0
+"""A start that is given up may start something more before it notices that its processes are gone. ray.init notices
+late: after so long with nothing new it is left alone; what it still starts ends with this process."""
 
 
 class RayStartFailed(RunFault):
@@ -70,9 +72,12 @@ def _children() -> list[psutil.Process]:
 
 def _end_children(before: set[psutil.Process], ended: threading.Event) -> None:
     """Kill what the start has started, also what it starts while it has not noticed. Nothing of it holds any state."""
-    deadline = time.monotonic() + _CLEAN_SECONDS
-    while time.monotonic() < deadline:
+    now = time.monotonic()
+    deadline, quiet_since = now + _CLEAN_SECONDS, now
+    while time.monotonic() < min(deadline, quiet_since + _QUIET_SECONDS):
         left = [process for process in _children() if process not in before]
+        if left:
+            quiet_since = time.monotonic()
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -174,7 +174,8 @@ class TrainerGroup:
         deadline = self.config.deadlines.trainer_call
         try:
             return get_all(
-                refs, deadline, "deadlines.trainer_call", who=rank_names(len(refs)), while_waiting=while_waiting
-            )
+                refs, deadline, "deadlines.trainer_call", who=rank_names(len(refs)), while_waiting=while_waiting,
+                lag=self.config.trainer.rendezvous_timeout,
+            )  # fmt: skip
         except DeadlinePassed as error:  # a rank that hangs will not save either
             raise PartLost(str(error)) from error

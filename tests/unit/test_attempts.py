@@ -77,6 +77,13 @@ def test_a_signal_reaches_the_attempt_once_and_ends_the_restarts(number, tmp_pat
     assert signal.getsignal(number) is before
 
 
+def test_the_terminals_ctrl_c_reaches_the_attempt_only_through_its_parent():
+    story = Story("", restarts=0)
+    in_its_own_group = "import os, sys; sys.exit(0 if os.getpgrp() == os.getpid() else 1)"
+    story.attempts._command = lambda _: [sys.executable, "-c", in_its_own_group]
+    assert story.attempts.run() == 0
+
+
 def test_a_signal_between_two_attempts_ends_it_there():
     story = Story("exit 1", "exit 0", restarts=5)
     plain = story.fault

@@ -295,10 +295,10 @@ def test_with_a_part_of_the_run_lost_no_checkpoint_is_tried(tmp_path, lost):
     world = World()
     run = Run(tmp_path, world, steps=9)
 
-    def update():
+    def next_batch(step):
         raise lost
 
-    world.optimizer_step = update
+    world.next_batch = next_batch
     with pytest.raises(type(lost)):
         run.loop.run()
     assert run.saves == []

@@ -139,6 +139,18 @@ def test_an_error_of_ours_waits_for_all_ranks_because_a_checkpoint_may_follow(en
     assert fake.polls == 500
 
 
+def test_a_rank_that_hangs_while_rank_0_is_done_is_found_without_a_collective_that_fails(ends):
+    fake = ends((5, "a"), (NEVER, None))
+    with pytest.raises(PartLost, match=r"trainer rank 1 hangs: no answer, 30 s \(trainer.rendezvous_timeout\) after"):
+        get_all([0, 1], 1000, "deadlines.x", who=WHO, lag=30)
+    assert 35 <= fake.polls < 40
+
+
+def test_rank_0_may_take_longer_than_the_others_for_it_completes_a_checkpoint(ends):
+    ends((500, "a"), (1, "b"))
+    assert get_all([0, 1], 1000, "deadlines.x", who=WHO, lag=30) == ["a", "b"]
+
+
 def test_a_deadline_names_itself_and_who_is_late(ends):
     ends((1, "a"), (NEVER, None))
     with pytest.raises(DeadlinePassed, match=r"trainer rank 1 did not answer within deadlines.x = 7 s") as late:
