@@ -51,7 +51,7 @@ class DeadlinePassed(RunFault):
 
 
 def get_all(
-    refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, who: Sequence[str] = (),
+    refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, who: Sequence[str],
     while_waiting: Waiting | None = None, lag: float | None = None,
 ) -> list[Any]:  # fmt: skip
     """The results of all refs, in order. Raises what the actors raised, our own errors as they are; of several failures
@@ -61,51 +61,71 @@ def get_all(
     errors. while_waiting(seconds so far): called now and then. lag: seconds that the others may still take when the
     first has answered, for ranks of which that one has the most to do (trainer.rendezvous_timeout).
     """
-    names = dict(zip(refs, who or ["a process of the run"] * len(refs), strict=True))
-    started = time.monotonic()
-    pending = list(refs)
-    failures: dict[ray.ObjectRef, BaseException] = {}
-    impatient_since: float | None = None
-    led_since: float | None = None
-    while pending:
-        now = time.monotonic()
+    wait = _Wait(refs, who, lag)
+    started = now = time.monotonic()
+    while wait.goes_on(now):
         if now - started > deadline:
             raise DeadlinePassed(
-                f"{_listed(names[ref] for ref in pending)} did not answer within {name} = {deadline:g} s; the logs of "
-                "the run tell why (`rltool logs`)"
+                f"{wait.missing} did not answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool "
+                "logs`)"
             )
-        if lag is not None and led_since is not None and now - led_since > lag:
+        wait.poll(now)
+        if wait.pending and while_waiting is not None:
+            while_waiting(now - started)
+        now = time.monotonic()
+    return wait.results()
+
+
+class _Wait:
+    """What is still pending of some calls, which have failed, and since when that bounds the wait for the others."""
+
+    def __init__(self, refs: Sequence[ray.ObjectRef], who: Sequence[str], lag: float | None) -> None:
+        self.pending = list(refs)
+        self._refs, self._lag = list(refs), lag
+        self._names = dict(zip(refs, who, strict=True))
+        self._failures: dict[ray.ObjectRef, BaseException] = {}
+        self._crashed_at: float | None = None
+        self._first_at: float | None = None
+
+    @property
+    def missing(self) -> str:
+        return _listed(self._names[ref] for ref in self.pending)
+
+    def goes_on(self, now: float) -> bool:
+        """Raises PartLost where the first has answered `lag` seconds ago."""
+        if not self.pending or any(map(has_died, self._failures.values())):
+            return False
+        if self._lag is not None and self._first_at is not None and now - self._first_at > self._lag:
             raise PartLost(
-                f"{_listed(names[ref] for ref in pending)} hangs: no answer, {lag:g} s (trainer.rendezvous_timeout) "
-                f"after {names[refs[0]]} has done its part; the logs tell more (`rltool logs`). Go on with `rltool "
-                "train --resume`"
+                f"{self.missing} hangs: no answer, {self._lag:g} s (trainer.rendezvous_timeout) after "
+                f"{self._names[self._refs[0]]} has done its part; the logs tell more (`rltool logs`). Go on with "
+                "`rltool train --resume`"
             )
-        if impatient_since is not None and now - impatient_since > PEER_SECONDS:
-            break
+        return self._crashed_at is None or now - self._crashed_at <= PEER_SECONDS
+
+    def poll(self, now: float) -> None:
         try:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            done, self.pending = ray.wait(self.pending, num_returns=len(self.pending), timeout=POLL_SECONDS)
         except SystemError as error:  # what Ray makes of a KeyboardInterrupt that comes at the wrong moment
             raise error.__cause__ or error from None
         except RayError as error:
             raise PartLost(f"Ray itself was lost: {error}; go on with `rltool train --resume`") from error
-        if pending or failures:
-            failures |= _failures(done)
-        if pending:
-            if led_since is None and refs[0] not in pending:
-                led_since = now
-            if any(map(has_died, failures.values())):
-                break
-            if impatient_since is None and any(map(has_crashed, failures.values())):
-                impatient_since = now
-            if while_waiting is not None:
-                while_waiting(now - started)
-    try:
-        if not failures:
-            return ray.get(list(refs))
-    except RayError:
-        failures = _failures(refs)
-    failed = cause({names[ref]: error for ref, error in failures.items()}, [names[ref] for ref in pending])
-    raise failed from next(iter(failures.values()))
+        if self.pending or self._failures:
+            self._failures |= _failures(done)
+        if self._crashed_at is None and any(map(has_crashed, self._failures.values())):
+            self._crashed_at = now
+        if self._first_at is None and self._refs[0] not in self.pending:
+            self._first_at = now
+
+    def results(self) -> list[Any]:
+        failures = self._failures
+        try:
+            if not failures:
+                return ray.get(self._refs)
+        except RayError:
+            failures = _failures(self._refs)
+        named = {self._names[ref]: error for ref, error in failures.items()}
+        raise cause(named, [self._names[ref] for ref in self.pending]) from next(iter(failures.values()))
 
 
 def rank_names(count: int) -> list[str]:

@@ -118,8 +118,9 @@ def test_without_a_checkpoint_a_restart_begins_once_more_and_keeps_no_record_of_
 
 
 def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job):
-    with training(job, "hung", sets=["trainer.rendezvous_timeout=8"]) as hung:
-        hung.wait_for_a_checkpoint()
+    # No checkpoints: ranks wait longer for each other while one of them writes.
+    with training(job, "hung", sets=["trainer.rendezvous_timeout=8", "checkpoint.every_steps=0"]) as hung:
+        hung.wait_for(lambda: len(recorded(hung)) > 2)
         hung.rank(1).suspend()
         assert hung.end() == 1
         assert "trainer rank 1 hangs: no answer, and trainer rank 0 waited for it in vain" in hung.said()
