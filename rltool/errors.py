@@ -12,6 +12,9 @@ class RltoolError(Exception):
 
     exit_code = 1
 
+    of_a_peer = False
+    """True: it only says that another process of the run failed, whose own error is the one to read."""
+
     def with_context(self, *, before: str = "", after: str = "") -> Self:
         """This error again, same class and attributes, with text around its message. To be raised `from` the original.
 
@@ -52,6 +55,15 @@ class MissingLogprobs(EngineError):
 
 class TrainingStopped(RltoolError):
     """The run cannot go on (log-probability difference, non-finite steps, failing rewards); a checkpoint was saved."""
+
+
+class RunFault(RltoolError):
+    """A part of the run failed that is no matter of its settings, and that a resumed run may not meet again: `train
+    --restarts` goes on after it."""
+
+
+class PartLost(RunFault):
+    """A rank, the rollout manager or Ray died or hangs, so no checkpoint can be written of this state any more."""
 
 
 class SaveFailed(RltoolError):

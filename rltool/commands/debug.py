@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -49,7 +51,6 @@ def rollout_only(
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
-    from rltool.processes.run_directory import open_run
     from rltool.rollout.record import check_directory, check_settings
     from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
     from rltool.training.record import record_rollouts
@@ -71,16 +72,32 @@ def rollout_only(
     console = Console()
     for line in (*notes, describe_fleet(fleet)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    directory = out or open_run(run, create=True).rollouts_dir
-    check_directory(directory)
-    engines = Engines(fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint())
-    record_rollouts(settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True))
+    with _destination(out, run) as directory:
+        check_directory(directory)
+        engines = Engines(fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint())
+        record_rollouts(
+            settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
+        )
     console.print(
         f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}",
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
+
+
+@contextmanager
+def _destination(out: Path | None, run: str | None) -> Iterator[Path]:
+    """Where the rollouts go: a directory of the user's, or that of a run, which nobody else writes meanwhile."""
+    from rltool.processes.run_directory import open_run
+    from rltool.processes.run_lock import RunLock
+
+    if out is not None:
+        yield out
+        return
+    opened = open_run(run, create=True)
+    with RunLock(opened):
+        yield opened.rollouts_dir
 
 
 @app.command("train-only")
@@ -112,6 +129,7 @@ def train_only(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
+    from rltool.processes.run_lock import RunLock
     from rltool.rollout.dump import dumped_steps
     from rltool.rollout.record import check_directory
 
@@ -131,6 +149,8 @@ def train_only(
     if rollouts is not None and steps is not None and steps > recorded:
         raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
     directory = named_run(run, resume=resume)
-    from rltool.training.session import Replay, prepare  # Ray and torch: not before what is quickly found to be wrong
+    with RunLock(directory) as lock:
+        # Ray and torch: not before what is quickly found to be wrong.
+        from rltool.training.session import Replay, prepare
 
-    finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)))
+        finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)), lock)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,9 +23,12 @@ from rltool.commands.options import (
     recording_flags,
     rollout_flags,
 )
+from rltool.errors import RltoolError, RunFault
+from rltool.processes.attempts import ENDED_FOR_GOOD, Attempts
 
 if TYPE_CHECKING:
     from rltool.processes.run_directory import RunDirectory
+    from rltool.processes.run_lock import RunLock
     from rltool.training.session import Prepared
 
 
@@ -42,6 +47,15 @@ def train(
         bool, typer.Option("--resume", help="Go on from the newest complete checkpoint of the run.")
     ] = False,
     steal: Steal = False,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="So many times at most start again from the newest checkpoint when a fault ends the run: a rank, the "
+            "rollout manager, Ray or the driver that died or hangs.",
+        ),
+    ] = 0,
+    attempt: Annotated[int, typer.Option(min=0, hidden=True, help="Set by --restarts for its children.")] = 0,
     profile_steps: ProfileSteps = None,
     memory_snapshot: MemorySnapshot = None,
     dry_run: Annotated[
@@ -52,6 +66,7 @@ def train(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.engines.endpoints import files_in
+    from rltool.processes.run_lock import RunLock
 
     flags = {
         **rollout_flags(rollout_external, router),
@@ -61,20 +76,73 @@ def train(
         "steps": ("--steps", steps),
     }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
-    directory = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
-    # Ray and torch take seconds to import: not before what is quickly found to be wrong.
-    from rltool.training.report import print_plan
-    from rltool.training.session import prepare
+    directory = named_run(
+        run, resume=resume, endpoints_files=files_in(loaded.config.engines.external), silent=attempt > 0
+    )
+    if restarts and not dry_run:
+        raise typer.Exit(with_restarts(directory, restarts))
+    with RunLock(directory) as lock, _told_apart(attempt):
+        # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
+        from rltool.training.report import print_plan
+        from rltool.training.session import prepare
 
-    prepared = prepare(loaded, directory, resume=resume, steal=steal)
-    if dry_run:
-        print_plan(prepared, Console())
-        return
-    finish(prepared)
+        prepared = prepare(loaded, directory, resume=resume, steal=steal, restarted=attempt > 1)
+        if dry_run:
+            print_plan(prepared, Console())
+            return
+        finish(prepared, lock, attempt=attempt)
 
 
-def named_run(name: str | None, *, resume: bool, endpoints_files: Sequence[Path] = ()) -> RunDirectory:
-    """The run that the command line means, named on the screen. Nothing is made. Raises UsageError."""
+def with_restarts(run: RunDirectory, restarts: int) -> int:
+    """This command as a child process, again after each fault. Returns the exit code."""
+    from rltool.checkpoints.directory import latest_checkpoint
+    from rltool.processes.marks import TRAINER_ROLE
+    from rltool.processes.state import read_state, remove_state, state_of_this_process, write_state
+
+    console = Console()
+    own = state_of_this_process(f"{TRAINER_ROLE}-restarts", argv=sys.argv)
+
+    def command(number: int) -> list[str]:
+        again = ["--restarts", "0", "--attempt", str(number), "--run", run.name]
+        return [sys.executable, "-m", "rltool", *sys.argv[1:], *again]
+
+    def stopped(pid: int) -> bool:
+        # A killed trainer cannot remove its state: who did was `rltool stop`, or is about to.
+        state = read_state(run, TRAINER_ROLE)
+        return state is None or state.pid != pid or state.stopping
+
+    def on_fault() -> str:
+        # So far `rltool stop` ended the attempt, and that was all; from now on there may be none when it comes.
+        if run.state_dir.is_dir():
+            write_state(run, own)
+        newest = latest_checkpoint(run.checkpoints_dir)
+        return "the beginning: there is no checkpoint" if newest is None else f"checkpoint {newest.name}"
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    attempts = Attempts(command, restarts=restarts, say=say, stopped=stopped, on_fault=on_fault)
+    try:
+        return attempts.run()
+    finally:
+        remove_state(run, own)
+
+
+@contextmanager
+def _told_apart(attempt: int) -> Iterator[None]:
+    """For an attempt of --restarts: an end that another attempt would not change has an exit code of its own."""
+    try:
+        yield
+    except RltoolError as error:
+        if attempt and error.exit_code == 1 and not isinstance(error, RunFault):
+            error.exit_code = ENDED_FOR_GOOD
+        raise
+
+
+def named_run(
+    name: str | None, *, resume: bool, endpoints_files: Sequence[Path] = (), silent: bool = False
+) -> RunDirectory:
+    """The run that the command line means, named on the screen unless `silent`. Nothing is made. Raises UsageError."""
     from rltool.checkpoints.directory import latest_checkpoint
     from rltool.processes.run_choice import run_to_train
 
@@ -82,18 +150,25 @@ def named_run(name: str | None, *, resume: bool, endpoints_files: Sequence[Path]
         return latest_checkpoint(run.checkpoints_dir) is not None
 
     directory, why = run_to_train(name, resume=resume, endpoints_files=endpoints_files, resumable=resumable)
-    Console().print(f"run {directory.name} ({why}): {directory.path}", highlight=False, markup=False, soft_wrap=True)
+    if not silent:
+        line = f"run {directory.name} ({why}): {directory.path}"
+        Console().print(line, highlight=False, markup=False, soft_wrap=True)
     return directory
 
 
-def finish(prepared: Prepared) -> None:
-    """Execute what was prepared, print how it ended, and leave with its exit code."""
+def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:
+    """Execute what was prepared, print how it ended, and leave with its exit code. attempt: see `_told_apart`."""
     from rltool.training.report import print_outcome
     from rltool.training.session import execute
     from rltool.training.stopping import StopSignal
 
     console = Console()
     with StopSignal().installed() as stop:
-        outcome = execute(prepared, console, stop)
+        try:
+            outcome = execute(prepared, lock, console, stop)
+        except RunFault as error:
+            if attempt and stop.requested:  # it failed as it was about to end: nobody wants it again
+                error.exit_code = ENDED_FOR_GOOD
+            raise
     print_outcome(prepared, outcome, console)
     raise typer.Exit(outcome.exit_code)

@@ -199,6 +199,8 @@ class DeadlinesConfig(Config):
 
     preflight: float = Field(default=30.0, gt=0)
     """For each given address to answer, before anything starts."""
+    ray_start: float = Field(default=300.0, gt=0)
+    """For a local Ray to start."""
     placement: float = Field(default=300.0, gt=0)
     """For Ray to have the bundles; the error names what is missing."""
     generate: float = Field(default=600.0, gt=0)

@@ -19,6 +19,7 @@ from rltool.config.parallel import ParallelLayout
 from rltool.engines.wire import host_store
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.patches import cpu_mode
+from rltool.processes.hosts import interface_of, is_loopback
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -27,12 +28,19 @@ ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch's settings of its memory on the GPU; a user's own are left alone."""
 
 
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
 class RendezvousFailed(RltoolError):
     """The trainer ranks did not find each other in time."""
+
+    of_a_peer = True
 
 
 class OtherRankFailed(RltoolError):
     """Something that one rank does for all of them failed there; that rank's own error says what."""
+
+    of_a_peer = True
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ class Runtime:
     def _join(self, world_size: int, at: Rendezvous) -> None:
         limit = timedelta(seconds=at.timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        _keep_gloo_on_loopback(at.address)
         try:
             # A TCPStore of its own making listens on every interface, whatever address it is given.
             if at.rank == 0:
@@ -194,6 +203,16 @@ class Runtime:
         with self.mode():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _keep_gloo_on_loopback(address: str) -> None:
+    """Where the ranks meet on loopback, gloo listens there too, in this group and in those made later.
+
+    By itself it takes the address that the host's name resolves to. A setting of the user's is left alone.
+    """
+    interface = interface_of(address) if is_loopback(address) else None
+    if interface is not None:
+        os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
 def context_parallel_group() -> dist.ProcessGroup:

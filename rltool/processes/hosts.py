@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+import psutil
+
 
 def is_loopback(host: str) -> bool:
     if host == "localhost":
@@ -13,6 +15,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def interface_of(address: str) -> str | None:
+    """Name of this host's interface that has the address."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in entries):
+            return name
+    return None
 
 
 def reachable_host(bind_host: str) -> str:

@@ -1,4 +1,5 @@
-"""`rltool stop`: end what a run has recorded, the trainer before the engines that it still needs."""
+"""`rltool stop`: end what a run has recorded, the trainer before the engines that it still needs, and what a trainer
+that was killed has left."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Callable, Sequence
 import psutil
 
 from rltool.errors import UsageError
+from rltool.processes.marks import TRAINER_ROLE, left_behind
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, find_process, read_states, remove_state, write_state
 from rltool.processes.stop import GRACE_SECONDS, process_tree, stop_processes
@@ -26,7 +28,7 @@ def stop_run(
     report: Callable[[str], None] = lambda _: None,
 ) -> list[ProcessState]:
     """Stop these roles of a run, all if none is named; returns those that were running. State files of the dead are
-    removed.
+    removed. With the trainer goes what earlier ones have left: processes that lost their parent to a SIGKILL.
 
     A process that ends its children in order (orderly_seconds) is asked alone first, and waited for; then every tree
     gets TERM, `grace` seconds, KILL. A process whose start time does not match its pid is never touched. Raises
@@ -47,7 +49,21 @@ def stop_run(
     stop_processes(running, grace)
     for state in chosen:
         remove_state(run, state)
-    return running
+    if roles and TRAINER_ROLE not in roles:
+        return running
+    return [*running, *end_left_behind(run, grace=grace, report=report)]
+
+
+def end_left_behind(
+    run: RunDirectory, *, grace: float = GRACE_SECONDS, report: Callable[[str], None] = lambda _: None
+) -> list[ProcessState]:
+    """End what trainers of this run started and did not live to end; returns what that was."""
+    left = left_behind(run)
+    if left:
+        names = ", ".join(f"{state.role} (pid {state.pid})" for state in left)
+        report(f"an earlier trainer of run {run.name} was killed and left these, which end now: {names}")
+        stop_processes(left, grace)
+    return left
 
 
 def _ask_and_wait(state: ProcessState, report: Callable[[str], None], poll: float = 0.1) -> None:

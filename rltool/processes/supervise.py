@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +37,7 @@ class ProcessGroup:
 
     def start(self, spec: ProcessSpec) -> RunningProcess:
         """Raises UsageError if the run has a living process of this role already."""
-        current = read_state(self.run, spec.role)
-        if current is not None and is_alive(current):
-            raise UsageError(
-                f"run {self.run.name} has a living {spec.role} (pid {current.pid}): "
-                f"`rltool stop --run {self.run.name} {spec.role}` ends it, another --run NAME leaves it alone"
-            )
+        refuse_living(self.run, spec.role)
         # An interrupt between the start and the append would lose the process.
         with deferred_interrupts():
             process = start(spec, self.run)
@@ -67,6 +63,17 @@ class ProcessGroup:
             raise
 
 
+def refuse_living(run: RunDirectory, role: str) -> None:
+    """UsageError if another living process has this role in the run: its state is not to be replaced."""
+    current = read_state(run, role)
+    # This very process may be recorded already, by whoever started it (the quickstart).
+    if current is not None and current.pid != os.getpid() and is_alive(current):
+        raise UsageError(
+            f"run {run.name} has a living {role} (pid {current.pid}): "
+            f"`rltool stop --run {run.name} {role}` ends it, another --run NAME leaves it alone"
+        )
+
+
 def run_in_foreground(
     role: str,
     run: RunDirectory,
@@ -83,6 +90,7 @@ def run_in_foreground(
     command has a state of its own under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after
     Ctrl-C, 0 after SIGTERM or `rltool stop`; a process that dies raises ProcessFailed.
     """
+    refuse_living(run, role)
     with termination_interrupts() as ending:
         try:
             own = state_of_this_process(role, argv=sys.argv, orderly_seconds=orderly_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,8 +16,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rltool
 from rltool.config.train import RayConfig
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.environment import environment
 from rltool.training.devices import visible_gpus
 from rltool.training.placement import PlacementPlan
+from rltool.training.ray_calls import Waiting
+from rltool.training.ray_start import start_ray
+
+LOOPBACK = "127.0.0.1"
+
+_POLL_SECONDS = 0.5
 
 
 class PlacementTimeout(RltoolError):
@@ -24,11 +32,14 @@ class PlacementTimeout(RltoolError):
 
 
 @contextmanager
-def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
+def ray_cluster(
+    config: RayConfig, plan: PlacementPlan, *, deadline: float = 300.0, while_waiting: Waiting = lambda _: None
+) -> Iterator[None]:
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
-    A local cluster ends with the block; a cluster that was there before is only left. Ray's own processes listen on
-    every interface of the host, guarded by Ray's token: a local cluster is bound to loopback as far as Ray lets it be.
+    A local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
+    deadline: seconds for a local one to start; while_waiting(seconds so far): called meanwhile, what it raises gives
+    the start up.
     """
     if config.address is not None:
         _connect(config.address)
@@ -37,20 +48,37 @@ def ray_cluster(config: RayConfig, plan: PlacementPlan) -> Iterator[None]:
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         # "local", or Ray would join whatever cluster was last started on this host, alive or not.
-        ray.init(
-            address="local",
-            num_cpus=int(-(-cpus // 1)),
-            num_gpus=int(plan.total("GPU")),
-            _node_ip_address="127.0.0.1",
-            include_dashboard=False,
-            **_common(),
-        )
+        options = {
+            "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
+            "_node_ip_address": LOOPBACK, "include_dashboard": False, **_common(),
+        }  # fmt: skip
+        with _on_loopback():
+            start_ray(lambda: ray.init(**options), deadline, while_waiting)
     try:
         if config.address is not None:
             check_versions()
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """A Ray that is started in this block listens on loopback alone.
+
+    Ray's processes listen on the address of their node. On Linux, ray.init replaces a loopback address that it is given
+    by the host's outer one, for others to join; on systems where clusters are not supported it leaves it, and this is
+    the switch between the two. Ray reads it from the environment when it is imported, here and in its processes.
+    """
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with environment({ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def available_gpus(config: RayConfig) -> tuple[float, str]:
@@ -109,15 +137,22 @@ def check_versions() -> None:
 
 
 @contextmanager
-def placed(plan: PlacementPlan, timeout: float) -> Iterator[PlacementGroup | None]:
-    """The plan's bundles, reserved; given back at the end of the block. Raises PlacementTimeout."""
+def placed(
+    plan: PlacementPlan, timeout: float, while_waiting: Waiting = lambda _: None
+) -> Iterator[PlacementGroup | None]:
+    """The plan's bundles, reserved; given back at the end of the block. Raises PlacementTimeout, and what while_waiting
+    raises."""
     if not plan.bundles:
         yield None
         return
     group = placement_group([dict(bundle) for bundle in plan.bundles], strategy="PACK")
     try:
-        if not group.wait(timeout):
-            raise PlacementTimeout(_missing(plan.bundles, timeout))
+        started = time.monotonic()
+        while not group.wait(min(_POLL_SECONDS, timeout)):
+            waited = time.monotonic() - started
+            if waited >= timeout:
+                raise PlacementTimeout(_missing(plan.bundles, timeout))
+            while_waiting(waited)
         yield group
     finally:
         remove_placement_group(group)

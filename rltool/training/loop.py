@@ -14,7 +14,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_difference
 from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
-from rltool.errors import RltoolError, SaveFailed, TrainingStopped
+from rltool.errors import PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.training.advantages import (
     needs_old_logprobs_pass,
     optimizer_step_samples,
@@ -28,6 +28,9 @@ from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
+
+SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
+"""What a signal does from the first finished step on."""
 
 
 class Engines(Protocol):
@@ -115,12 +118,13 @@ class Loop:
     def run(self) -> Progress:
         """Train to the last step, to eval.stop_at, or to a signal.
 
-        A checkpoint is written in every case, also before an error is raised, unless that error came between the
-        optimizer steps of one rollout: such weights belong to no step, and the last checkpoint stands.
+        A checkpoint is written in every case, also before an error is raised, with three exceptions: an error between
+        the optimizer steps of one rollout (such weights belong to no step), a rank or rollout manager that was lost
+        (the state is), and a signal before the first step of all. Then the last checkpoint stands.
         """
         try:
             self._run()
-        except SaveFailed:
+        except (SaveFailed, PartLost):
             raise
         except (RltoolError, StopRequested):
             if self.stop.requested is None:
@@ -147,6 +151,7 @@ class Loop:
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
                 self.progress = Progress(done, metrics=metrics)
+                self.stop.consequence = SAVES
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
@@ -313,7 +318,8 @@ class Loop:
             self.progress.saved = True
 
     def _end(self) -> None:
-        if self.between_updates:
+        untouched = self.stop.requested is not None and self.progress.step == 0
+        if self.between_updates or untouched:
             self.checkpoints.wait()
         else:
             self.checkpoints.finish(self.progress)
@@ -323,8 +329,8 @@ class Loop:
         place."""
         try:
             self._end()
-        except SaveFailed as failure:
-            self.writer.say(str(failure))
+        except RltoolError as failure:
+            self.writer.say(f"no checkpoint of this state: {failure}")
 
 
 def _due(every: int, done: int) -> bool:

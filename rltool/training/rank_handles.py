@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.training.ray_calls import unwrapped
+from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
 from rltool.weights.sender import Connection, SendReport, Target
 
@@ -52,9 +52,23 @@ class RankHandles:
     @staticmethod
     async def _all(refs: Sequence[Any]) -> list[Any]:
         """All results, after every rank has ended its part: one that is left running would hold up the next training
-        step."""
-        results = await asyncio.gather(*refs, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise unwrapped(result) from result
-        return results
+        step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all."""
+        names = rank_names(len(refs))
+        tasks = {asyncio.ensure_future(_result(ref)): name for ref, name in zip(refs, names, strict=True)}
+        pending: set[asyncio.Task[Any]] = set(tasks)
+        failures: dict[str, BaseException] = {}
+        patience: float | None = None
+        while pending:
+            done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            failures |= {tasks[task]: error for task in done if (error := task.exception()) is not None}
+            if not done or any(map(has_died, failures.values())):
+                break
+            if any(map(has_crashed, failures.values())):
+                patience = PEER_SECONDS
+        if failures:
+            raise cause(failures, [tasks[task] for task in pending]) from next(iter(failures.values()))
+        return [task.result() for task in tasks]
+
+
+async def _result(ref: Any) -> Any:
+    return await ref

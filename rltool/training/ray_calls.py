@@ -1,72 +1,220 @@
-"""Waiting for Ray actors: our own errors as they were raised, deadlines with their names, and waits that a signal can
-end."""
+"""Waiting for Ray actors: our own errors as they were raised, deadlines with their names, waits that a signal can end,
+and of several failures the one that caused the others."""
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
-from rltool.errors import RltoolError
+from rltool.errors import PartLost, RltoolError, RunFault
+
+Waiting = Callable[[float], None]
+"""Called now and then during a wait, with the seconds so far; what it raises ends the wait."""
 
 POLL_SECONDS = 0.2
 """How long one wait inside Ray takes at most: Python's signal handlers run between two of them."""
 
+PEER_SECONDS = 10.0
+"""After a rank has crashed, for what the others still have to say: Ray reports a death a moment after the peers have
+seen their connections close."""
 
-class DeadlinePassed(RltoolError):
+_OF_A_PEER = re.compile(
+    r"connection (closed|reset) by peer|gloo/transport|timed out waiting|ncclRemoteError|ncclSystemError|"
+    r"collective operation timeout|broken pipe",
+    re.IGNORECASE,
+)
+"""What gloo and NCCL say on a rank that waited for another one."""
+
+_DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError, OutOfMemoryError, RaySystemError)
+
+_EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(There are some potential|Some common causes|$)", re.DOTALL)
+"""Ray's text on a process that ended by itself or was killed; it goes on with guesses, several lines of them."""
+
+
+class DeadlinePassed(RunFault):
     """An actor did not answer in time."""
 
 
 def get_all(
-    refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, while_waiting: Callable[[float], None] | None = None
-) -> list[Any]:
-    """The results of all refs, in order. Raises what the actors raised, our own errors as they are.
+    refs: Sequence[ray.ObjectRef], deadline: float, name: str, *, who: Sequence[str],
+    while_waiting: Waiting | None = None, lag: float | None = None,
+) -> list[Any]:  # fmt: skip
+    """The results of all refs, in order. Raises what the actors raised, our own errors as they are; of several failures
+    the cause of the others (see `cause`).
 
-    deadline: seconds; name: of the setting, which the error of a passed deadline quotes. while_waiting(seconds so far):
-    called now and then.
+    deadline: seconds; name: of the setting, which the error of a passed deadline quotes. who: whose each ref is, for
+    errors. while_waiting(seconds so far): called now and then. lag: seconds that the others may still take when the
+    first has answered, for ranks of which that one has the most to do (trainer.rendezvous_timeout).
     """
-    started = time.monotonic()
-    pending = list(refs)
-    while pending:
-        waited = time.monotonic() - started
-        if waited > deadline:
+    wait = _Wait(refs, who, lag)
+    started = now = time.monotonic()
+    while wait.goes_on(now):
+        if now - started > deadline:
             raise DeadlinePassed(
-                f"no answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool logs`)"
+                f"{wait.missing} did not answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool "
+                "logs`)"
             )
+        wait.poll(now)
+        if wait.pending and while_waiting is not None:
+            while_waiting(now - started)
+        now = time.monotonic()
+    return wait.results()
+
+
+class _Wait:
+    """What is still pending of some calls, which have failed, and since when that bounds the wait for the others."""
+
+    def __init__(self, refs: Sequence[ray.ObjectRef], who: Sequence[str], lag: float | None) -> None:
+        self.pending = list(refs)
+        self._refs, self._lag = list(refs), lag
+        self._names = dict(zip(refs, who, strict=True))
+        self._failures: dict[ray.ObjectRef, BaseException] = {}
+        self._crashed_at: float | None = None
+        self._first_at: float | None = None
+
+    @property
+    def missing(self) -> str:
+        return _listed(self._names[ref] for ref in self.pending)
+
+    def goes_on(self, now: float) -> bool:
+        """Raises PartLost where the first has answered `lag` seconds ago."""
+        if not self.pending or any(map(has_died, self._failures.values())):
+            return False
+        if self._lag is not None and self._first_at is not None and now - self._first_at > self._lag:
+            raise PartLost(
+                f"{self.missing} hangs: no answer, {self._lag:g} s (trainer.rendezvous_timeout) after "
+                f"{self._names[self._refs[0]]} has done its part; the logs tell more (`rltool logs`). Go on with "
+                "`rltool train --resume`"
+            )
+        return self._crashed_at is None or now - self._crashed_at <= PEER_SECONDS
+
+    def poll(self, now: float) -> None:
         try:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_SECONDS)
+            done, self.pending = ray.wait(self.pending, num_returns=len(self.pending), timeout=POLL_SECONDS)
         except SystemError as error:  # what Ray makes of a KeyboardInterrupt that comes at the wrong moment
             raise error.__cause__ or error from None
-        if pending:
-            _raise_if_died(done)
-        if while_waiting is not None and pending:
-            while_waiting(waited)
-    try:
-        return ray.get(list(refs))
-    except RayError as error:
-        raise unwrapped(error) from error
+        except RayError as error:
+            raise PartLost(f"Ray itself was lost: {error}; go on with `rltool train --resume`") from error
+        if self.pending or self._failures:
+            self._failures |= _failures(done)
+        if self._crashed_at is None and any(map(has_crashed, self._failures.values())):
+            self._crashed_at = now
+        if self._first_at is None and self._refs[0] not in self.pending:
+            self._first_at = now
 
-
-def _raise_if_died(done: Sequence[ray.ObjectRef]) -> None:
-    """A process that died is news at once: its peers would wait for it until their collective's deadline."""
-    for ref in done:
+    def results(self) -> list[Any]:
+        failures = self._failures
         try:
-            ray.get(ref)
-        except RayActorError as error:
-            raise unwrapped(error) from error
+            if not failures:
+                return ray.get(self._refs)
         except RayError:
-            pass  # an error of its own, which its peers may share: raised when all have ended
+            failures = _failures(self._refs)
+        named = {self._names[ref]: error for ref, error in failures.items()}
+        raise cause(named, [self._names[ref] for ref in self.pending]) from next(iter(failures.values()))
+
+
+def rank_names(count: int) -> list[str]:
+    return [f"trainer rank {rank}" for rank in range(count)]
+
+
+def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseException:
+    """The failure that the others follow from, of those found so far in their order; silent: who has not answered.
+
+    A process that died comes first; then what a rank says of itself; last what it says of a peer: then the culprit is
+    among the silent, if there are any.
+    """
+    for name, error in failures.items():
+        if has_died(error):
+            return _died(name, error)
+    for error in failures.values():
+        if not is_of_a_peer(error):
+            return unwrapped(error)
+    name, error = next(iter(failures.items()))
+    said = " ".join(_root(error).split())
+    if silent:
+        return PartLost(
+            f"{_listed(silent)} hangs: no answer, and {name} waited for it in vain ({said}). How long ranks wait for "
+            "each other is trainer.rendezvous_timeout; the logs tell more (`rltool logs`). Go on with `rltool train "
+            "--resume`"
+        )
+    ours = unwrapped(error)
+    return ours if isinstance(ours, RltoolError) else PartLost(f"{name} lost its connection to another rank: {said}")
+
+
+def has_died(error: BaseException) -> bool:
+    """Its process, or Ray under it; not an exception that it raised."""
+    return isinstance(error, _DEATHS)
+
+
+def has_crashed(error: BaseException) -> bool:
+    """It raised what nobody expected: it is in no collective any more, and its peers may wait there for long.
+
+    An expected error is raised by all ranks, or leaves them whole: they are waited for, so that a checkpoint can be
+    written.
+    """
+    return not isinstance(unwrapped(error), RltoolError)
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """It says that another rank failed, not why."""
+    ours = unwrapped(error)
+    if isinstance(ours, RltoolError):
+        return ours.of_a_peer
+    return bool(_OF_A_PEER.search(_root(error)))
 
 
 def unwrapped(error: BaseException) -> BaseException:
     """Our own error inside Ray's wrapper, or one that says which process died; any other is returned as it is."""
-    if isinstance(error, RayActorError):
-        return RltoolError(
-            f"a process of the run died: {error}\nIts log tells why (`rltool logs`); go on with `rltool train --resume`"
-        )
+    if has_died(error):
+        return _died("a process of the run", error)
     if isinstance(error, RayTaskError) and isinstance(error.cause, RltoolError):
         return error.cause
     return error
+
+
+def _failures(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseException]:
+    """Of refs that are ready."""
+    found: dict[ray.ObjectRef, BaseException] = {}
+    for ref in refs:
+        try:
+            ray.get(ref, timeout=0)
+        except GetTimeoutError:
+            continue
+        except RayError as error:
+            found[ref] = error
+    return found
+
+
+def _died(name: str, error: BaseException) -> PartLost:
+    text = str(error)
+    pid = re.search(r"pid[:=]\s*(\d+)", text)
+    who = f"{name} (pid {pid[1]})" if pid else name
+    detail = _EXIT_DETAIL.search(text)
+    if detail:
+        text = f"{detail[1].strip()} It was killed (by the kernel for memory? `dmesg` tells), or crashed"
+    return PartLost(f"{who} died: {text}. Its log tells more (`rltool logs`); go on with `rltool train --resume`")
+
+
+def _root(error: BaseException) -> str:
+    """What was raised there, without the traceback that Ray puts around it."""
+    inner = error.cause if isinstance(error, RayTaskError) else error
+    return str(inner)
+
+
+def _listed(names: Any) -> str:
+    return " and ".join(names)

@@ -39,13 +39,25 @@ def print_plan(prepared: Prepared, console: Console) -> None:
 def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:
     """Where everything is, and what to do next."""
     run = prepared.run
-    console.print(f"done after step {outcome.step}; parameters sha256:{outcome.parameter_hash[:16]}", highlight=False)
-    rows: list[tuple[str, Path]] = [
+    console.print(_how_it_ended(outcome), highlight=False)
+    rows: list[tuple[str, Path | None]] = [
         ("checkpoint", outcome.checkpoint),
-        ("metrics", run.metrics_file),
+        ("metrics", run.metrics_file if run.metrics_file.exists() else None),
         ("logs", run.logs_dir / "latest"),
     ]
     for label, path in rows:
-        console.print(f"  {label}: {path}", highlight=False, soft_wrap=True)
+        if path is not None:
+            console.print(f"  {label}: {path}", highlight=False, soft_wrap=True)
     if outcome.step < prepared.config.steps:
-        console.print(f"  go on with: rltool train --run {run.name} --resume ...", highlight=False, soft_wrap=True)
+        resume = " --resume" if outcome.checkpoint is not None else ""
+        console.print(f"  go on with: rltool train --run {run.name}{resume} ...", highlight=False, soft_wrap=True)
+
+
+def _how_it_ended(outcome: Outcome) -> str:
+    if outcome.parameter_hash is None:
+        saved = "no checkpoint was written" if outcome.checkpoint is None else "its newest checkpoint stands"
+        return f"stopped by {outcome.stopped_by} before a step was done: nothing was trained, {saved}"
+    parameters = f"parameters sha256:{outcome.parameter_hash[:16]}"
+    if outcome.stopped_by is not None:
+        return f"stopped by {outcome.stopped_by} after step {outcome.step}; {parameters}"
+    return f"done after step {outcome.step}; {parameters}"

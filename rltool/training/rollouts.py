@@ -17,13 +17,14 @@ from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
 from rltool.rollout.snapshot import SourceState
 from rltool.training.endpoints_follow import EndpointsFollow
-from rltool.training.ray_calls import get_all
+from rltool.training.ray_calls import Waiting, get_all
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 
+MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
 """How often a rollout that takes longer says how far it is."""
 INTERRUPT_SECONDS = 30.0
@@ -56,8 +57,11 @@ class Rollouts:
         return str(self._lineage.version(self._synced))
 
     def start(self) -> None:
-        """Read the data, open connections."""
-        summary = self._call(self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch")
+        """Read the data, open connections. A signal ends it with StopRequested."""
+        summary = self._call(
+            self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch",
+            while_waiting=self._stop.raise_if_requested,
+        )  # fmt: skip
         self._started = True
         self.console.print(summary, highlight=False, soft_wrap=True)
 
@@ -77,10 +81,8 @@ class Rollouts:
                 told = True
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
 
-        [report] = get_all(
-            [self._actor.sync_weights.remote(step)], 20 * deadlines.sync_step + deadlines.engines,
-            "deadlines.sync_step", while_waiting=look,
-        )  # fmt: skip
+        seconds = 20 * deadlines.sync_step + deadlines.engines
+        report = self._call(self._actor.sync_weights.remote(step), seconds, "deadlines.sync_step", while_waiting=look)
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:
@@ -145,8 +147,8 @@ class Rollouts:
 
     # -- the rest is private
 
-    def _call(self, ref: Any, deadline: float, name: str) -> Any:
-        return get_all([ref], deadline, name)[0]
+    def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
+        return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]
 
     def _change_engines(self, ref: Any) -> EngineStatus:
         row = self._call(ref, self.config.deadlines.preflight, "deadlines.preflight")
@@ -182,7 +184,7 @@ class Rollouts:
             self._show_events()
 
         try:
-            return get_all([ref], deadline, name, while_waiting=look)[0]
+            return self._call(ref, deadline, name, while_waiting=look)
         except StopRequested:
             with contextlib.suppress(RltoolError):  # the manager may be what has died
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")

@@ -18,16 +18,20 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialect import Transport
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
-from rltool.errors import UsageError
+from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.files import write_json_atomic
+from rltool.processes.marks import TRAINER_ROLE, marking
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
+from rltool.processes.run_lock import RunLock
 from rltool.processes.state import remove_state, state_of_this_process, write_state
+from rltool.processes.stop_run import end_left_behind
 from rltool.processes.waiting import waiting
 from rltool.rollout.lease import LeaseTerms
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
 from rltool.training.devices import choose_device, describe_devices
+from rltool.training.listening import beyond_loopback
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
@@ -44,11 +48,12 @@ from rltool.training.preflight import (
     resolve_endpoints,
 )
 from rltool.training.profiling import StepRecording, check_recording
+from rltool.training.ray_calls import Waiting
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.rollouts import Rollouts
 from rltool.training.run_server import run_server
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, SupervisedData
-from rltool.training.stopping import StopSignal
+from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
 from rltool.training.validate import (
     check_batch_arithmetic,
@@ -81,8 +86,8 @@ class Replay:
 class Prepared:
     """A run that has passed every check and has started nothing.
 
-    replay: where the rollouts come from in place of engines (debug train-only). steal: engines that another run has
-    leased are taken from it.
+    replay: where the rollouts come from in place of engines (debug train-only). resume_from: None where training begins
+    with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
     """
 
     loaded: Loaded[TrainConfig]
@@ -94,6 +99,7 @@ class Prepared:
     resume_from: Path | None
     replay: Replay | None = None
     steal: bool = False
+    restarted: bool = False
 
     @property
     def config(self) -> TrainConfig:
@@ -102,13 +108,18 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. parameter_hash: sha256 over all parameters of all ranks; comparable between runs of one parallel
-    layout."""
+    """How a run ended.
+
+    checkpoint: the newest of this run, None where there is none. parameter_hash: sha256 over all parameters of all
+    ranks, comparable between runs of one parallel layout; None where this command trained nothing. stopped_by: the
+    signal that ended it before its last step.
+    """
 
     step: int
-    checkpoint: Path
-    parameter_hash: str
+    checkpoint: Path | None
+    parameter_hash: str | None
     exit_code: int
+    stopped_by: str | None = None
 
 
 def trainer_device(config: TrainConfig) -> str:
@@ -126,8 +137,12 @@ def prepare(
     resume: bool,
     replay: Replay | None = None,
     steal: bool = False,
+    restarted: bool = False,
 ) -> Prepared:
-    """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched."""
+    """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched.
+
+    restarted: this command went before, and a fault ended it: go on from what it has saved, or begin once more.
+    """
     config = loaded.config
     if replay is None:
         check_config(config)
@@ -135,7 +150,7 @@ def prepare(
         check_model_directory(config.model.path)
         check_algorithm(config)
         check_batch_arithmetic(config)
-    resume_from = _resume_point(run, resume)
+    resume_from = latest_checkpoint(run.checkpoints_dir) if restarted else _resume_point(run, resume)
     check_model(config)
     check_weights(config)
     if replay is None:
@@ -154,7 +169,7 @@ def prepare(
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay, steal)
+    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay, steal, restarted)
 
 
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
@@ -174,10 +189,26 @@ def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
     return found
 
 
-def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
-    """Start everything, train, and take everything apart again, whatever happens."""
-    config = prepared.config
+def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSignal) -> Outcome:
+    """Start everything, train, and take everything apart again, whatever happens. UsageError if somebody else has the
+    run."""
     run = open_run(prepared.run.name, create=True, root=prepared.run.path.parent)
+    lock.take()
+    if prepared.restarted and prepared.resume_from is None:
+        run.metrics_file.unlink(missing_ok=True)  # of steps that nothing was saved of
+    elif prepared.resume_from is None:
+        _resume_point(run, resume=False)  # once more: until now the run may have been another's
+    try:
+        return _train(prepared, run, console, stop)
+    except StopRequested:  # before the first step of this command: there is nothing of it to save
+        if prepared.resume_from is None:
+            run.metrics_file.unlink(missing_ok=True)  # so that the run still counts as unused
+        step = step_of(prepared.resume_from) if prepared.resume_from is not None else 0
+        return Outcome(step, prepared.resume_from, None, stop.exit_code, stop.name)
+
+
+def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSignal) -> Outcome:
+    config = prepared.config
     log = run.new_log("train")
     log_dir = log.parent
     console = LoggedConsole(console, log)
@@ -186,33 +217,41 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins},
     )
     with ExitStack() as stack:
-        state = state_of_this_process("train", argv=sys.argv, log=log)
+        state = state_of_this_process(TRAINER_ROLE, argv=sys.argv, log=log)
         write_state(run, state)
         stack.callback(remove_state, run, state)
+        stack.enter_context(marking(run, state))
+        end_left_behind(run, report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
             console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
             for line in foreign_weights(prepared.fleet, run.run_id):
                 console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
-        with waiting("starting Ray", console.say):
-            stack.enter_context(ray_cluster(config.ray, prepared.plan))
+        sends = prepared.transport == "gloo"
+        for line in beyond_loopback(config, prepared.plan.device, sends=sends):
+            console.print(f"[yellow]open to the network: {line}[/yellow]", highlight=False, soft_wrap=True)
+        stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
+        look = stop.raise_if_requested
+        deadlines = config.deadlines
+        with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.say):
+            stack.enter_context(
+                ray_cluster(config.ray, prepared.plan, deadline=deadlines.ray_start, while_waiting=look)
+            )
         stop.arm()
-        with waiting(f"placing the ranks (deadlines.placement = {config.deadlines.placement:g} s)", console.say):
-            group = stack.enter_context(placed(prepared.plan, config.deadlines.placement))
+        with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.say):
+            group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
         trainer = TrainerGroup(config, prepared.plan, group, log_dir)
         ranks = f"{config.trainer.world_size} rank{'s' if config.trainer.world_size > 1 else ''}"
         with waiting(
             f"building the model on {ranks} (trainer.rendezvous_timeout = {config.trainer.rendezvous_timeout:g} s)",
             console.say,
         ):
-            trainer.start(config.policy_optimizer_steps)
+            trainer.start(config.policy_optimizer_steps, look)
         stack.push(_closing(trainer))
         console.say(f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}")
         from_where = prepared.resume_from or config.model.path
-        with waiting(
-            f"loading {from_where} (deadlines.trainer_call = {config.deadlines.trainer_call:g} s)", console.say
-        ):
-            loaded = _load(prepared, run, trainer, attempt_of(log))
+        with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.say):
+            loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.say):
             engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
@@ -256,18 +295,23 @@ def execute(prepared: Prepared, console: Console, stop: StopSignal) -> Outcome:
         stack.callback(recording.close)
         parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
+        stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
         done = loop.run()
+        if stop.requested and done.step == progress.step:
+            raise StopRequested
         if config.checkpoint.save_hf_at_end:
             save_hf(done.step)
         digest = trainer.parameter_hash()
-        return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code)
+        stopped_by = stop.name if stop.requested and done.step < config.steps else None
+        return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
-    """Closes the ranks, which waits for a save in flight; a second Ctrl-C ends at once, and with it Ray ends them."""
+    """Closes the ranks, which waits for a save in flight. Not where one of them died or hangs, where the start was
+    given up or something unexpected broke, and not after a second Ctrl-C: they end with Ray then."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or not issubclass(kind, KeyboardInterrupt):
+        if kind is None or (issubclass(kind, RltoolError) and not issubclass(kind, PartLost)):
             trainer.close()
 
     return close
@@ -282,12 +326,14 @@ class _Loaded:
     source: dict[str, Any]
 
 
-def _load(prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int) -> _Loaded:
+def _load(
+    prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int, while_waiting: Waiting
+) -> _Loaded:
     """Weights from the model or the checkpoint."""
     if prepared.resume_from is None:
-        trainer.load_weights()
+        trainer.load_weights(while_waiting)
         return _Loaded(Progress(0), Lineage(run.run_id, attempt), {})
-    extra = trainer.load_checkpoint(prepared.resume_from)
+    extra = trainer.load_checkpoint(prepared.resume_from, while_waiting)
     if "lineage" not in extra:
         raise UsageError(
             f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on "

@@ -14,10 +14,11 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
+from rltool.errors import PartLost
 from rltool.training.devices import Device, RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
 from rltool.training.rank_handles import RankHandles
-from rltool.training.ray_calls import get_all
+from rltool.training.ray_calls import DeadlinePassed, Waiting, get_all, rank_names
 from rltool.training.sharding import Sharder, Shards
 from rltool.training.trainer_actor import TrainerActor
 
@@ -47,23 +48,25 @@ class TrainerGroup:
         self.coordinates: list[Any] = []
         self.sharder = Sharder(config)
 
-    def start(self, total_optimizer_steps: int) -> None:
+    def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
         plus the time to import. UsageError naming ranks and hosts without the planned device."""
         deadline = self.config.trainer.rendezvous_timeout + 120
         name = "trainer.rendezvous_timeout and 120 s for imports:"
-        self.devices = get_all([rank.device.remote() for rank in self.ranks], deadline, name)
+
+        def ask(calls: Sequence[ray.ObjectRef]) -> list[Any]:
+            return get_all(calls, deadline, name, who=rank_names(len(calls)), while_waiting=while_waiting)
+
+        self.devices = ask([rank.device.remote() for rank in self.ranks])
         check_rank_devices(self.device, self.devices)
-        master = get_all([self.ranks[0].address.remote()], deadline, name)[0]
-        self.coordinates = get_all(
-            [rank.start.remote(master, total_optimizer_steps) for rank in self.ranks], deadline, name
-        )
+        master = ask([self.ranks[0].address.remote()])[0]
+        self.coordinates = ask([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks])
 
-    def load_weights(self) -> None:
-        self._all(lambda rank: rank.load_weights.remote())
+    def load_weights(self, while_waiting: Waiting | None = None) -> None:
+        self._get([rank.load_weights.remote() for rank in self.ranks], while_waiting)
 
-    def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        return self._all(lambda rank: rank.load_checkpoint.remote(directory))[0]
+    def load_checkpoint(self, directory: Path, while_waiting: Waiting | None = None) -> dict[str, Any]:
+        return self._get([rank.load_checkpoint.remote(directory) for rank in self.ranks], while_waiting)[0]
 
     # -- training
 
@@ -162,12 +165,17 @@ class TrainerGroup:
 
     def close(self) -> None:
         """A save in flight is waited for."""
-        get_all(
-            [rank.close.remote() for rank in self.ranks], self.config.deadlines.trainer_call, "deadlines.trainer_call"
-        )
+        self._all(lambda rank: rank.close.remote())
 
     def _all(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
         return self._get([call(rank) for rank in self.ranks])
 
-    def _get(self, refs: Sequence[ray.ObjectRef]) -> list[Any]:
-        return get_all(refs, self.config.deadlines.trainer_call, "deadlines.trainer_call")
+    def _get(self, refs: Sequence[ray.ObjectRef], while_waiting: Waiting | None = None) -> list[Any]:
+        deadline = self.config.deadlines.trainer_call
+        try:
+            return get_all(
+                refs, deadline, "deadlines.trainer_call", who=rank_names(len(refs)), while_waiting=while_waiting,
+                lag=self.config.trainer.rendezvous_timeout,
+            )  # fmt: skip
+        except DeadlinePassed as error:  # a rank that hangs will not save either
+            raise PartLost(str(error)) from error

@@ -16,7 +16,7 @@ from rltool.processes.spawn import ProcessSpec
 from rltool.processes.state import is_alive, read_states, state_of_this_process, write_state
 from rltool.processes.stop import process_tree, stop_processes
 from rltool.processes.stop_run import stop_order, stop_run
-from rltool.processes.supervise import ProcessGroup
+from rltool.processes.supervise import ProcessGroup, run_in_foreground
 
 DEADLINE = 30.0
 
@@ -190,6 +190,19 @@ def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
         with pytest.raises(UsageError, match="rltool stop --run r router"):
             group.start(spec)
     assert read_states(run) == []
+
+
+def test_a_second_foreground_command_of_a_role_is_refused_and_the_first_stays_known_to_stop(start):
+    foreground = start()
+    with pytest.raises(UsageError, match="has a living serve-engines"):
+        run_in_foreground("serve-engines", foreground.run, lambda _: None, detach=False)
+    assert {state.role: state for state in read_states(foreground.run)} == foreground.states
+
+
+def test_a_foreground_command_that_was_recorded_by_whoever_started_it_is_not_in_its_own_way(tmp_path):
+    run = open_run("r", create=True, root=tmp_path)
+    write_state(run, state_of_this_process("serve-engines", argv=()))
+    assert run_in_foreground("serve-engines", run, lambda _: None, detach=True) == 0
 
 
 def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are_touched(tmp_path):

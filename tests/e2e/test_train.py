@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rltool.checkpoints.directory import latest_checkpoint, step_of
 from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.processes.run_directory import open_run
@@ -173,6 +174,32 @@ def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_eng
     assert not state_of_engine(vllm_engine_untied)[0], "the engines serve on"
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("actor", "name"), [("TrainerActor", "trainer rank 0"), ("RolloutActor", "the rollout manager")]
+)
+def test_a_killed_part_ends_the_run_with_its_name_and_the_next_train_goes_on_with_the_engine(
+    direct, vllm_engine_untied, actor, name
+):
+    run = f"without-{actor}"
+    process = direct.start("train", run, sets=["steps=1000", "checkpoint.every_steps=1", "eval.sets={}"])
+    wait_for_step(direct, run, 2)
+    [victim] = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if " ".join(child.cmdline()).startswith(f"ray::{actor}")
+    ]
+    victim.kill()
+    assert process.wait(DEADLINE) == 1
+    said = " ".join(direct.output(run).split())
+    assert f"{name} (pid {victim.pid}) died:" in said and "Traceback" not in said
+    if actor == "TrainerActor":
+        assert not state_of_engine(vllm_engine_untied)[0], "the rollout manager has resumed it"
+    done = step_of(latest_checkpoint(direct.runs / run / "checkpoints"))
+    direct("train", run, "--resume", sets=[f"steps={done + 1}", "eval.sets={}"])
+    assert [record["step"] for record in direct.steps(run)] == list(range(done + 1))
+    assert not state_of_engine(vllm_engine_untied)[0]
 
 
 def test_rollout_only_and_train_only_share_one_format(direct):

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
-from rltool.errors import EngineError, SaveFailed, TrainingStopped
+from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter
 from rltool.training.sources import SourcedBatch
@@ -266,6 +266,77 @@ def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     with run.stop.installed():
         assert run.loop.run().step == 1
     assert run.saves == [1] and run.stop.exit_code == 130
+
+
+def test_a_signal_before_the_first_step_is_done_leaves_no_checkpoint_of_the_untouched_model(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=9)
+    plain = world.next_batch
+
+    def next_batch(step):
+        signal.raise_signal(signal.SIGTERM)
+        run.stop.raise_if_requested()
+        return plain(step)
+
+    world.next_batch = next_batch
+    with run.stop.installed():
+        assert run.loop.run().step == 0
+    assert run.saves == []
+
+
+def test_a_signal_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_the_newest(tmp_path):
+    run = Run(tmp_path, World(), steps=9, progress=Progress(4, saved=True))
+    run.stop.requested = signal.SIGTERM
+    assert run.loop.run().step == 4 and run.saves == []
+
+
+@pytest.mark.parametrize("lost", [PartLost("trainer rank 1 died"), SaveFailed("no space")])
+def test_with_a_part_of_the_run_lost_no_checkpoint_is_tried(tmp_path, lost):
+    world = World()
+    run = Run(tmp_path, world, steps=9)
+
+    def next_batch(step):
+        raise lost
+
+    world.next_batch = next_batch
+    with pytest.raises(type(lost)):
+        run.loop.run()
+    assert run.saves == []
+
+
+def test_a_checkpoint_that_fails_after_an_error_is_told_beside_it_and_not_in_its_place(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=9)
+
+    def fails(*_):
+        raise RltoolError("the rollout manager died")
+
+    def fails_to_deliver(step):
+        raise RltoolError("failing rewards")
+
+    world.next_batch, run.saves.finish = fails_to_deliver, fails
+    said = []
+    run.writer.say = said.append
+    with pytest.raises(RltoolError, match="failing rewards"):
+        run.loop.run()
+    assert said[-1] == "no checkpoint of this state: the rollout manager died"
+
+
+def test_the_first_signal_says_at_once_what_happens_now_and_the_second_does_not():
+    said = []
+    stop = StopSignal(said.append)
+    with stop.installed():
+        stop.consequence = "the start is given up"
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert said == ["\nSIGTERM: the start is given up; Ctrl-C ends at once\n"]
+
+
+def test_from_the_first_finished_step_on_a_signal_says_that_it_saves(tmp_path):
+    run = Run(tmp_path, World())
+    assert "checkpoint" not in run.stop.consequence
+    run.loop.run()
+    assert "a checkpoint is written" in run.stop.consequence
 
 
 def test_a_second_interrupt_ends_at_once():

@@ -1,0 +1,73 @@
+"""Finding what a trainer started after the trainer has died: all its processes bear a mark in their environment.
+
+Who was killed leaves orphans: their parent is init, and Ray gives some of them sessions of their own. The environment
+is inherited whoever the parent is, and other users' cannot be read. The mark names the run, its directory (a copy has
+the same id) and the very process of the trainer, so what a living trainer started is never taken for a leftover.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import psutil
+
+from rltool.processes.environment import environment
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.state import ProcessState, find_process
+
+MARK_VARIABLE = "RLTOOL_TRAINER"
+
+TRAINER_ROLE = "train"
+
+_KEPT = {"SPT_NOENV": "1"}
+"""Ray's agents write their titles over the environment that they were started with, unless this is set."""
+
+
+@contextmanager
+def marking(run: RunDirectory, trainer: ProcessState) -> Iterator[None]:
+    """Every process that is started inside the block bears the mark of this trainer of this run."""
+    with environment({MARK_VARIABLE: f"{_prefix(run)}{trainer.pid} {trainer.start_time}", **_KEPT}):
+        yield
+
+
+def left_behind(run: RunDirectory) -> list[ProcessState]:
+    """What trainers of this run started that have ended themselves, as states for `stop_processes`."""
+    prefix, found = _prefix(run), []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            mark = process.environ().get(MARK_VARIABLE, "")
+            if mark.startswith(prefix) and _has_ended(mark.removeprefix(prefix)):
+                found.append(_state(process))
+    return found
+
+
+def _prefix(run: RunDirectory) -> str:
+    return f"{run.run_id} {_namespace()} {run.path.resolve()} "
+
+
+def _namespace() -> str:
+    """Of process ids: that of a trainer in a container means nothing outside of it."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return "-"
+
+
+def _has_ended(trainer: str) -> bool:
+    pid, start_time = trainer.split(" ")
+    state = ProcessState(role=TRAINER_ROLE, pid=int(pid), start_time=float(start_time), argv=())
+    return find_process(state) is None
+
+
+def _state(process: psutil.Process) -> ProcessState:
+    argv = tuple(process.cmdline())
+    return ProcessState(
+        role=_name(process.name(), argv), pid=process.pid, start_time=process.create_time(), argv=argv,
+        session_leader=False,
+    )  # fmt: skip
+
+
+def _name(program: str, argv: tuple[str, ...]) -> str:
+    """What people know it by: Ray's Python processes call themselves ray::SOMETHING."""
+    return argv[0].split()[0] if argv and argv[0].startswith("ray::") else program

@@ -1,0 +1,26 @@
+"""What of a run listens on more than loopback, said at its start. By default nothing does on one host without GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rltool.config.train import TrainConfig
+from rltool.processes.hosts import interface_of, is_loopback
+from rltool.training.devices import Device
+
+
+def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequence[str]:
+    """Each listener that cannot be bound to loopback, with the setting that decides where it listens.
+
+    sends: weights travel to engines over gloo.
+    """
+    found = []
+    if config.ray.address is not None:
+        found.append(f"Ray at {config.ray.address} and the ranks on its nodes listen on the nodes' addresses")
+    elif device == "cuda" and config.trainer.world_size > 1:
+        found.append("NCCL among the ranks listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
+    host = config.weights.advertise_host
+    if sends and host is not None and not is_loopback(host):
+        where = f"on {host}" if interface_of(host) else "on every interface, for that is no address of this host"
+        found.append(f"the rendezvous with engines listens {where} (weights.advertise_host)")
+    return found

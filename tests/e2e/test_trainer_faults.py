@@ -1,0 +1,151 @@
+"""Real Ray and Megatron ranks on the CPU: a part of a running training dies or hangs, or another wants its run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rltool.checkpoints import directory as directories
+from rltool.processes.hosts import is_loopback
+from rltool.processes.marks import left_behind
+from tests.e2e.job import Job, write_job
+from tests.e2e.trainer_faults import SETS, Training, listening, rltool, training
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
+    return write_job(tmp_path_factory.mktemp("faults"), tiny_tied_dir, None)
+
+
+def go_on(job: Job, run: str, *more: str) -> str:
+    """Resume for one step beyond the newest checkpoint."""
+    newest = directories.latest_checkpoint(job.runs / run / "checkpoints")
+    assert newest is not None
+    steps = directories.step_of(newest) + 1
+    said = " ".join(job("train", run, "--resume", "--steps", str(steps), *more, sets=SETS).split())
+    assert f"done after step {steps};" in said
+    assert steps_in(job.runs / run / "metrics.jsonl") == list(range(steps)), "no step is lost, none is there twice"
+    return said
+
+
+def steps_in(metrics: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+
+def recorded(begun: Training) -> list[int]:
+    return steps_in(begun.run.metrics_file)
+
+
+def test_a_living_run_is_refused_to_others_and_after_a_sigkill_its_leftovers_end_and_it_resumes(job):
+    with training(job, "mine") as mine:
+        mine.wait_for_a_checkpoint()
+        for more in ([], ["--resume"], ["--resume", "--restarts", "2"]):
+            said = job("train", "mine", "--steps", "9", *more, sets=SETS, code=2)
+            assert f"is being written by pid {mine.process.pid} (rltool train" in " ".join(said.split())
+        newest = mine.newest()
+        mine.wait_for_a_checkpoint(beyond=newest)
+        assert str(mine.process.pid) in rltool(job, "status", "--run", "mine")
+        mine.process.kill()
+        mine.end()
+        stopped = rltool(job, "stop", "--run", "mine")
+        assert mine.processes() == [] and left_behind(mine.run) == []
+        assert "an earlier trainer of run mine was killed and left these" in stopped, stopped
+        go_on(job, "mine")
+
+
+def test_everything_that_a_run_listens_on_is_loopback(job):
+    with training(job, "sockets") as begun:
+        begun.wait_for_a_checkpoint()
+        driver = psutil.Process(begun.process.pid)
+        family = {*begun.processes(), *driver.children(recursive=True), driver}
+        found = {process: listening(process) for process in family}
+        assert all(is_loopback(address) for addresses in found.values() for address in addresses), found
+        assert "open to the network" not in begun.said()
+        # It has looked at all of them: each of these has a socket, and none is without the mark of the run.
+        for process in (driver, begun.named("gcs_server"), begun.named("raylet"), begun.rank(0), begun.rank(1)):
+            assert found[process], process
+        marked = set(begun.processes())
+        assert not [it for it in family if it != driver and it not in marked and it.is_running()]
+
+
+def test_a_run_resumes_right_after_a_sigkill_and_ends_what_was_left_by_itself(job):
+    with training(job, "again") as again:
+        again.wait_for_a_checkpoint()
+        again.process.kill()
+        again.end()
+        go_on(job, "again")
+        assert again.processes() == []
+
+
+def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_the_run_goes_on_by_itself_if_told_so(job):
+    with training(job, "killed") as killed:
+        killed.wait_for_a_checkpoint()
+        victim = killed.rank(1)
+        victim.kill()
+        assert killed.end() == 1
+        assert f"trainer rank 1 (pid {victim.pid}) died:" in killed.said() and "Traceback" not in killed.said()
+        assert killed.processes() == []
+    with training(job, "killed", "--resume", "--restarts", "1") as restarted:
+        restarted.wait_for_a_checkpoint(beyond=restarted.newest())
+        newest = restarted.newest()
+        restarted.rank(0).kill()
+        restarted.wait_for_a_checkpoint(beyond=newest)
+        assert "attempt 1 ended with exit code 1, see its error above: restart 1 of 1, from checkpoint step_" in (
+            restarted.said()
+        )
+        restarted.process.send_signal(signal.SIGTERM)
+        assert restarted.end() == 0
+        assert "SIGTERM: what is in progress comes to its end first" in restarted.said()
+        assert restarted.processes() == []
+
+
+def test_without_a_checkpoint_a_restart_begins_once_more_and_keeps_no_record_of_the_lost_steps(job):
+    with training(job, "anew", "--restarts", "1", sets=["checkpoint.every_steps=0"]) as anew:
+        anew.wait_for(lambda: len(recorded(anew)) > 2)
+        anew.rank(1).kill()
+        anew.wait_for(lambda: (anew.run.logs_dir / "attempt_2" / "train.log").exists() and len(recorded(anew)) > 1)
+        assert "restart 1 of 1, from the beginning: there is no checkpoint" in anew.said()
+        assert "stopped train" in rltool(job, "stop", "--run", "anew")
+        assert anew.end() == 0
+        assert recorded(anew) == list(range(len(recorded(anew))))
+        assert anew.processes() == []
+
+
+def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job):
+    # No checkpoints: ranks wait longer for each other while one of them writes.
+    with training(job, "hung", sets=["trainer.rendezvous_timeout=8", "checkpoint.every_steps=0"]) as hung:
+        hung.wait_for(lambda: len(recorded(hung)) > 2)
+        hung.rank(1).suspend()
+        assert hung.end() == 1
+        assert "trainer rank 1 hangs: no answer, and trainer rank 0 waited for it in vain" in hung.said()
+        assert hung.processes() == []
+
+
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, part):
+    with training(job, f"without-{part}") as broken:
+        broken.wait_for_a_checkpoint()
+        broken.named(part).kill()
+        assert broken.end() != 0
+        rltool(job, "stop", "--run", broken.run.name)
+        assert broken.processes() == []
+        go_on(job, broken.run.name)
+
+
+@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 0, "SIGTERM")])
+def test_a_signal_while_ray_starts_ends_it_at_once_says_so_and_leaves_the_run_unused(job, number, code, name):
+    with training(job, f"early-{number}") as early:
+        early.wait_for(lambda: any(process.name() == "gcs_server" for process in early.processes()))
+        early.process.send_signal(number)
+        assert early.end() == code
+        said = early.said()
+        assert f"{name}: the start is given up; nothing was trained, and no checkpoint is written" in said
+        assert f"stopped by {name} before a step was done: nothing was trained, no checkpoint was written" in said
+        assert "done after step" not in said and "Traceback" not in said
+        assert not early.run.is_used and early.processes() == []

@@ -1,0 +1,50 @@
+"""What is said at the start of a run about listeners that are open to the network."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rltool.config.train import TrainConfig
+from rltool.megatron.runtime import GLOO_INTERFACE, _keep_gloo_on_loopback
+from rltool.processes.hosts import interface_of
+from rltool.training.listening import beyond_loopback
+
+
+def said(device="cpu", sends=True, **settings):
+    return list(beyond_loopback(TrainConfig.model_validate({"model": {"path": "m"}, **settings}), device, sends=sends))
+
+
+def test_on_one_host_without_gpus_nothing_is_open_to_the_network():
+    assert said() == [] and said(trainer={"world_size": 2}) == [] and said("cuda") == []
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "part"),
+    [
+        ("cpu", {"ray": {"address": "10.0.0.1:6379"}}, "Ray at 10.0.0.1:6379 and the ranks on its nodes"),
+        ("cuda", {"trainer": {"world_size": 2}}, "NCCL_SOCKET_IFNAME"),
+        ("cpu", {"weights": {"advertise_host": "203.0.113.9"}}, "listens on every interface, for that is no address"),
+    ],
+)
+def test_each_open_listener_is_named_with_what_decides_it(device, settings, part):
+    [line] = said(device, **settings)
+    assert part in line
+
+
+def test_an_advertised_loopback_address_or_no_transfer_opens_nothing():
+    assert said(weights={"advertise_host": "127.0.0.1"}) == []
+    assert said(weights={"advertise_host": "203.0.113.9"}, sends=False) == []
+
+
+def test_gloo_stays_on_loopback_where_the_ranks_meet_there_and_a_users_choice_stands(monkeypatch):
+    monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
+    monkeypatch.delenv(GLOO_INTERFACE)
+    _keep_gloo_on_loopback("203.0.113.9")
+    assert GLOO_INTERFACE not in os.environ
+    _keep_gloo_on_loopback("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] == interface_of("127.0.0.1") != ""
+    monkeypatch.setenv(GLOO_INTERFACE, "eth7")
+    _keep_gloo_on_loopback("127.0.0.1")
+    assert os.environ[GLOO_INTERFACE] == "eth7"

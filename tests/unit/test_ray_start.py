@@ -1,0 +1,83 @@
+"""The start of Ray with something else in its place: it hangs, fails, or is given up, and leaves no process."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+
+import psutil
+import pytest
+
+from rltool.training.ray_start import RayStartFailed, start_ray
+
+
+class Slow:
+    """Starts a process, then another one each time that the one before is killed, until `enough`; then it fails."""
+
+    def __init__(self, enough=2):
+        self.enough, self.processes = enough, []
+        self.begun = threading.Event()
+
+    def __call__(self):
+        while len(self.processes) < self.enough:
+            self.processes.append(subprocess.Popen(["sleep", "600"]))
+            self.begun.set()
+            self.processes[-1].wait()
+        raise RuntimeError("the processes are gone")
+
+
+class GiveUp(BaseException):
+    pass
+
+
+def children():
+    return {process for process in psutil.Process().children() if process.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    before = children()
+    yield
+    assert children() <= before
+
+
+def test_it_returns_once_the_start_has(tmp_path):
+    done = []
+    start_ray(lambda: done.append(threading.current_thread().name), 60, lambda _: None)
+    assert done == ["ray-start"]
+
+
+def test_the_thread_stays_for_ray_ends_with_the_thread_that_started_it():
+    started = []
+    start_ray(lambda: started.append(threading.current_thread()), 60, lambda _: None)
+    assert started[0].is_alive() and started[0].daemon
+
+
+def test_a_start_that_takes_too_long_is_one_line_with_the_name_of_its_deadline():
+    slow = Slow()
+    with pytest.raises(RayStartFailed, match=r"did not start within deadlines.ray_start = 0.3 s") as failed:
+        start_ray(slow, 0.3, lambda _: None)
+    assert "\n" not in str(failed.value) and len(slow.processes) == 2, "what was started late is ended too"
+
+
+def test_a_signal_gives_the_start_up():
+    slow = Slow()
+
+    def look(_):
+        if slow.begun.is_set():
+            raise GiveUp
+
+    with pytest.raises(GiveUp):
+        start_ray(slow, 600, look)
+    assert len(slow.processes) == 2
+
+
+def test_a_failure_of_rays_own_is_told_by_its_first_line():
+    def fails():
+        subprocess.Popen(["sleep", "600"])
+        raise RuntimeError("The current node timed out during startup\nThis could happen because\n...")
+
+    with pytest.raises(RayStartFailed) as failed:
+        start_ray(fails, 60, lambda _: None)
+    assert str(failed.value).startswith("Ray did not start: The current node timed out during startup. Its logs are in")
+    assert "could happen" not in str(failed.value)
