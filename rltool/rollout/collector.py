@@ -184,6 +184,9 @@ class Collector:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for group in self.ledger.groups(GroupState.RUNNING):  # its task was cancelled before it had begun
+            self._set_back(group)
+        self._tasks.clear()
         self._changed.set()
 
     def fail(self, error: RltoolError) -> None:

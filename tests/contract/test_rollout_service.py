@@ -20,12 +20,14 @@ import torch
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import FleetPolicy
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.engines.wire import meta_of
-from rltool.errors import EngineConflict, EngineRejected, RltoolError, TrainingStopped, UnknownEngine, UsageError
+from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.dump import dumped_steps, read_dump
+from rltool.rollout.engine_guard import TooFewEngines
 from rltool.rollout.groups import GroupState
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.snapshot import SourceState
@@ -250,17 +252,19 @@ def test_bad_data_fails_at_the_start(serve, settings, spellers, data_file):
     asyncio.run(run())
 
 
-def test_a_refusal_quotes_the_engine_names_the_prompt_and_loses_no_group(serve, settings, spellers):
+def test_a_refused_group_is_dropped_and_many_of_them_quote_the_engine(serve, settings, spellers):
     async def run():
         async with serve(settings(), spellers) as service:
             await service.sync_weights(0)
+            spellers[0].fail(GENERATE, 400, body={"error": "this model is tired"}, times=1)
+            rollout = await service.next_batch(0)
+            assert rollout.metrics["rollout/dropped_groups_rejected"] == 1
             for engine in spellers:
                 engine.fail(GENERATE, 400, body={"error": "this model is tired"})
-            with pytest.raises(EngineRejected, match="this model is tired") as error:
-                await service.next_batch(0)
-            assert any(note.startswith("prompt ") and "tokens" in note for note in error.value.__notes__)
-            counts = service.collector.ledger.counts()
-            assert counts["issued"] == counts["partial"] == 4 and counts["dropped"] == 0
+            await service.sync_weights(1)
+            with pytest.raises(TrainingStopped, match="max_failed_fraction.*this model is tired"):
+                await service.next_batch(1)
+            service.collector.ledger.check()
 
     asyncio.run(run())
 
@@ -425,17 +429,54 @@ def test_an_evaluation_has_a_deadline_with_a_name(serve, settings, fakes):
     asyncio.run(run())
 
 
-def test_a_generation_deadline_ends_the_batch_with_its_name(serve, settings, stack):
+def test_a_run_with_too_few_engines_waits_then_ends_naming_each(serve, settings, stack, monkeypatch):
+    monkeypatch.setattr(rollout_service, "GUARD_SECONDS", 0.01)
     engine = stack.enter_context(FakeVllm())
 
     async def run():
-        async with serve(settings(deadlines={"generate": 1.0}), [engine]) as service:
+        async with serve(settings(deadlines={"engines": 0.5}), [engine]) as service:
             await service.sync_weights(0)
-            engine.fail(GENERATE)
-            with pytest.raises(RltoolError, match=r"deadlines.generate = 1 s.*answered 500"):
-                await service.next_batch(0)
+            engine.seconds = LONG
+            waiting = asyncio.create_task(service.next_batch(0))
+            await until(lambda: engine.batch.running > 0, "it generates")
+            service.fleet.process_exited(engine.url, "killed by the kernel")
+            with pytest.raises(TooFewEngines, match=rf"{engine.url}: dead \(killed by the kernel\)"):
+                await waiting
+            service.collector.ledger.check()
+            assert service.collector.ledger.counts()["partial"] == 4, "and no group is lost"
 
     asyncio.run(run())
+
+
+def test_a_sync_waits_for_an_engine_to_come_back(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            service.fleet.policy = FleetPolicy(probe_seconds=0.05)
+            await train(service, 1)
+            for engine in spellers:
+                engine.fail("/start_weight_update", 500, times=1)
+            assert (await service.sync_weights(1)).failed == {}
+            assert any("reached none of 2 engines" in line for line in service.take_events())
+            assert (await service.next_batch(1)).versions == (f"{RUN}:0:1",)
+
+    asyncio.run(run())
+
+
+def test_a_sync_that_finds_no_engine_ends_with_the_guards_error_or_with_a_stop(serve, settings, spellers):
+    async def run(stop):
+        async with serve(settings(deadlines={"engines": LONG if stop else 0.3}), spellers) as service:
+            service.fleet.policy = FleetPolicy(probe_seconds=0.05)
+            for engine in spellers:
+                engine.fail("/start_weight_update", 500)
+            waiting = asyncio.create_task(service.sync_weights(0))
+            await until(lambda: spellers[0].paths().count("/start_weight_update") > 1, "it is tried again")
+            if stop:
+                await service.interrupt()
+            with pytest.raises(CollectionInterrupted if stop else TooFewEngines):
+                await waiting
+
+    for stop in (True, False):
+        asyncio.run(run(stop))
 
 
 # -- rewards, filters, hooks

@@ -18,6 +18,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import meta_of
+from rltool.weights import liveness
+from rltool.weights import sync as sync_module
 from rltool.weights.sender import WeightSender, remove_old_versions, write_to_disk
 from rltool.weights.sync import SyncReport, WeightSync, WeightSyncFailed
 from rltool.weights.verify import ValueCheck
@@ -240,6 +242,39 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
             sick.heal()
             await r.sync.sync(version(2))
             assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_answers_nothing_any_more_is_given_up_long_before_the_deadline(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
+    silent, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            r.sync.deadline = 600.0  # only the health checks can end this in time
+            for path in ("/pause", "/resume", "/health"):
+                silent.hang(path)
+            monkeypatch.setattr(sync_module, "LEAVE_SECONDS", 0.05)
+            report = await r.sync.sync(version(1))
+            assert "missed 3 health checks" in report.failed[silent.url]
+            assert healthy.version == str(version(1)) and r.fleet.serving() == (healthy.url,)
+            silent.heal()
+            await r.sync.sync(version(2))
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_slow_and_healthy_is_waited_for(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.02)
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            two[0].delay("/pause", 0.5)
+            assert (await r.sync.sync(version(0))).failed == {}
+            assert two[0].paths().count("/health") >= 3
 
     asyncio.run(run())
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from rltool.engines.types import Completion, VersionSpan
-from rltool.errors import EngineError, RltoolError, TrainingStopped
+from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.data import Prompt, PromptSource
+from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.snapshot import restore, snapshot
@@ -154,6 +155,50 @@ def test_filtering_without_end_stops_the_run():
         work = Work(Versions(), reason=lambda g: "equal_rewards")
         with pytest.raises(TrainingStopped, match="equal_rewards.*max_filtered_batches"):
             await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(EngineRejected("too long", 400), "rejected"), (PoisonousRequest("three engines"), "poisonous")],
+    ids=["rejected", "poisonous"],
+)
+def test_a_group_that_engines_cannot_generate_is_dropped_and_another_prompt_takes_its_place(error, reason):
+    async def run():
+        work = Work(Versions(), fail=lambda g: error if g.id in (1, 6) else None)
+        collector = make(work, AdmissionPolicy(batch=4), max_failed=1)
+        first, second = await batches(collector, 2)
+        assert numbers([first, second]) == [[0, 2, 3, 4], [5, 7, 8, 9]]
+        assert first.dropped == second.dropped == {reason: 1}, "the limit holds for each batch"
+        collector.ledger.check()
+
+    asyncio.run(run())
+
+
+def test_too_many_groups_that_engines_cannot_generate_stop_the_run():
+    async def run():
+        work = Work(Versions(), fail=lambda g: EngineRejected("too long", 400) if g.id in (1, 2) else None)
+        collector = make(work, AdmissionPolicy(batch=4), max_failed=1)
+        with pytest.raises(TrainingStopped, match=r"failed on 2 groups.*max_failed_fraction.*too long"):
+            await batches(collector, 1)
+        counts = collector.ledger.counts()
+        assert counts["dropped"] == 1 and counts["running"] == 0, "the one that ended the run is kept"
+        collector.ledger.check()
+
+    asyncio.run(run())
+
+
+def test_an_error_from_elsewhere_ends_the_wait_for_a_batch():
+    async def run():
+        collector = make(Work(Versions(), delay=lambda g: 3.0), AdmissionPolicy(batch=4))
+        publish(collector, 0)
+        waiting = asyncio.create_task(collector.next(0))
+        await asyncio.sleep(0)
+        collector.fail(RltoolError("no engines"))
+        with pytest.raises(RltoolError, match="no engines"):
+            await waiting
+        assert collector.ledger.counts()["partial"] == 4
 
     asyncio.run(run())
 

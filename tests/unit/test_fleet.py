@@ -395,6 +395,48 @@ def test_a_wedged_engine_is_tried_at_intervals_and_serves_after_a_successful_can
     assert world.fleet.serving() == (A,)
 
 
+def test_a_serving_engine_whose_last_request_failed_gets_a_canary():
+    world = World(canary_seconds=10).serving(A, B)
+    world.fails_requests(A, 1)
+    assert world.state(A) is State.READY and world.fleet.canaries_due() == (A,)
+    assert world.fleet.canaries_due() == ()
+    world.later(10)
+    assert world.fleet.canaries_due() == (A,)
+    world.answers_requests(A)
+    world.later(10)
+    assert world.fleet.canaries_due() == ()
+
+
+def test_a_serving_engine_that_has_ended_no_request_for_long_gets_a_canary():
+    world = World(canary_seconds=10, idle_canary_seconds=60).serving(A, B)
+    world.later(50)
+    world.answers_requests(A)
+    world.later(20)
+    assert world.fleet.canaries_due() == (B,)
+    world.later(50)
+    assert world.fleet.canaries_due() == (A,)
+
+
+def test_a_request_lost_behind_a_router_has_every_serving_engine_show_that_it_works():
+    world = World(canary_seconds=10).serving(A, B)
+    world.misses_probes(B, 2)
+    assert world.state(B) is State.SUSPECT
+    world.fleet.request_lost()
+    assert world.fleet.canaries_due() == (A,)
+    world.fleet.request_lost()
+    world.answers_requests(A)
+    world.later(10)
+    assert world.fleet.canaries_due() == (), "it has shown it since"
+
+
+def test_successes_are_counted_for_whoever_wonders_whether_an_engine_works_for_others():
+    world = World().serving(A)
+    before = world.fleet.member(A).successes
+    world.answers_requests(A)
+    world.fails_requests(A, 1)
+    assert world.fleet.member(A).successes == before + 1
+
+
 def test_a_wedged_engine_whose_canaries_fail_is_dead_and_revived_only_by_a_canary_or_a_restart():
     world = World().serving(A)
     world.fails_requests(A, 5)

@@ -1,0 +1,82 @@
+"""How long a run waits for engines, and what it says when none comes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+
+A, B = "http://a:1", "http://b:1"
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock):
+    fleet = Fleet(clock=clock)
+    for url in (A, B):
+        fleet.add(url, takes_weights=False)
+        fleet.probe_succeeded(url, sent_at=clock())
+    return fleet
+
+
+def guard(fleet, clock, *, min_serving=1, log=None):
+    endpoints = {A: EngineEndpoint(url=A, log=log), B: EngineEndpoint(url=B)}
+    return EngineGuard(fleet, endpoints, min_serving=min_serving, deadline=30.0, clock=clock)
+
+
+def test_enough_engines_are_no_error_however_long_it_lasts(fleet, clock):
+    watch = guard(fleet, clock, min_serving=2)
+    for _ in range(3):
+        watch.check()
+        clock.now += 1000
+    assert not watch.is_waiting
+
+
+def test_the_wait_begins_when_an_engine_is_missing_and_ends_when_it_is_back(fleet, clock):
+    watch = guard(fleet, clock, min_serving=2)
+    fleet.process_exited(B, "killed")
+    watch.check()
+    clock.now += 29
+    watch.check()
+    assert watch.is_waiting
+    fleet.request_succeeded(B, sent_at=clock())
+    fleet.probe_succeeded(B, sent_at=clock())
+    watch.check()
+    assert not watch.is_waiting
+    fleet.process_exited(B, "killed again")
+    watch.check()
+    clock.now += 29
+    watch.check()
+    clock.now += 1
+    with pytest.raises(TooFewEngines):
+        watch.check()
+
+
+def test_the_error_names_each_engine_its_reason_its_log_the_deadline_and_the_next_command(fleet, clock, tmp_path):
+    log = tmp_path / "engine-0.log"
+    log.write_text("started\nCUDA out of memory\n")
+    watch = guard(fleet, clock, log=log)
+    fleet.process_exited(A, "killed by the kernel")
+    fleet.process_exited(B, "exit code 1")
+    watch.check()
+    clock.now += 31
+    with pytest.raises(TooFewEngines) as error:
+        watch.check()
+    text = str(error.value)
+    assert f"{A}: dead (killed by the kernel)" in text and f"{B}: dead (exit code 1)" in text
+    assert "| CUDA out of memory" in text
+    assert "min_serving = 1, waited 31 s (deadlines.engines = 30 s)" in text
+    assert "rltool serve-engines" in text and "rltool train --resume" in text
