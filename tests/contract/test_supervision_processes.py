@@ -326,6 +326,8 @@ def test_a_server_whose_engine_core_was_stopped_with_it_is_no_failure(run, healt
     check = Liveness(server.state.pid, health.url)
     write_state(run, server.state.model_copy(update={"stopping": True}))
     core.kill()
+    while not gone(core):
+        time.sleep(0.01)
     said, said_while_it_ran = [], []
 
     def then_the_server(_seconds):
