@@ -123,11 +123,13 @@ def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job)
         hung.wait_for(lambda: len(recorded(hung)) > 2)
         hung.rank(1).suspend()
         assert hung.end() == 1
-        assert "trainer rank 1 hangs: no answer, and trainer rank 0 waited for it in vain" in hung.said()
+        # Rank 0 waited for it in a collective, or was done with its part: the moment decides.
+        assert "error: trainer rank 1 hangs: no answer, " in hung.said() and "Traceback" not in hung.said()
         assert hung.processes() == []
 
 
-@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
+# Nobody needs the GCS for a step: Ray looks for a lost one for a minute before it gives up.
+@pytest.mark.parametrize("part", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
 def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, part):
     with training(job, f"without-{part}") as broken:
         broken.wait_for_a_checkpoint()
