@@ -15,7 +15,7 @@ import psutil
 
 from rltool.processes.environment import environment
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.state import ProcessState, find_process
+from rltool.processes.state import ProcessState, boot, find_process, start_time
 
 MARK_VARIABLE = "RLTOOL_TRAINER"
 
@@ -55,16 +55,16 @@ def _namespace() -> str:
 
 
 def _has_ended(trainer: str) -> bool:
-    pid, start_time = trainer.split(" ")
-    state = ProcessState(role=TRAINER_ROLE, pid=int(pid), start_time=float(start_time), argv=())
+    pid, started = trainer.split(" ")
+    state = ProcessState(role=TRAINER_ROLE, pid=int(pid), start_time=float(started), boot=boot(), argv=())
     return find_process(state) is None
 
 
 def _state(process: psutil.Process) -> ProcessState:
     argv = tuple(process.cmdline())
     return ProcessState(
-        role=_name(process.name(), argv), pid=process.pid, start_time=process.create_time(), argv=argv,
-        session_leader=False,
+        role=_name(process.name(), argv), pid=process.pid, start_time=start_time(process.pid), boot=boot(),
+        argv=argv, session_leader=False,
     )  # fmt: skip
 
 

@@ -103,7 +103,7 @@ def test_train_says_which_run_it_means(runs, tmp_path, capsys, monkeypatch):
     (tmp_path / "model").mkdir()
     seen = []
 
-    def prepare(loaded, directory, *, resume):
+    def prepare(loaded, directory, *, resume, steal, restarted):
         seen.append(directory)
         raise UsageError("enough")
 

@@ -11,6 +11,7 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_lock import RunLock
 from rltool.training import session
 from rltool.training.placement import plan_placement
 from rltool.training.session import Prepared, execute
@@ -23,7 +24,7 @@ class Ranks:
     def __init__(self, *_):
         pass
 
-    def start(self, steps):
+    def start(self, steps, while_waiting):
         pass
 
     def close(self):
@@ -50,12 +51,14 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
-    loaded = load_config(TrainConfig, [], [f"model.path={model}", "deadlines.placement=7"])
+    loaded = load_config(TrainConfig, [], [f"model.path={model}", "deadlines.placement=7", "deadlines.ray_start=9"])
     lines = StringIO()
 
     @contextmanager
-    def no_ray(*_):
-        assert lines.getvalue().endswith("starting Ray\n")  # said before, not after the wait
+    def no_ray(*_, **__):
+        assert lines.getvalue().endswith(
+            "starting Ray (deadlines.ray_start = 9 s)\n"
+        )  # said before, not after the wait
         yield
 
     monkeypatch.setattr(session, "ray_cluster", no_ray)
@@ -66,17 +69,20 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     monkeypatch.setattr(session, "describe_devices", lambda *_: "cpu")
     monkeypatch.setattr(session, "Rollouts", Manager)
     monkeypatch.setattr(session, "Engines", lambda *_, **__: None)
-    fleet = SimpleNamespace(endpoints=SimpleNamespace(engines=(), data_endpoint=lambda: None), infos={})
+    fleet = SimpleNamespace(
+        endpoints=SimpleNamespace(engines=(), data_endpoint=lambda: None), infos={}, takers={}
+    )
+    run = RunDirectory(tmp_path / "runs" / "a")
     prepared = Prepared(
-        loaded, RunDirectory(tmp_path / "runs" / "a"), plan_placement(loaded.config, gpu=False), "cpu", "gloo",
+        loaded, run, plan_placement(loaded.config, gpu=False), "cpu", "gloo",
         fleet, None,
     )  # fmt: skip
-    with pytest.raises(RltoolError, match="far enough"):
-        execute(prepared, Console(file=lines, width=300), StopSignal())
+    with RunLock(run) as lock, pytest.raises(RltoolError, match="far enough"):
+        execute(prepared, lock, Console(file=lines, width=300), StopSignal())
     said = lines.getvalue().splitlines()
     assert said[1:] == [
         "engines: 2 x vllm",
-        "starting Ray",
+        "starting Ray (deadlines.ray_start = 9 s)",
         "placing the ranks (deadlines.placement = 7 s)",
         "building the model on 1 rank (trainer.rendezvous_timeout = 300 s)",
         "trainer: cpu",
