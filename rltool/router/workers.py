@@ -70,6 +70,10 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
     Raises EngineError, with the router's own reason where it gives one, if that does not happen within `timeout`
     seconds.
     """
+    known = find_worker(list_workers(router), engine.url)
+    if known is not None and known.healthy:
+        # Not asked again: the router would register it a second time in its own time, and so undo a removal meanwhile.
+        return known
     accepted = _call(router, HttpRequest("POST", "/workers", _registration(engine)))
     job = f"/workers/{accepted['worker_id']}"
 
