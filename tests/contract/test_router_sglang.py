@@ -389,7 +389,9 @@ LISTENS_THEN_DIES = """
 import http.server, os
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+        body = b'{"workers": []}'
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
+        self.wfile.write(body)
     def do_POST(self):
         print("no memory left", flush=True); os._exit(4)
 http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
