@@ -51,5 +51,8 @@ async def _silence(client: EngineClient, endpoint: EngineEndpoint) -> None:
         try:
             await client.health(endpoint, timeout=HEALTH_SECONDS)
             missed = 0
-        except EngineError:
+        except EngineUnreachable:
             missed += 1
+        except EngineError:  # whatever it says, it answers; the step has a deadline of its own
+            missed = 0
+            await asyncio.sleep(HEALTH_SECONDS)
