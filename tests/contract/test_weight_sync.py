@@ -244,6 +244,46 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
     asyncio.run(run())
 
 
+def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_for_it(two, tmp_path, monkeypatch):
+    monkeypatch.setattr("rltool.weights.liveness.HEALTH_SECONDS", 0.1)
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            for path in ("/pause", "/resume", "/health"):
+                sick.hang(path)
+            report = await r.sync.sync(version(1))
+            assert "missed 3 health checks" in report.failed[sick.url]
+            assert r.states() == [State.SUSPECT, State.READY]
+            assert (await r.sync.sync(version(2))).failed == {}
+            sick.heal()
+            await r.probe(sick)
+            assert r.states() == [State.STALE, State.READY]
+            await r.sync.sync(version(2))
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
+def test_the_ranks_host_nothing_for_an_engine_that_is_away(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            sick.fail("/health", 503)
+            report = await r.sync.sync(version(0))
+            assert "/health" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert r.ranks.log[0] == "host 1" and "/pause" not in sick.paths()
+            with pytest.raises(WeightSyncFailed, match="/health"):
+                await r.sync.sync(version(0), only={sick.url})
+            sick.heal()
+            await r.sync.sync(version(0), only={sick.url})
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_dies_in_the_transfer_fails_alone(two, tmp_path):
     sick, healthy = two
 
