@@ -42,6 +42,8 @@ CONTROL_ROUTES = {
 PATIENCE_SECONDS = 400.0
 STEADY_STEPS = 5
 """Between two faults."""
+FOLLOWING_STEPS = 4
+"""Timed after a fault: what the first one leaves over may hold up a later one."""
 STYLE = (
     "<style>svg{background:#fff;--c0:#1f77b4;--c1:#d62728;font:12px sans-serif}.line,.faint{fill:none;stroke-width:1.5}"
     ".grid{stroke:#ddd}.hit{opacity:0}</style>"
@@ -139,8 +141,9 @@ class Training:
         engines = list(self.bench.engines().values())
         self.until(lambda: not any(self.bench.generates(engine) for engine in engines))
 
-    def until_both_serve(self) -> float:
-        return self.until(lambda: self.steps()[-1]["rollout/engines_serving"] == 2)
+    def until_serving(self, engines: int) -> float:
+        """Until so many served when a batch was complete."""
+        return self.until(lambda: self.steps()[-1]["rollout/engines_serving"] == engines)
 
 
 @contextmanager
@@ -155,19 +158,20 @@ def training(bench: Bench, run: str) -> Iterator[Training]:
 
 
 def fault(run: Training, moment: Callable[[], None], strike: Callable[[], None], undo: Callable[[], None]) -> dict:
-    """Of one fault: when it struck, how long the next step took, and how long until both engines served again."""
+    """Of one fault: when it struck, how long the next steps took, and how long until both engines served again."""
     moment()
     at = run.steps()[-1]["step"] + 1
     strike()
-    waited = run.until_steps(1)
-    run.until_steps(1)  # one without the engine, whatever the first was
+    waits = [run.until_steps(1) for _ in range(FOLLOWING_STEPS)]
+    run.until_serving(1)
     started = time.monotonic()
     undo()
     undone = time.monotonic() - started
-    back = run.until_both_serve()
+    back = run.until_serving(2)
     run.until_steps(STEADY_STEPS)
     return {
-        "at step": at, "seconds to the next step": round(waited, 1), "seconds to undo": round(undone, 1),
+        "at step": at, "seconds to each next step": [round(seconds, 1) for seconds in waits],
+        "seconds to undo": round(undone, 1),
         "seconds until both serve": round(back, 1),
     }  # fmt: skip
 
