@@ -142,7 +142,7 @@ def test_an_engine_killed_in_generation_is_sampled_around_and_comes_back_after_a
     training.victim.signal(signal.SIGKILL)
     training.victim.start_again()
     training.until_steps(1)
-    training.assert_logged("ready -> suspect")
+    training.assert_logged("ready -> suspect", "stale -> suspect")
     assert training.victim_row()["state"] in ("suspect", "dead")
     assert training.steps()[-1]["rollout/failed_requests_total"] > 0
     wait_ready(training.victim)
@@ -157,7 +157,7 @@ def test_an_engine_stopped_in_generation_is_sampled_around_and_comes_back_when_i
     training.in_generation()
     training.victim.signal(signal.SIGSTOP)
     training.until_steps(2)
-    training.assert_logged("ready -> suspect")
+    training.assert_logged("ready -> suspect", "stale -> suspect")
     assert training.victim_row()["state"] in ("suspect", "dead")
     training.victim.signal(signal.SIGCONT)
     training.assert_back_after_a_sync()
