@@ -38,7 +38,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.disk import bucket_file, version_directory
-from rltool.weights.liveness import EngineSilent, while_alive
+from rltool.weights.liveness import CHECKS_MISSED, EngineSilent, while_alive
 from rltool.weights.sender import Connection, SendReport, Target
 from rltool.weights.verify import ValueCheck
 
@@ -237,8 +237,11 @@ class WeightSync:
         new = [
             url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
         ]
+        # The ranks wait for whoever they host, for as long as joining may take: none that is known to be away is hosted.
+        away = await self._gather(new, self.client.health)
+        new = [url for url in new if url not in away]
         if not new:
-            return set(), {}
+            return set(), away
         targets = [Target(url, self.endpoints[url].dialect or "", self.infos[url].world_size) for url in new]
         if self.transport == "disk":
             connections = [Connection(target, "", 0, GROUP) for target in targets]
@@ -250,7 +253,7 @@ class WeightSync:
             # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
             failures = {**await joining, **answered}
         self._connected |= {url: self.fleet.member(url).boot_id for url in new if url not in failures}
-        return set(new), failures
+        return set(new), away | failures
 
     def _init_transfer(self, connections: Sequence[Connection]) -> Callable[[EngineEndpoint], Awaitable[None]]:
         by_url = {connection.target.url: connection for connection in connections}
@@ -370,10 +373,16 @@ class WeightSync:
         return [member.url for member in self.fleet.members() if member.url in urls and member.state is State.PAUSED]
 
     def _lost(self, url: str, reason: str) -> None:
-        """An engine that failed in this sync: STALE, and to be connected anew."""
+        """An engine that failed in this sync: STALE, and to be connected anew.
+
+        One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync.
+        """
         self._connected.pop(url, None)
         if self.fleet.member(url).state is State.PAUSED:
             self.fleet.update_failed(url, reason)
+        if url in self._silent:
+            for _ in range(CHECKS_MISSED):
+                self.fleet.probe_failed(url, reason, sent_at=self.fleet.member(url).since)
 
     async def _each(self, urls: Sequence[str], act: Callable[[EngineEndpoint], Awaitable[None]]) -> Failures:
         """`act` on all of them side by side; those that fail are out of this sync."""

@@ -246,21 +246,24 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
     asyncio.run(run())
 
 
-def test_an_engine_that_answers_nothing_any_more_is_given_up_long_before_the_deadline(two, tmp_path, monkeypatch):
+def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_for_it(two, tmp_path, monkeypatch):
     monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
-    silent, healthy = two
+    sick, healthy = two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             await r.sync.sync(version(0))
             r.sync.deadline = 600.0  # only the health checks can end this in time
-            for path in ("/pause", "/resume", "/health"):
-                silent.hang(path)
             monkeypatch.setattr(sync_module, "LEAVE_SECONDS", 0.05)
+            for path in ("/pause", "/resume", "/health"):
+                sick.hang(path)
             report = await r.sync.sync(version(1))
-            assert "missed 3 health checks" in report.failed[silent.url]
-            assert healthy.version == str(version(1)) and r.fleet.serving() == (healthy.url,)
-            silent.heal()
+            assert "missed 3 health checks" in report.failed[sick.url]
+            assert r.states() == [State.SUSPECT, State.READY]
+            assert (await r.sync.sync(version(2))).failed == {}
+            sick.heal()
+            await r.probe(sick)
+            assert r.states() == [State.STALE, State.READY]
             await r.sync.sync(version(2))
             assert r.states() == [State.READY] * 2
 
@@ -275,6 +278,24 @@ def test_an_engine_that_is_slow_and_healthy_is_waited_for(two, tmp_path, monkeyp
             two[0].delay("/pause", 0.5)
             assert (await r.sync.sync(version(0))).failed == {}
             assert two[0].paths().count("/health") >= 3
+
+    asyncio.run(run())
+
+
+def test_the_ranks_host_nothing_for_an_engine_that_is_away(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            sick.fail("/health", 503)
+            report = await r.sync.sync(version(0))
+            assert "/health" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert r.ranks.log[0] == "host 1" and "/pause" not in sick.paths()
+            with pytest.raises(WeightSyncFailed, match="/health"):
+                await r.sync.sync(version(0), only={sick.url})
+            sick.heal()
+            await r.sync.sync(version(0), only={sick.url})
+            assert r.states() == [State.READY] * 2
 
     asyncio.run(run())
 

@@ -62,6 +62,16 @@ class RunningEngine:
         except ValueError:
             return status, text
 
+    def signal(self, number: int) -> None:
+        """To the whole process group: server, engine core and worker."""
+        os.killpg(self.process.pid, number)
+
+    def start_again(self) -> None:
+        """A new process with the same command and environment under the same address, as a service manager would;
+        returns at once."""
+        self.process.wait(STOP_SECONDS)
+        self.process = _spawn(self.launch, self.log)
+
     def stop(self) -> None:
         """TERM, then KILL, over the whole process group; a server that is gone already is fine."""
         for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
@@ -109,18 +119,8 @@ def start_vllm(
         work_dir=work_dir,
         extra_args=extra_args,
     )
-    dialect = VllmDialect()
     log = work_dir / "vllm.log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            dialect.argv(launch),
-            env=os.environ | dialect.environment(launch),
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=work_dir,
-            start_new_session=True,
-        )
+    process = _spawn(launch, log)
     endpoint = EngineEndpoint(
         url=f"http://127.0.0.1:{launch.port}",
         dialect="vllm",
@@ -128,8 +128,23 @@ def start_vllm(
         plugin=True,
         boot_id=launch.boot_id,
         key_file=key_file,
+        log=log,
     )
     return RunningEngine(endpoint, launch, process, log)
+
+
+def _spawn(launch: EngineLaunch, log: Path) -> subprocess.Popen:
+    dialect = VllmDialect()
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            dialect.argv(launch),
+            env=os.environ | dialect.environment(launch),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=launch.work_dir,
+            start_new_session=True,
+        )
 
 
 def wait_ready(engine: RunningEngine) -> RunningEngine:
