@@ -280,11 +280,12 @@ class ChaosRun:
         self._invariants.end()
         if service is None:
             return
+        service.collector._stopped = True  # a task that ends starts no other
         await service._client.__aexit__(None, None, None)
-        tasks = [task for task in asyncio.all_tasks() if not _is_ours(task)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [task for task in asyncio.all_tasks() if not _is_ours(task)]:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=1)
         await service._pool.close()
 
     def _nothing_runs(self) -> None:
