@@ -18,7 +18,7 @@ import aiohttp
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
-from rltool.engines.replies import read_reply
+from rltool.engines.replies import making_sense_of, read_reply
 from rltool.engines.tasks import all_of
 from rltool.engines.types import BOOT_ID_HEADER, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
@@ -193,7 +193,8 @@ class EngineClient:
             )
             for http in speaks.generate(request)
         )
-        return speaks.parse_generate(request, replies)
+        with making_sense_of(f"generation at {endpoint.url}"):
+            return speaks.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
         """What `abort` must be given to end `generate(endpoint, request)`,
@@ -253,7 +254,8 @@ class EngineClient:
 
         questions = dict(speaks.probe())
         replies = await asyncio.gather(*(ask(name, http) for name, http in questions.items()))
-        return speaks.parse_probe(dict(zip(questions, replies, strict=True)))
+        with making_sense_of(f"the probe of {endpoint.url}"):
+            return speaks.parse_probe(dict(zip(questions, replies, strict=True)))
 
     async def detect_dialect(self, url: str, key: str | None, *, timeout: float = PROBE_SECONDS) -> str:
         """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
@@ -282,7 +284,8 @@ class EngineClient:
         reply = await self.request(
             endpoint.url, speaks.load(), key=endpoint.read_key(), timeout=timeout, retry=True, attempts=1
         )
-        return speaks.parse_load(reply)
+        with making_sense_of(f"the load of {endpoint.url}"):
+            return speaks.parse_load(reply)
 
 
 class _Temporary(Exception):

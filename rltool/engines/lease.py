@@ -12,6 +12,7 @@ import psutil
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import LEASE_PATH, Action, Answer
+from rltool.engines.replies import making_sense_of
 from rltool.engines.types import Holder, HttpRequest, Lease
 from rltool.errors import EngineRejected
 
@@ -66,8 +67,9 @@ async def ask_lease(
         if error.status == 404:
             return None
         raise
-    taker = reply["taken_by"]
-    return Answer(reply["granted"], Lease.from_json(reply["lease"]), Holder(**taker) if taker else None)
+    with making_sense_of(f"POST {engine.url}{LEASE_PATH}"):
+        taker = reply["taken_by"]
+        return Answer(reply["granted"], Lease.from_json(reply["lease"]), Holder(**taker) if taker else None)
 
 
 def leased_to_another(lease: Lease | None, run: str | None) -> str | None:

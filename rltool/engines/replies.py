@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rltool.engines.types import HttpRequest
@@ -26,6 +28,16 @@ def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any
         sent = f" (sent: {quote(json.dumps(_without_keys(request.body)))})" if request.body is not None else ""
         raise EngineRejected(f"{what} answered {status}: {quote(text)}{hint(status)}{sent}", status)
     return decode(text)
+
+
+@contextmanager
+def making_sense_of(what: str) -> Iterator[None]:
+    """Around code that takes an answer apart: one that has another shape (half of it, a proxy's page) is the engine's
+    failure, an EngineError. `what` names the request there."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"{what} answered something that makes no sense ({type(error).__name__}: {error})") from error
 
 
 def _without_keys(body: Any) -> Any:

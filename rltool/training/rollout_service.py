@@ -21,7 +21,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet import Fleet, FleetPolicy, State
 from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
 from rltool.engines.weight_version import Lineage
@@ -87,12 +87,14 @@ class RolloutService:
     def __init__(
         self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
         log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
+        policy: FleetPolicy | None = None, on_event: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group."""
         self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
-        self._log, self._clock = log, clock
+        self._log, self._clock, self._on_event = log, clock, on_event
         self._endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
         self._infos = dict(engines.infos)
-        self.fleet = Fleet(clock=clock)
+        self.fleet = Fleet(policy, clock=clock)
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
@@ -187,7 +189,7 @@ class RolloutService:
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
                 max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
             ),
-            judges_age=self._syncing is not None, clock=self._clock,
+            judges_age=self._syncing is not None, on_event=self._on_event, clock=self._clock,
         )  # fmt: skip
         return data_summary(train, evals)
 

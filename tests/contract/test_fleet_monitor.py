@@ -146,6 +146,20 @@ def test_a_probe_that_fails_is_counted_against_the_engine(two, fault):
     asyncio.run(run())
 
 
+def test_a_probe_whose_answer_makes_no_sense_is_one_that_fails(two):
+    engine = two[0]
+    engine.fail("/weight_info", 200, body={"half": "an answ"})
+
+    async def run():
+        async with rig(engine) as r:
+            await r.monitor.probe(engine.url)
+            await r.monitor.probe(engine.url)
+            assert r.state(engine) is State.SUSPECT
+            assert "makes no sense" in r.fleet.member(engine.url).reason
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(("late", "counted"), [(HEALTH_SECONDS, 0), (HEALTH_SECONDS / 10, 1)])
 def test_a_probe_that_failed_while_our_own_loop_was_late_says_nothing(two, monkeypatch, late, counted):
     monkeypatch.setattr(loop_lag, "INTERVAL", 0.01)

@@ -1,0 +1,50 @@
+"""`make chaos ARGS="--seed N --minutes M"`: runs on fake engines that break all the time, seed after seed."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rltool.quickstart.tiny_model import make_tiny_model
+from tests.chaos.driver import events_or_seconds, run_seed
+from tests.chaos.invariants import Violation
+from tests.chaos.resources import Resources
+
+SECONDS_PER_SEED = 12.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the next ones count on")
+    parser.add_argument("--minutes", type=float, default=1.0, help="for all runs together")
+    parser.add_argument("--soak", action="store_true", help="one run for all the time; fails if anything grows")
+    options = parser.parse_args()
+    steps = events = 0
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_tiny_model(Path(directory), seed=0)
+        ends = time.monotonic() + 60 * options.minutes
+        for seed in itertools.count(options.seed):
+            left = ends - time.monotonic()
+            if seed > options.seed and (options.soak or left <= 0):
+                break
+            resources = Resources() if options.soak else None
+            seconds = left if options.soak else min(left, SECONDS_PER_SEED)
+            try:
+                report = run_seed(seed, model, enough=events_or_seconds(seconds=seconds), resources=resources)
+                print(report.line(), flush=True)
+                for line in resources.lines() if resources else ():
+                    print(f"  {line}")
+            except Violation as violation:
+                print(f"VIOLATION with seed {seed}: {violation}", flush=True)
+                return 1
+            steps, events = steps + report.steps, events + report.events.total()
+    print(f"every invariant held: {events} events, {steps} steps")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
