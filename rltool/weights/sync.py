@@ -237,7 +237,7 @@ class WeightSync:
         new = [
             url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
         ]
-        # The ranks wait for whoever they host, for as long as joining may take: none that is known to be away is hosted.
+        # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
         away = await self._gather(new, self.client.health)
         new = [url for url in new if url not in away]
         if not new:

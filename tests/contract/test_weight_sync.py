@@ -248,7 +248,7 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
 
 def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_for_it(two, tmp_path, monkeypatch):
     monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
-    sick, healthy = two
+    sick = two[0]
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
