@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.errors import RltoolError
-from rltool.processes.logs import last_lines
+from rltool.processes.excerpt import excerpt
 
-LOG_LINES = 5
+LOG_LINES = 6
 """Of each engine's log in the error that ends a run."""
 
 
@@ -61,7 +61,7 @@ class EngineGuard:
         for member in self._fleet.members():
             lines.append(f"  {member.url}: {member.state.value} ({member.reason})")
             log = self._endpoints[member.url].log if member.url in self._endpoints else None
-            lines += [f"    | {line}" for line in (last_lines(log, LOG_LINES) if log else [])]
+            lines += [f"    | {line}" for line in (excerpt(log, LOG_LINES) if log else [])]
         lines.append(
             "Start engines again (`rltool serve-engines`), then go on with `rltool train --resume`; "
             "`rltool engines add` gives new ones to a run that is waiting."
