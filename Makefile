@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-long test-megatron-019 unit lint constraints venv venv-sglang clean
+.PHONY: quickstart test test-long chaos test-megatron-019 unit lint constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -39,6 +39,10 @@ lint: venv
 # What takes too long for every change: each mode killed and resumed, both signals, bf16 layouts over four ranks.
 test-long: venv
 	.venv/bin/python -m pytest -m long $(ARGS)
+
+# Runs on fake engines that break all the time: ARGS="--seed 0 --minutes 1", ARGS="--soak --minutes 60" (docs/troubleshooting.md).
+chaos: venv
+	.venv/bin/python -m tests.chaos $(ARGS)
 
 venv:
 	requirements/setup.sh .venv

@@ -48,7 +48,7 @@ class Events:
     that kill the driver."""
 
     def __init__(
-        self, run: Run, seed: int, *, mean_pause: float = 0.06, longest: float = 0.6, driver_dies: float = 0.01
+        self, run: Run, seed: int, *, mean_pause: float = 0.03, longest: float = 0.4, driver_dies: float = 0.01
     ) -> None:
         self._run, self._rng = run, random.Random(seed)
         self._mean_pause, self._longest, self._driver_dies = mean_pause, longest, driver_dies
