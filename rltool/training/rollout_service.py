@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, FleetPolicy, State
+from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
 from rltool.engines.weight_version import Lineage
@@ -46,14 +45,12 @@ from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.rollout_batch import Rollout, to_rollout
-from rltool.weights.sync import Ranks, SyncReport, WeightSync, WeightSyncFailed
+from rltool.training.weight_updates import WeightUpdates
+from rltool.weights.sync import Ranks, SyncReport, WeightSync
 from rltool.weights.verify import ValueCheck
 
 LOAD_SECONDS = 1.0
 """How often engines are asked for their load where the requests in flight adapt to it."""
-RESYNC_SECONDS = 0.5
-"""How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
-
 GUARD_SECONDS = 1.0
 """How often it is looked whether enough engines are left."""
 
@@ -140,12 +137,13 @@ class RolloutService:
             router=self._router_members(self._engines.router) if self._engines.router else None,
             on_change=self._plane.changed, saw_version=self._ownership.saw, log=self._say, clock=self._clock,
         )  # fmt: skip
-        self._sync = self._make_sync(self._syncing) if self._syncing else None
+        self._weights = self._weight_updates(self._syncing) if self._syncing else None
         self._membership = FleetMembership(
             config, self._client, self.fleet, self._endpoints, self._infos, self._monitor, self._plane,
             router=self._engines.router, transport=self._syncing.transport if self._syncing else None,
-            lock=self._lock, admit=self._ownership.admit, leave_group=self._leave_group, log=self._say,
-            clock=self._clock,
+            lock=self._lock, admit=self._ownership.admit,
+            leave_group=self._weights.leave_engine if self._weights else self._ownership.release,
+            log=self._say, clock=self._clock,
         )  # fmt: skip
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
         await self._ownership.start()
@@ -200,7 +198,7 @@ class RolloutService:
             clock=self._clock,
         )  # fmt: skip
 
-    def _make_sync(self, syncing: Syncing) -> WeightSync:
+    def _weight_updates(self, syncing: Syncing) -> WeightUpdates:
         config = self._config
         lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
         check = ValueCheck(
@@ -209,9 +207,15 @@ class RolloutService:
             config.weights.verify_tolerance,
             min(lengths, default=None),
         )
-        return WeightSync(
+        sync = WeightSync(
             self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,
             transport=syncing.transport, step_deadline=config.deadlines.sync_step, disk_root=syncing.disk_root,
+        )  # fmt: skip
+        return WeightUpdates(
+            sync, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,
+            # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only
+            # one.
+            check_all=config.rollout.max_staleness > 0, is_stopping=lambda: self._stopping, say=self._say,
         )  # fmt: skip
 
     async def close(self) -> list[str]:
@@ -229,9 +233,8 @@ class RolloutService:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                async with self._lock:
-                    if self._sync is not None:
-                        failures |= await self._sync.leave(ceded=self._ownership.ceded)
+                if self._weights is not None:
+                    failures |= await self._weights.leave()
         finally:  # a rank that died cannot leave
             if hasattr(self, "_client"):
                 await self._ownership.close()
@@ -263,49 +266,16 @@ class RolloutService:
         self._step = step
         if self._syncing is None:
             self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
-        resync = asyncio.create_task(self._resync_stale(), name="resync") if self._sync is not None else None
-        try:
+        async with self._weights.stale_engines_meanwhile() if self._weights else nullcontext():
             collected = await self._ownership.unless_taken(self.collector.next(step))
-        finally:
-            if resync is not None:
-                async with self._lock:  # a sync of its own is never cancelled half-way
-                    resync.cancel()
-                with suppress(asyncio.CancelledError):
-                    await resync
         return await self._to_rollout(collected, step)
 
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
-        while (report := await self._try_sync(step)) is None:
-            # No engine took them: all have just died, or one is being started again.
-            await asyncio.sleep(self.fleet.policy.probe_seconds)
-            self._guard.check()
-            if self._stopping:
-                raise CollectionInterrupted(f"the sync of step {step} found no engine, and the run is stopping")
+        assert self._weights is not None
+        report = await self._weights.update(step)
         self.collector.weights_published()
-        for url, reason in report.failed.items():
-            self._say(f"weights {report.version} did not reach {url}: {reason}")
         return report
-
-    async def _try_sync(self, step: int) -> SyncReport | None:
-        """None when no engine took the weights, for reasons that may pass."""
-        assert self._sync is not None
-        async with self._lock:
-            version = self._book.begin(step)
-            try:
-                # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the
-                # only one.
-                check_all = self._config.rollout.max_staleness > 0
-                report = await self._ownership.synced(partial(self._sync.sync, version, check_all=check_all))
-            except WeightSyncFailed as error:
-                if error.values_differ:
-                    raise
-                self._say(str(error))
-                return None
-            finally:
-                await self._monitor.carry_out()
-            self._book.publish(step)
-            return report
 
     async def evaluate(self) -> dict[str, float]:
         """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""
@@ -378,13 +348,6 @@ class RolloutService:
 
     # -- the rest is private
 
-    async def _leave_group(self, url: str) -> None:
-        try:
-            if self._sync is not None:
-                await self._sync.leave_engine(url)
-        finally:
-            await self._ownership.release(url)
-
     def _say(self, line: str) -> None:
         self._events.append(line)
         self._log(line)
@@ -417,28 +380,6 @@ class RolloutService:
                 self.collector.fail(error)
                 for task in self._evaluations:
                     task.cancel()
-
-    async def _resync_stale(self) -> None:
-        """While the trainer waits for a batch: engines that are STALE take the present weights."""
-        while True:
-            await asyncio.sleep(RESYNC_SECONDS)
-            stale = [m for m in self.fleet.members() if m.state is State.STALE and m.takes_weights]
-            if not stale or self._book.published is None or self._sync is None:
-                continue
-            async with self._lock:
-                version = self._book.lineage.version(self._book.published)
-                try:
-                    urls = {m.url for m in stale}
-                    report = await self._ownership.synced(partial(self._sync.sync, version, only=urls))
-                    self._say(report.line())
-                    failed = bool(report.failed)
-                except RltoolError as error:
-                    self._say(str(error))
-                    failed = True
-                finally:
-                    await self._monitor.carry_out()
-            if failed:
-                await asyncio.sleep(self.fleet.policy.probe_seconds)
 
     def _sampling(self) -> SamplingParams:
         sampling = self._config.sampling

@@ -76,8 +76,8 @@ class Report:
     def line(self) -> str:
         mode = " ".join(f"{name}={value}" for name, value in self.mode.items())
         return (
-            f"seed {self.seed} ({mode}, pause_mode={self.pause_mode}): {self.events.total()} events, {self.steps} steps, "
-            f"{self.tokens} tokens trained, {self.attempts} attempts\n  events: {dict(self.events)}\n"
+            f"seed {self.seed} ({mode}, pause_mode={self.pause_mode}): {self.events.total()} events, "
+            f"{self.steps} steps, {self.tokens} tokens trained, {self.attempts} attempts\n  events: {dict(self.events)}\n"
             f"  service: {dict(self.counts)}" + (f"\n  stopped by: {dict(self.stopped)}" if self.stopped else "")
         )
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from rltool.engines.client import EngineClient
 from rltool.engines.fleet import FleetPolicy
 from rltool.rollout import collector, data_plane, fleet_monitor
-from rltool.training import fleet_membership, rollout_service
+from rltool.training import fleet_membership, rollout_service, weight_updates
 from rltool.weights import liveness, sync
 
 POLICY = FleetPolicy(
@@ -25,7 +25,7 @@ CONSTANTS = (
     (data_plane, "RETRY_SECONDS", 0.01),
     (data_plane, "ABORT_SECONDS", HEALTH),
     (sync, "LEAVE_SECONDS", HEALTH),
-    (rollout_service, "RESYNC_SECONDS", 0.02),
+    (weight_updates, "RESYNC_SECONDS", 0.02),
     (rollout_service, "GUARD_SECONDS", 0.05),
     (collector, "INTERRUPT_SECONDS", 1.0),
     (fleet_membership, "DRAIN_POLL_SECONDS", 0.01),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rltool.quickstart.tiny_model import make_tiny_model
-from tests.chaos.driver import MODES, events_or_seconds, run_seed
+from tests.chaos.driver import events_or_seconds, run_seed
 
 EVENTS = 120
 SEEDS = (1, 4, 9)

@@ -20,7 +20,7 @@ from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.router.launch import running_router, start_router
 from rltool.router.workers import add_worker, list_workers
-from rltool.training import fleet_membership, rollout_service
+from rltool.training import fleet_membership, weight_updates
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import GENERATE, RUN, Ranks, Speller, generated, there, until
@@ -36,7 +36,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    monkeypatch.setattr(weight_updates, "RESYNC_SECONDS", 0.01)
     monkeypatch.setattr(fleet_membership, "DRAIN_POLL_SECONDS", 0.01)
     monkeypatch.setattr(fleet_membership, "REPLY_SECONDS", 0.2)
 

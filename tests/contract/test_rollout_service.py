@@ -32,7 +32,7 @@ from rltool.rollout.groups import GroupState
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training import rollout_service
+from rltool.training import rollout_service, weight_updates
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sender import write_to_disk
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
@@ -594,7 +594,7 @@ def test_a_generate_function_has_a_deadline(serve, settings, spellers):
 
 
 def test_an_engine_that_a_sync_missed_is_synced_while_the_trainer_waits(serve, settings, spellers, monkeypatch):
-    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    monkeypatch.setattr(weight_updates, "RESYNC_SECONDS", 0.01)
     missed, serving = spellers
 
     async def run():
@@ -615,7 +615,7 @@ def test_an_engine_that_a_sync_missed_is_synced_while_the_trainer_waits(serve, s
 
 
 def test_an_engine_that_stays_bad_does_not_hold_a_batch_up(serve, settings, spellers, monkeypatch):
-    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    monkeypatch.setattr(weight_updates, "RESYNC_SECONDS", 0.01)
     missed, serving = spellers
 
     async def run():
@@ -633,7 +633,7 @@ def test_an_engine_that_stays_bad_does_not_hold_a_batch_up(serve, settings, spel
 
 
 def test_engines_join_and_leave_a_run(serve, settings, stack, tokenizer, monkeypatch):
-    monkeypatch.setattr(rollout_service, "RESYNC_SECONDS", 0.01)
+    monkeypatch.setattr(weight_updates, "RESYNC_SECONDS", 0.01)
     first, late = (stack.enter_context(Speller(tokenizer)) for _ in range(2))
 
     async def run():

@@ -1,0 +1,111 @@
+"""When the engines get weights: as the driver asks after each step, and, for engines that have missed a sync, while it
+waits for a batch and the ranks are idle. One sync at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+from rltool.engines.fleet import Fleet, State
+from rltool.errors import RltoolError
+from rltool.rollout.collector import CollectionInterrupted
+from rltool.rollout.engine_guard import EngineGuard
+from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.rollout.lease import Ownership
+from rltool.rollout.versions import VersionBook
+from rltool.weights.sync import Failures, SyncReport, WeightSync, WeightSyncFailed
+
+RESYNC_SECONDS = 0.5
+"""How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
+
+
+class WeightUpdates:
+    """lock: held while a sync runs. check_all: values of every engine are compared at each sync of the driver's.
+    is_stopping: asked while no engine is there to sync. say: one line for the user."""
+
+    def __init__(
+        self, sync: WeightSync, fleet: Fleet, book: VersionBook, monitor: FleetMonitor, ownership: Ownership,
+        guard: EngineGuard, *, lock: asyncio.Lock, check_all: bool, is_stopping: Callable[[], bool],
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._sync, self._fleet, self._book, self._monitor = sync, fleet, book, monitor
+        self._ownership, self._guard, self._lock = ownership, guard, lock
+        self._check_all, self._is_stopping, self._say = check_all, is_stopping, say
+
+    async def update(self, step: int) -> SyncReport:
+        """Bring the engines to the weights after `step` training steps. While there is none that takes them, it is
+        tried again: TooFewEngines when that has lasted too long, CollectionInterrupted when the run is stopping."""
+        while (report := await self._try_update(step)) is None:
+            # All have just died, or one is being started again.
+            await asyncio.sleep(self._fleet.policy.probe_seconds)
+            self._guard.check()
+            if self._is_stopping():
+                raise CollectionInterrupted(f"the sync of step {step} found no engine, and the run is stopping")
+        for url, reason in report.failed.items():
+            self._say(f"weights {report.version} did not reach {url}: {reason}")
+        return report
+
+    @asynccontextmanager
+    async def stale_engines_meanwhile(self) -> AsyncIterator[None]:
+        """Inside the block the ranks are idle: engines that are STALE take the present weights. When it ends, no sync
+        runs any more."""
+        resync = asyncio.create_task(self._resync_stale(), name="resync")
+        try:
+            yield
+        finally:
+            async with self._lock:  # a sync of its own is never cancelled half-way
+                resync.cancel()
+            with suppress(asyncio.CancelledError):
+                await resync
+
+    async def leave_engine(self, url: str) -> None:
+        """One engine leaves the run, and its transfer group."""
+        try:
+            await self._sync.leave_engine(url)
+        finally:
+            await self._ownership.release(url)
+
+    async def leave(self) -> Failures:
+        """At the end of the run, see WeightSync.leave."""
+        async with self._lock:
+            return await self._sync.leave(ceded=self._ownership.ceded)
+
+    # -- the rest is private
+
+    async def _try_update(self, step: int) -> SyncReport | None:
+        """None when no engine took the weights, for reasons that may pass."""
+        async with self._lock:
+            version = self._book.begin(step)
+            try:
+                report = await self._ownership.synced(partial(self._sync.sync, version, check_all=self._check_all))
+            except WeightSyncFailed as error:
+                if error.values_differ:
+                    raise
+                self._say(str(error))
+                return None
+            finally:
+                await self._monitor.carry_out()
+            self._book.publish(step)
+            return report
+
+    async def _resync_stale(self) -> None:
+        while True:
+            await asyncio.sleep(RESYNC_SECONDS)
+            stale = {m.url for m in self._fleet.members() if m.state is State.STALE and m.takes_weights}
+            if not stale or self._book.published is None:
+                continue
+            async with self._lock:
+                version = self._book.lineage.version(self._book.published)
+                try:
+                    report = await self._ownership.synced(partial(self._sync.sync, version, only=stale))
+                    self._say(report.line())
+                    failed = bool(report.failed)
+                except RltoolError as error:
+                    self._say(str(error))
+                    failed = True
+                finally:
+                    await self._monitor.carry_out()
+            if failed:
+                await asyncio.sleep(self._fleet.policy.probe_seconds)
