@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rltool.engines.endpoints import EngineEndpoint, resolve
+from rltool.engines.vllm import VllmDialect
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states
@@ -34,11 +34,8 @@ SETTINGS = [
     "steps=1000000", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=120",
     "trainer.max_tokens_per_micro_batch=2048", "optimizer_steps_per_rollout=1", "rollout.dump=false",
 ]  # fmt: skip
-CONTROL_ROUTES = {
-    "/health", "/version", "/v1/models", "/get_world_size", "/weight_info", "/is_paused", "/rltool/info",
-    "/rltool/lease", "/server_info", "/metrics",
-}  # fmt: skip
-"""Asked for by probes, leases, and the rest of the watch over engines; a canary request is counted by the run."""
+TIMED_ROUTES = ("/v1/models", "/get_world_size", "/weight_info", "/is_paused")
+"""Of a probe's requests, those that vLLM counts and times in its metrics; each probe sends one to each."""
 PATIENCE_SECONDS = 400.0
 STEADY_STEPS = 5
 """Between two faults."""
@@ -211,34 +208,28 @@ def router_fault(bench: Bench, run: Training) -> dict:
 
 
 def probing(bench: Bench, run: Training, seconds: float) -> dict:
-    """Control requests a second at one engine of a run that trains, and the share of time in which it answered them.
+    """Probe requests a second at one engine of a run that trains, and the share of time in which it answered those of
+    TIMED_ROUTES, by the engine's own HTTP metrics between two looks.
 
-    Counted by the engine's own HTTP metrics, between two looks; requests side by side count their time twice.
+    That is the time to an answer, waiting for the server's event loop included, and side by side for those of a probe.
     """
     engine = bench.victim()
     before, started = bench.counters(engine), time.monotonic()
     run.until(lambda: time.monotonic() - started >= seconds)
     after, passed = bench.counters(engine), time.monotonic() - started
-    changes = {name: value - before.get(name, 0.0) for name, value in after.items()}
-    found: dict[str, float] = {}
-    for metric in ("http_requests_total", "http_request_duration_seconds_sum"):
-        chosen = {
-            name: value for name, value in changes.items()
-            if name.startswith(metric + "{") and _route(name) in CONTROL_ROUTES
-        }  # fmt: skip
-        found[metric] = sum(chosen.values())
-    last = run.steps()[-1]
+
+    def timed(metric: str) -> float:
+        routes = tuple(f'{metric}{{handler="{route}"' for route in TIMED_ROUTES)
+        return sum(value - before.get(name, 0.0) for name, value in after.items() if name.startswith(routes))
+
+    probes = timed("http_requests_total") / len(TIMED_ROUTES)
+    health = 1
     return {
         "seconds": round(passed, 1),
-        "control requests a second": round(found["http_requests_total"] / passed, 2),
-        "share of time": round(found["http_request_duration_seconds_sum"] / passed, 5),
-        "canary requests of the run": last.get("engines/canary_requests_total", 0.0),
+        "probe requests a second": round(probes * (health + len(VllmDialect().probe())) / passed, 2),
+        "share of time, timed routes": round(timed("http_request_duration_seconds_sum") / passed, 5),
+        "canary requests of the run": run.steps()[-1].get("engines/canary_requests_total", 0.0),
     }
-
-
-def _route(counter: str) -> str:
-    found = re.search(r'handler="([^"]*)"', counter)
-    return found.group(1) if found else ""
 
 
 def picture(steps: list[dict]) -> str:
