@@ -77,7 +77,8 @@ class Report:
         mode = " ".join(f"{name}={value}" for name, value in self.mode.items())
         return (
             f"seed {self.seed} ({mode}, pause_mode={self.pause_mode}): {self.events.total()} events, "
-            f"{self.steps} steps, {self.tokens} tokens trained, {self.attempts} attempts\n  events: {dict(self.events)}\n"
+            f"{self.steps} steps, {self.tokens} tokens trained, {self.attempts} attempts\n"
+            f"  events: {dict(self.events)}\n"
             f"  service: {dict(self.counts)}" + (f"\n  stopped by: {dict(self.stopped)}" if self.stopped else "")
         )
 
@@ -135,6 +136,8 @@ class ChaosRun:
 
     async def run(self) -> Report:
         """Raises Violation with all that is known of the moment."""
+        # Tasks of a driver that is killed end with errors that nobody reads.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.note(str(context)))
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine)
