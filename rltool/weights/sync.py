@@ -163,6 +163,9 @@ class WeightSync:
             self._buckets = plan_buckets(await self.ranks.weight_metadata(), self.config.bucket_bytes)
         with _timed(phases, "connect"):
             new, failures = await self._connect(urls)
+        # Requests and probes go on until the pause: an engine may have failed them while others were connected.
+        there = self.fleet.syncable()
+        failures |= {url: self.fleet.member(url).reason for url in urls if url not in there and url not in failures}
         paused = [url for url in urls if url not in failures]
         for url in failures:
             self._lost(url, failures[url])

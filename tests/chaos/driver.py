@@ -77,7 +77,8 @@ class Report:
         mode = " ".join(f"{name}={value}" for name, value in self.mode.items())
         return (
             f"seed {self.seed} ({mode}, pause_mode={self.pause_mode}): {self.events.total()} events, "
-            f"{self.steps} steps, {self.tokens} tokens trained, {self.attempts} attempts\n  events: {dict(self.events)}\n"
+            f"{self.steps} steps, {self.tokens} tokens trained, {self.attempts} attempts\n"
+            f"  events: {dict(self.events)}\n"
             f"  service: {dict(self.counts)}" + (f"\n  stopped by: {dict(self.stopped)}" if self.stopped else "")
         )
 
@@ -135,6 +136,8 @@ class ChaosRun:
 
     async def run(self) -> Report:
         """Raises Violation with all that is known of the moment."""
+        # Tasks of a driver that is killed end with errors that nobody reads.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.note(str(context)))
         with ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine)
@@ -347,9 +350,7 @@ def _is_ours(task: asyncio.Task[Any]) -> bool:
     return task.get_name().startswith("chaos") or task is asyncio.current_task()
 
 
-def run_seed(
-    seed: int, model: Path, *, enough: Callable[[Report], bool], resources: Resources | None = None
-) -> Report:
+def run_seed(seed: int, model: Path, *, enough: Callable[[Report], bool], resources: Resources | None = None) -> Report:
     """One seed in an event loop of its own. Raises Violation; afterwards no socket, thread or file is left."""
 
     async def main(directory: Path) -> Report:
@@ -367,6 +368,6 @@ def run_seed(
 def events_or_seconds(events: int | None = None, seconds: float | None = None) -> Callable[[Report], bool]:
     """Faults end after so many events, or after so many seconds."""
     ends = None if seconds is None else time.monotonic() + seconds
-    return lambda report: (events is not None and report.events.total() >= events) or (
-        ends is not None and time.monotonic() >= ends
+    return lambda report: (
+        (events is not None and report.events.total() >= events) or (ends is not None and time.monotonic() >= ends)
     )

@@ -1,5 +1,7 @@
-"""What must hold at every moment of a run, whatever happens to its engines. Everything is compared with what the
-engines really hold and with books of our own, never with the service's word alone."""
+"""What must hold at every moment of a run, whatever happens to its engines.
+
+Everything is compared with what the engines really hold and with books of our own, never with the service's word alone.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def open_descriptors() -> set[str]:
 
 @contextmanager
 def leftovers() -> Iterator[Path]:
-    """A temporary directory for everything; Violation where the block leaves a socket, a pipe, a thread or a file."""
+    """A temporary directory for everything, and Violation where the block leaves a socket, pipe, thread or file."""
     gc.collect()
     threads, descriptors = set(threading.enumerate()), open_descriptors()
     base = Path(tempfile.mkdtemp(prefix="chaos-"))

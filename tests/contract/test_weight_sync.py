@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -345,6 +346,26 @@ def test_an_engine_that_refuses_the_connection_is_not_paused_and_the_others_are_
             assert "init_weight_transfer_engine" in report.failed[sick.url]
             assert report.updated == (healthy.url,) and r.states() == [State.STALE, State.READY]
             assert "/pause" not in sick.paths()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_turns_suspect_while_others_are_connected_is_left_out_and_named(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path, transport="disk") as r:
+            tell = r.ranks.weight_metadata
+
+            async def while_it_fails_requests():
+                for _ in range(2):
+                    r.fleet.probe_failed(sick.url, "refused", sent_at=time.monotonic())
+                return await tell()
+
+            r.ranks.weight_metadata = while_it_fails_requests
+            report = await r.sync.sync(version(0))
+            assert "2 probes in a row failed" in report.failed[sick.url]
+            assert report.updated == (healthy.url,) and r.states() == [State.SUSPECT, State.READY]
 
     asyncio.run(run())
 
