@@ -33,12 +33,19 @@ class WeightUpdates:
         self._sync, self._fleet, self._book, self._monitor = sync, fleet, book, monitor
         self._ownership, self._guard, self._lock = ownership, guard, lock
         self._check_all, self._is_stopping, self._say = check_all, is_stopping, say
+        self._differed = False  # the values of all engines, in the last attempt that failed
 
     async def update(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps. While there is none that takes them, it is
-        tried again: TooFewEngines when that has lasted too long, CollectionInterrupted when the run is stopping."""
-        while (report := await self._try_update(step)) is None:
+        tried again: TooFewEngines when that has lasted too long, CollectionInterrupted when the run is stopping.
+
+        WeightSyncFailed where all engines sample something else than the trainer twice in a row; once may be an engine
+        that was started again between its update and the comparison.
+        """
+        differed = False
+        while (report := await self._try_update(step, may_differ=not differed)) is None:
             # All have just died, or one is being started again.
+            differed = self._differed
             await asyncio.sleep(self._fleet.policy.probe_seconds)
             self._guard.check()
             if self._is_stopping():
@@ -74,15 +81,16 @@ class WeightUpdates:
 
     # -- the rest is private
 
-    async def _try_update(self, step: int) -> SyncReport | None:
+    async def _try_update(self, step: int, *, may_differ: bool) -> SyncReport | None:
         """None when no engine took the weights, for reasons that may pass."""
         async with self._lock:
             version = self._book.begin(step)
             try:
                 report = await self._ownership.synced(partial(self._sync.sync, version, check_all=self._check_all))
             except WeightSyncFailed as error:
-                if error.values_differ:
+                if error.values_differ and not may_differ:
                     raise
+                self._differed = error.values_differ
                 self._say(str(error))
                 return None
             finally:

@@ -35,6 +35,8 @@ from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sender import write_to_disk
+from rltool.weights.sync import WeightSyncFailed
+from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -458,6 +460,31 @@ def test_a_sync_waits_for_an_engine_to_come_back(serve, settings, spellers):
             assert (await service.sync_weights(1)).failed == {}
             assert any("reached none of 2 engines" in line for line in service.take_events())
             assert (await service.next_batch(1)).versions == (f"{RUN}:0:1",)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_engines_that_differ_once_are_synced_again_and_twice_end_the_run(serve, settings, spellers, monkeypatch, times):
+    compared = []
+
+    def compare(self, urls, batch, logprobs):
+        compared.append(urls)
+        if len(compared) <= times:
+            return Compared(1.0, dict.fromkeys(urls, "differs"))
+        return Compared(0.0, {})
+
+    monkeypatch.setattr(ValueCheck, "compare", compare)
+
+    async def run():
+        async with serve(settings(), spellers) as service:
+            service.fleet.policy = FleetPolicy(probe_seconds=0.05)
+            if times == 1:
+                assert (await service.sync_weights(0)).failed == {}
+            else:
+                with pytest.raises(WeightSyncFailed, match="differs"):
+                    await service.sync_weights(0)
+            assert len(compared) == 2
 
     asyncio.run(run())
 
