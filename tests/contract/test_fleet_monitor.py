@@ -13,6 +13,7 @@ import pytest
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy, State, Transition
+from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
 from rltool.rollout import loop_lag
 from rltool.rollout.fleet_monitor import FleetMonitor
