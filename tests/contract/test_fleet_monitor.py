@@ -260,6 +260,33 @@ def test_an_engine_whose_canary_requests_keep_failing_is_given_up(two):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("queue", [True, False], ids=["behind others", "alone"])
+def test_a_canary_request_that_times_out_counts_unless_it_had_to_queue(two, monkeypatch, queue):
+    monkeypatch.setattr("rltool.rollout.fleet_monitor.CANARY_SECONDS", 0.2)
+    engine = two[0]
+    engine.hang(GENERATE)
+
+    asked = []
+
+    async def load(endpoint, **_):
+        asked.append(endpoint.url)
+        return EngineLoad(running=4, waiting=int(queue), kv_cache_usage=0.5)
+
+    async def run():
+        async with rig(engine) as r:
+            monkeypatch.setattr(r.monitor._client, "load", load)
+            r.fleet.request_lost()  # has it show that it works
+            r.monitor.start()
+            await until(lambda: bool(asked), "the first one has timed out")
+            if queue:
+                await until(lambda: not r.monitor._canaries, "it has been judged")
+                assert r.state(engine) is State.READY and r.fleet.member(engine.url).incidents == 0
+            else:
+                await until(lambda: r.state(engine) is not State.READY, "it has failed twice")
+
+    asyncio.run(run())
+
+
 def test_engines_that_leave_are_not_probed(two):
     async def run():
         async with rig(*two) as r:
