@@ -144,6 +144,7 @@ def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_ag
     assert len(list((direct.runs / "disk" / "weights").iterdir())) == 2, "old versions are removed"
 
 
+@pytest.mark.long
 def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
     direct(
         "train",
@@ -177,7 +178,11 @@ def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_eng
 
 
 @pytest.mark.parametrize(
-    ("actor", "name"), [("TrainerActor", "trainer rank 0"), ("RolloutActor", "the rollout manager")]
+    ("actor", "name"),
+    [
+        pytest.param("TrainerActor", "trainer rank 0", marks=pytest.mark.long),  # see also test_trainer_faults.py
+        ("RolloutActor", "the rollout manager"),
+    ],
 )
 def test_a_killed_part_ends_the_run_with_its_name_and_the_next_train_goes_on_with_the_engine(
     direct, vllm_engine_untied, actor, name

@@ -74,6 +74,7 @@ def test_everything_that_a_run_listens_on_is_loopback(job):
         assert not [it for it in family if it != driver and it not in marked and it.is_running()]
 
 
+@pytest.mark.long
 def test_a_run_resumes_right_after_a_sigkill_and_ends_what_was_left_by_itself(job):
     with training(job, "again") as again:
         again.wait_for_a_checkpoint()
@@ -105,6 +106,7 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_the_run_goes_on_by
         assert restarted.processes() == []
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_a_restart_begins_once_more_and_keeps_no_record_of_the_lost_steps(job):
     with training(job, "anew", "--restarts", "1", sets=["checkpoint.every_steps=0"]) as anew:
         anew.wait_for(lambda: len(recorded(anew)) > 2)
@@ -129,7 +131,8 @@ def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job)
 
 
 # Nobody needs the GCS for a step: Ray looks for a lost one for a minute before it gives up.
-@pytest.mark.parametrize("part", ["raylet", pytest.param("gcs_server", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["raylet", "gcs_server"])
 def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, part):
     with training(job, f"without-{part}") as broken:
         broken.wait_for_a_checkpoint()
@@ -140,7 +143,10 @@ def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, p
         go_on(job, broken.run.name)
 
 
-@pytest.mark.parametrize(("number", "code", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 0, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("number", "code", "name"),
+    [(signal.SIGINT, 130, "Ctrl-C"), pytest.param(signal.SIGTERM, 0, "SIGTERM", marks=pytest.mark.long)],
+)
 def test_a_signal_while_ray_starts_ends_it_at_once_says_so_and_leaves_the_run_unused(job, number, code, name):
     with training(job, f"early-{number}") as early:
         early.wait_for(lambda: any(process.name() == "gcs_server" for process in early.processes()))
