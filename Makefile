@@ -36,7 +36,7 @@ lint: venv
 	.venv/bin/ruff check rltool tests benchmarks docs
 	.venv/bin/basedpyright --level error
 
-# What takes too long for every change: each mode killed and resumed, both signals, bf16 layouts over four ranks.
+# What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
 test-long: venv
 	.venv/bin/python -m pytest -m long $(ARGS)
 
