@@ -161,7 +161,9 @@ def wait_for_step(job: Job, run: str, step: int) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
+)
 def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_engine_untied, number, code):
     run = f"stopped-{number}"
     process = direct.start("train", run, sets=["steps=1000"])
@@ -221,6 +223,7 @@ def test_supervised_training_needs_no_engine(direct):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_code_1(direct):
     said = direct("train", "failing", sets=['reward.function="tests.e2e.rewards:raises_on_most"'], code=1)
     assert "max_failure_fraction" in said and "this reward is broken" in said and "Traceback" not in said

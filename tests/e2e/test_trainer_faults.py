@@ -84,6 +84,7 @@ def test_a_run_resumes_right_after_a_sigkill_and_ends_what_was_left_by_itself(jo
         assert again.processes() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_the_run_goes_on_by_itself_if_told_so(job):
     with training(job, "killed") as killed:
         killed.wait_for_a_checkpoint()
@@ -114,11 +115,13 @@ def test_without_a_checkpoint_a_restart_begins_once_more_and_keeps_no_record_of_
         anew.wait_for(lambda: (anew.run.logs_dir / "attempt_2" / "train.log").exists() and len(recorded(anew)) > 1)
         assert "restart 1 of 1, from the beginning: there is no checkpoint" in anew.said()
         assert "stopped train" in rltool(job, "stop", "--run", "anew")
-        assert anew.end() == 0
+        # The stop signals the command itself as well, which may come when the attempt has just ended.
+        assert anew.end() in (0, -signal.SIGTERM)
         assert recorded(anew) == list(range(len(recorded(anew))))
         assert anew.processes() == []
 
 
+@pytest.mark.long
 def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job):
     # No checkpoints: ranks wait longer for each other while one of them writes.
     with training(job, "hung", sets=["trainer.rendezvous_timeout=8", "checkpoint.every_steps=0"]) as hung:
