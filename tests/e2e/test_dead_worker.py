@@ -19,7 +19,7 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, read_states
 from rltool.processes.stop import process_tree
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 DEADLINE = 240.0
 
