@@ -123,8 +123,7 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert len(trees) >= 3  # the engine has at least one worker process
     assert all(key not in " ".join(process.cmdline()) for process in trees)
     assert "engine-0 |" in rltool(root, "logs", "-n", "3")
-    # it is running already
-    rltool(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "job", code=2)
+    assert "has a living router" in rltool(root, "router", "--detach", code=2)
 
     pause(rows["engine-0"]["url"], key)  # as a trainer does that dies in the middle of a sync
     paused = json.loads(rltool(root, "status", "--json"))["runs"][0]["processes"]
