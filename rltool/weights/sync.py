@@ -36,7 +36,7 @@ from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import Bucket, Completion, EngineInfo, TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
-from rltool.errors import EngineError
+from rltool.errors import EngineError, EngineUnreachable
 from rltool.weights.disk import bucket_file, version_directory
 from rltool.weights.liveness import CHECKS_MISSED, EngineSilent, while_alive
 from rltool.weights.sender import Connection, SendReport, Target
@@ -241,7 +241,7 @@ class WeightSync:
             url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
         ]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
-        away = await self._gather(new, self.client.health)
+        away = await self._gather(new, self._answers)
         new = [url for url in new if url not in away]
         if not new:
             return set(), away
@@ -257,6 +257,15 @@ class WeightSync:
             failures = {**await joining, **answered}
         self._connected |= {url: self.fleet.member(url).boot_id for url in new if url not in failures}
         return set(new), away | failures
+
+    async def _answers(self, endpoint: EngineEndpoint) -> None:
+        """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
+        try:
+            await self.client.health(endpoint)
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            pass
 
     def _init_transfer(self, connections: Sequence[Connection]) -> Callable[[EngineEndpoint], Awaitable[None]]:
         by_url = {connection.target.url: connection for connection in connections}

@@ -283,12 +283,22 @@ def test_an_engine_that_is_slow_and_healthy_is_waited_for(two, tmp_path, monkeyp
     asyncio.run(run())
 
 
+def test_an_engine_that_answers_that_it_is_not_ready_is_connected_all_the_same(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            two[0].fail("/health", 503)  # as SGLang says while it is paused, which a dead trainer may have left it
+            assert (await r.sync.sync(version(0))).failed == {}
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
 def test_the_ranks_host_nothing_for_an_engine_that_is_away(two, tmp_path):
     sick, healthy = two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            sick.fail("/health", 503)
+            sick.reset("/health")
             report = await r.sync.sync(version(0))
             assert "/health" in report.failed[sick.url] and report.updated == (healthy.url,)
             assert r.ranks.log[0] == "host 1" and "/pause" not in sick.paths()
