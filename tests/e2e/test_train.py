@@ -179,12 +179,9 @@ def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_eng
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.long  # see also test_trainer_faults.py
 @pytest.mark.parametrize(
-    ("actor", "name"),
-    [
-        pytest.param("TrainerActor", "trainer rank 0", marks=pytest.mark.long),  # see also test_trainer_faults.py
-        ("RolloutActor", "the rollout manager"),
-    ],
+    ("actor", "name"), [("TrainerActor", "trainer rank 0"), ("RolloutActor", "the rollout manager")]
 )
 def test_a_killed_part_ends_the_run_with_its_name_and_the_next_train_goes_on_with_the_engine(
     direct, vllm_engine_untied, actor, name

@@ -42,6 +42,7 @@ def recorded(begun: Training) -> list[int]:
     return steps_in(begun.run.metrics_file)
 
 
+@pytest.mark.long
 def test_a_living_run_is_refused_to_others_and_after_a_sigkill_its_leftovers_end_and_it_resumes(job):
     with training(job, "mine") as mine:
         mine.wait_for_a_checkpoint()
