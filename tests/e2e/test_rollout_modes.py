@@ -88,7 +88,7 @@ def test_a_run_that_is_killed_and_resumed_loses_no_prompt_and_repeats_none(job, 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long)]
 )
-def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine_and_saves(job, vllm_engine_untied, number, code):
+def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine(job, vllm_engine_untied, number, code):
     """Responses that would take minutes on this machine: the stop does not wait for them."""
     run = f"stopped-{int(number)}"
     long = [
@@ -106,7 +106,7 @@ def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine_and_saves(job, vllm_en
     assert running_requests(vllm_engine_untied) == 0, (
         "what was in flight is aborted, and not left to be generated for nobody"
     )
-    assert (job.runs / run / "checkpoints" / "step_0").is_dir()
+    assert not (job.runs / run / "checkpoints").exists(), "no step was made, so there is nothing to save"
     _, paused = vllm_engine_untied.http("GET", "/is_paused", key=vllm_engine_untied.key)
     assert not paused["is_paused"]
 
