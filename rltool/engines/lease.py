@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import asdict
-from pathlib import Path
 
 import psutil
 
@@ -15,6 +14,7 @@ from rltool.engines.plugin.lease import LEASE_PATH, Action, Answer
 from rltool.engines.replies import making_sense_of
 from rltool.engines.types import Holder, HttpRequest, Lease
 from rltool.errors import EngineRejected
+from rltool.processes.state import boot, pid_namespace
 
 
 def holder_of_this_process(run: str, name: str) -> Holder:
@@ -23,11 +23,7 @@ def holder_of_this_process(run: str, name: str) -> Holder:
 
 def this_machine() -> str:
     """This boot of this host, and the pid namespace: within it a pid names one process. "" where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    return f"{boot()} {pid_namespace()}" if boot() and pid_namespace() else ""
 
 
 def has_died(holder: Holder) -> bool:

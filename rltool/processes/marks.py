@@ -7,7 +7,6 @@ the same id) and the very process of the trainer, so what a living trainer start
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,7 +14,7 @@ import psutil
 
 from rltool.processes.environment import environment
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.state import ProcessState, boot, find_process, start_time
+from rltool.processes.state import ProcessState, boot, find_process, pid_namespace, start_time
 
 MARK_VARIABLE = "RLTOOL_TRAINER"
 
@@ -44,14 +43,7 @@ def left_behind(run: RunDirectory) -> list[ProcessState]:
 
 
 def _prefix(run: RunDirectory) -> str:
-    return f"{run.run_id} {_namespace()} {run.path.resolve()} "
-
-
-def _namespace() -> str:
-    """Of process ids: that of a trainer in a container means nothing outside of it."""
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return "-"
+    return f"{run.run_id} {pid_namespace() or '-'} {run.path.resolve()} "
 
 
 def _has_ended(trainer: str) -> bool:

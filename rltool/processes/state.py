@@ -84,6 +84,14 @@ def boot() -> str:
         return ""
 
 
+def pid_namespace() -> str:
+    """Of process ids: those of a container mean nothing outside of it. Empty where the system has none."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 def state_of_this_process(
     role: str,
     *,

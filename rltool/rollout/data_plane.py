@@ -35,6 +35,10 @@ that is away, must not be asked in a tight loop."""
 ABORT_SECONDS = 5.0
 """For one engine to take an abort. A hung engine does not keep the others' requests running:
 they are told side by side."""
+POISONOUS_AFTER = 3
+"""Failures of one request, each at an engine that works for others."""
+KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
+"""States in which an engine brings its requests to their end."""
 
 
 class VersionJudge(Protocol):
@@ -49,12 +53,6 @@ class VersionJudge(Protocol):
     def is_behind(self, version: str, published: int) -> bool:
         """Whether an engine that sampled with this version has missed a sync that `published` names."""
         ...
-
-
-POISONOUS_AFTER = 3
-"""Failures of one request, each at an engine that works for others."""
-KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
-"""States in which an engine brings its requests to their end."""
 
 
 class _NotItsFault(EngineError):
