@@ -12,19 +12,12 @@ from rltool.rollout.concurrency import (
     Pressure,
     pressure,
 )
+from tests.clock import Clock
 
 ROOM = EngineLoad(running=100, waiting=0, kv_cache_usage=0.3)
 QUEUE = EngineLoad(running=100, waiting=40, kv_cache_usage=0.3)
 FULL = EngineLoad(running=100, waiting=0, kv_cache_usage=0.97)
 FILLED = EngineLoad(running=100, waiting=0, kv_cache_usage=0.9)
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
 
 
 def controller(start=64, **policy):

@@ -7,15 +7,9 @@ import pytest
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+from tests.clock import Clock
 
 A, B = "http://a:1", "http://b:1"
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 
 from rltool.engines.fleet import TRANSITIONS, Fleet, FleetPolicy, IllegalTransition, State
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
+from tests.clock import Clock
 
 RUN = "0123456789abcdef" * 2
 OTHER_RUN = "fedcba9876543210" * 2
@@ -18,19 +19,11 @@ V2 = replace(V0, number=V0.number + 2)
 A, B, JUDGE = "http://a:1", "http://b:1", "http://judge:1"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class World:
     """A fleet with the clock in hand, and the phrases that the tests are written in."""
 
     def __init__(self, **policy: float) -> None:
-        self.clock = Clock()
+        self.clock = Clock(1000.0)
         self.fleet = Fleet(FleetPolicy(**policy), clock=self.clock)
         self.boots: dict[str, str | None] = {}
 

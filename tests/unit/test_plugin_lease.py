@@ -11,17 +11,10 @@ from rltool.engines.plugin.guard import ALLOWED_ROUTES, CONTROL_ROUTES
 from rltool.engines.plugin.lease import LEASE_PATH, REMEMBERED, LeaseTable, answer
 from rltool.engines.plugin.server import ServerMiddleware
 from rltool.engines.types import Holder, Lease
+from tests.clock import Clock
 from tests.unit.test_plugin_guard import KEY, App
 
 OURS, OTHER = Holder("a" * 32, "ours", "host-a", 1), Holder("b" * 32, "other", "host-b", 2)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
