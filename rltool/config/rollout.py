@@ -176,8 +176,8 @@ class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
     transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
-    """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines
-    share; nccl is not built yet."""
+    """auto: by what each engine reports; gloo: in pieces of bucket_bytes through the hosts' memory; disk: a directory
+    that trainer and engines share; nccl is not built yet."""
     bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
     advertise_host: str | None = None
