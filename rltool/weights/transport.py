@@ -179,6 +179,8 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
 
+NO_TRANSFER = "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
+
 AUTO: tuple[Backend, ...] = ("nccl", "gloo", "disk")
 """What weights.transport = "auto" tries, in order."""
 
@@ -203,7 +205,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Back
         if obstacle(info, backend, trainer_device) is None:
             return backend
     if info.weight_backend is None:
-        raise UsageError("has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`")
+        raise UsageError(NO_TRANSFER)
     raise UsageError(
         f"offers the weight backend {info.weight_backend!r}, which a trainer on device {trainer_device!r} cannot send "
         "to: start it with `rltool serve-engines --weight-backend rltool`"
