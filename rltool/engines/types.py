@@ -138,6 +138,8 @@ class EngineInfo:
     lease: Lease | None = None
     """Of the run that controls the engine; None too where the engine knows no leases."""
     model_config: dict[str, Any] = field(default_factory=dict)
+    dp_size: int = 1
+    """Data-parallel replicas behind its one address, where it tells."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

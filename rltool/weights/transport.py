@@ -86,7 +86,8 @@ class SenderTransport(Protocol):
     """The trainer's end of one connection, in rank 0. Made by its factory without side effects.
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
-    All but `host` and `abort` are called on one thread of this connection's own, which they may block.
+    All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
+    finish, and send with its wait, each for deadlines.bucket at most; then the connection is aborted.
     """
 
     device: torch.device
@@ -114,8 +115,8 @@ class SenderTransport(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """From any thread, at any time, idempotent, returns at once: a blocked `join`, `send` or `wait` ends soon, by
-        raising. The connection is of no use afterwards, but for `close`."""
+        """From any thread, at any time, idempotent, returns at once. A blocked `join`, `send` or `wait` ends as soon as
+        the transport can make it; nobody waits for that but its own thread, which then calls `close`."""
         ...
 
     def close(self) -> None:
@@ -154,6 +155,7 @@ class ReceiverControl(Protocol):
         ...
 
 
+SenderFactory = Callable[[Receiver, SenderOptions], SenderTransport]
 Obstacle = Callable[[EngineInfo, str], str | None]
 """(engine, device of the trainer: cpu or cuda) -> why weights cannot go there this way, and what to do; None: they
 can."""
@@ -164,7 +166,7 @@ class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to."""
 
-    sender: Callable[[Receiver, SenderOptions], SenderTransport]
+    sender: SenderFactory
     control: ReceiverControl
     obstacle: Obstacle
     shared: bool = False
