@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from rltool.engines.plugin import reload
 from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.types import Bucket, TensorMeta
@@ -91,7 +92,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
-        self._loader = Loader(pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
+        self._loader = Loader(reload, pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
 
     @property
     def changed(self) -> bool:
