@@ -214,7 +214,9 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Back
     if config.transport != "auto":
         raise UsageError(reasons[0])
     if info.weight_backend is None:
-        raise UsageError("has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`")
+        raise UsageError(
+            "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
+        )
     raise UsageError(
         f"offers the weight backend {info.weight_backend!r}, which a trainer on device {trainer_device!r} cannot send "
         "to: start it with `rltool serve-engines --weight-backend rltool`"

@@ -237,6 +237,8 @@ def test_a_trainer_with_an_old_nccl_says_so_before_it_asks_a_stock_vllm_to_join(
         async with link(engine, tmp_path):
             pass
 
-    with pytest.raises(EngineError, match=r"need NCCL 2\.29\.0 or newer, this process loads NCCL 2\.28\.9.*VLLM_NCCL_SO_PATH"):
+    with pytest.raises(
+        EngineError, match=r"need NCCL 2\.29\.0 or newer, this process loads NCCL 2\.28\.9.*VLLM_NCCL_SO_PATH"
+    ):
         asyncio.run(run())
     assert "/init_weight_transfer_engine" not in engine.paths()
