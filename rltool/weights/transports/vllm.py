@@ -6,6 +6,7 @@ from typing import Any
 
 from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.weights.transport import NO_TRANSFER
 
 
 class VllmControl:
@@ -46,6 +47,4 @@ def bucket_request(bucket: Bucket, **more: Any) -> HttpRequest:
 
 def no_transfer(info: EngineInfo) -> str | None:
     """What is wrong with a server that takes no weights at all."""
-    if info.weight_backend is None:
-        return "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
-    return None
+    return NO_TRANSFER if info.weight_backend is None else None
