@@ -83,9 +83,11 @@ class Link:
     async def connect(self, directory: Path) -> float:
         started = time.perf_counter()
         await self.run(self.control.leave(GROUP))
-        self.rendezvous = self.sender.host([self.receiver], GROUP, directory)[self.server.url]
+        meeting = self.sender.host([self.receiver], GROUP, directory)
         joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
-        await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
+        self.rendezvous = meeting.get(self.server.url)
+        if self.rendezvous is not None:
+            await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
         failures = await joining
         if failures:
             raise RuntimeError(str(failures))

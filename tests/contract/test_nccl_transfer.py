@@ -72,8 +72,11 @@ class Link:
         self.control = transport(info.dialect, backend).control
         await self.run(self.control.leave(GROUP))
         receiver = Receiver(self.engine.url, info.dialect, backend, info.world_size)
-        self.meeting = self.sender.host([receiver], GROUP, self.directory)[self.engine.url]
+        meeting = self.sender.host([receiver], GROUP, self.directory)
         joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
+        if not meeting:
+            raise EngineError(str(await joining))
+        self.meeting = meeting[self.engine.url]
         await self.run(self.control.init(self.meeting, rank_offset=1, timeout_seconds=SECONDS))
         assert await joining == {}
 

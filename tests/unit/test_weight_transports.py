@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.engines.wire import plan_buckets
 from rltool.errors import EngineError, UsageError
 from rltool.weights.transport import TRANSPORTS, Receiver, Rendezvous, SenderOptions, choose, transport
 from rltool.weights.transports.disk import DiskSender
@@ -30,8 +31,8 @@ def control(dialect: str, backend):
 @pytest.mark.parametrize("pair", TRANSPORTS, ids=str)
 def test_every_transport_of_the_table_is_there_and_covers_every_bucket(pair):
     found = transport(*pair)
-    meeting = replace(MEETING, transport=pair[1], directory="/w")
-    buckets = [BUCKET, BUCKET[:1], BUCKET[1:]]
+    meeting = replace(MEETING, transport=pair[1], directory="/w", bucket_bytes=20)
+    buckets = plan_buckets([*BUCKET, *(replace(meta, name=f"{meta.name}2") for meta in BUCKET)], 20)
     assert sum(covered for _, covered in found.control.announce(buckets, meeting, version=VERSION)) == len(buckets)
     assert found.control.leave("g") and found.control.finish(VERSION) and found.control.begin()
 
