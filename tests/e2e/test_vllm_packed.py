@@ -1,5 +1,5 @@
-"""vLLM's own code for packed transfer at the receiving end of ours: its request types and its consumer, on the CPU, with
-the broadcast replaced."""
+"""vLLM's own code for packed transfer at the receiving end of ours: its request types and its consumer, on the CPU,
+with the broadcast replaced."""
 
 from __future__ import annotations
 

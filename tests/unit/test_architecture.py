@@ -197,6 +197,7 @@ def test_slow_and_optional_packages_are_imported_inside_functions():
 
 def test_the_base_installation_imports_nothing_heavy_at_the_top():
     heavy = {"torch", "ray", "megatron", "vllm", "transformers", "numpy", "safetensors", "sglang_router"}
+    torch_alone = {f"rltool.{file.removesuffix('.py').replace('/', '.')}" for file in TORCH_ALONE}
     heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
     wrong = []
     for found in all_imports():
@@ -207,7 +208,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
         if found.module == "rltool.models.weight_files":  # which is among those that are looked at here
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        if found.package in heavy or room in heavy_rooms or found.module in ("rltool.engines.wire", "rltool.engines.nccl"):
+        if found.package in heavy or room in heavy_rooms or found.module in torch_alone:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
@@ -215,9 +216,8 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
 def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    assert {
-        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl"))
-    } <= allowed
+    shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl")
+    assert {module for module in found if not module.startswith(shared)} <= allowed
 
 
 @pytest.mark.parametrize(
