@@ -130,6 +130,7 @@ class SglangDialect:
             weight_version=model["weight_version"],
             boot_id=_boot_id(server),
             plugin=False,
+            device=server.get("device"),
             paused=replies["ready"] == 503,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
         )

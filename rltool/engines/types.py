@@ -132,6 +132,8 @@ class EngineInfo:
     weight_version: str | None
     boot_id: str | None
     plugin: bool
+    device: str | None = None
+    """cpu or cuda."""
     paused: bool | None = None
     lease: Lease | None = None
     """Of the run that controls the engine; None too where the engine knows no leases."""

@@ -149,6 +149,7 @@ class VllmDialect:
             weight_version=replies["weights?"]["weight_version"],
             boot_id=facts.get("boot_id"),
             plugin=plugin is not None,
+            device=facts.get("device"),
             paused=(replies["paused?"] or {}).get("is_paused"),
             lease=Lease.from_json(facts.get("lease")),
             model_config=config,

@@ -134,8 +134,9 @@ class WeightSender:
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
-        for channel in channels:
-            submit(channel, partial(channel.transport.begin, version, buckets))
+        begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]
+        for channel, call in begun:  # it must know what its engine waits for, before anything can fail
+            channel.wait(call)
         buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
         for bucket, _ in fill_buckets(stream, buckets, buffers.take):
             copies = buffers.filled()

@@ -91,7 +91,7 @@ class Rig:
         self.client, self.engines, self._key = client, list(engines), directory / "key"
         self._key.write_text(KEY)
         (directory / "config.json").write_text("{}")
-        config = WeightsConfig(bucket_bytes=24, transport=transport)
+        config = WeightsConfig(bucket_bytes=20, transport=transport)
         self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
         self.ranks = Ranks(config, directory)
         self.sync = WeightSync(

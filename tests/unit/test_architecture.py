@@ -49,6 +49,7 @@ OWNERS = {
         "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
+        "engines/nccl.py": "communicators, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
         "quickstart/tiny_model.py": "makes a model",
     },
@@ -70,7 +71,10 @@ IMPORTS_NOTHING_HEAVY = (
     "cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines",
     "models/weight_files.py",
 )  # fmt: skip
-"""Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
+"""Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
+
+TORCH_ALONE = ("engines/wire.py", "engines/nccl.py")
+"""What trainer and plugin share; it needs torch."""
 
 
 class Import(NamedTuple):
@@ -193,17 +197,18 @@ def test_slow_and_optional_packages_are_imported_inside_functions():
 
 def test_the_base_installation_imports_nothing_heavy_at_the_top():
     heavy = {"torch", "ray", "megatron", "vllm", "transformers", "numpy", "safetensors", "sglang_router"}
+    torch_alone = {f"rltool.{file.removesuffix('.py').replace('/', '.')}" for file in TORCH_ALONE}
     heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
     wrong = []
     for found in all_imports():
-        if found.lazy or found.file.startswith("engines/plugin/") or found.file == "engines/wire.py":
+        if found.lazy or found.file.startswith("engines/plugin/") or found.file in TORCH_ALONE:
             continue
         if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
             continue
         if found.module == "rltool.models.weight_files":  # which is among those that are looked at here
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        if found.package in heavy or room in heavy_rooms or found.module == "rltool.engines.wire":
+        if found.package in heavy or room in heavy_rooms or found.module in torch_alone:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
@@ -211,9 +216,8 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
 def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    assert {
-        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire"))
-    } <= allowed
+    shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl")
+    assert {module for module in found if not module.startswith(shared)} <= allowed
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.engines.wire import plan_buckets
 from rltool.errors import EngineError, UsageError
 from rltool.weights.transport import TRANSPORTS, Receiver, Rendezvous, SenderOptions, choose, transport
 from rltool.weights.transports.disk import DiskSender
@@ -30,8 +31,8 @@ def control(dialect: str, backend):
 @pytest.mark.parametrize("pair", TRANSPORTS, ids=str)
 def test_every_transport_of_the_table_is_there_and_covers_every_bucket(pair):
     found = transport(*pair)
-    meeting = replace(MEETING, transport=pair[1], directory="/w")
-    buckets = [BUCKET, BUCKET[:1], BUCKET[1:]]
+    meeting = replace(MEETING, transport=pair[1], directory="/w", bucket_bytes=20)
+    buckets = plan_buckets([*BUCKET, *(replace(meta, name=f"{meta.name}2") for meta in BUCKET)], 20)
     assert sum(covered for _, covered in found.control.announce(buckets, meeting, version=VERSION)) == len(buckets)
     assert found.control.leave("g") and found.control.finish(VERSION) and found.control.begin()
 
@@ -190,12 +191,45 @@ def test_the_transport_is_chosen_by_what_the_engine_reports(changes, wanted, cho
         ),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
+        ({"weight_backend": "nccl"}, "nccl", "over nccl by a trainer on the CPU"),
+        ({}, "nccl", "over nccl by a trainer on the CPU"),
+        (SGLANG, "nccl", "over nccl by a trainer on the CPU"),
         ({**SGLANG, "dp_size": 2}, "gloo", 'has 2 data-parallel replicas.*weights.transport = "disk"'),
     ],
 )
 def test_an_engine_that_cannot_be_reached_is_told_what_to_change(changes, wanted, message):
     with pytest.raises(UsageError, match=message):
         choose(info(**changes), WeightsConfig(transport=wanted), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "chosen"),
+    [
+        ({}, "auto", "nccl"),
+        ({}, "nccl", "nccl"),
+        ({"device": "cpu"}, "auto", "gloo"),
+        ({"weight_backend": "nccl", "plugin": False}, "auto", "vllm-nccl"),
+        ({"weight_backend": "nccl", "plugin": False}, "nccl", "vllm-nccl"),
+        (SGLANG, "auto", "nccl"),
+        ({**SGLANG, "device": "cpu"}, "auto", "gloo"),
+        ({**SGLANG, "dp_size": 2}, "auto", "disk"),
+    ],
+)
+def test_a_trainer_on_a_gpu_sends_over_nccl_to_whoever_has_one_too(changes, wanted, chosen):
+    assert choose(info(**changes), WeightsConfig(transport=wanted), "cuda") == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cpu"}, "runs on the CPU, where there is no NCCL"),
+        ({"weight_backend": "ipc"}, "offers the weight backend 'ipc', not rltool's"),
+        ({**SGLANG, "dp_size": 2}, "has 2 data-parallel replicas"),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_over_nccl_says_why(changes, message):
+    with pytest.raises(UsageError, match=message):
+        choose(info(**changes), WeightsConfig(transport="nccl"), "cuda")
 
 
 def test_a_transport_that_this_version_lacks_is_named(monkeypatch):

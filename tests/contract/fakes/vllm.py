@@ -7,10 +7,13 @@ so that they cannot drift apart.
 from __future__ import annotations
 
 import asyncio
+import base64
+import itertools
 import math
 import time
 import uuid
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -20,8 +23,10 @@ from rltool.engines import arrays, wire
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
-from rltool.engines.types import TensorMeta
+from rltool.engines.types import Bucket, TensorMeta
+from rltool.errors import EngineError
 from tests.contract.fakes.generation import Batch, version_spans
+from tests.contract.fakes.nccl_engines import StockVllmTransfer, Workers
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
 
 END_TOKEN = 1
@@ -46,6 +51,7 @@ class FakeVllm(FakeServer):
         self.model_id = "policy"
         self.vocab_size = 120
         self.dtype = "float32"
+        self.device = "cpu"
         self.world_size = 1
         self.max_model_len = 256
         self.max_num_seqs = 64
@@ -70,6 +76,7 @@ class FakeVllm(FakeServer):
         self.updating = False
         self.changed = False
         self._group = None
+        self.native = StockVllmTransfer(self.world_size)
 
     @property
     def version(self) -> str:
@@ -138,6 +145,7 @@ class FakeVllm(FakeServer):
             }
         else:
             routes[("GET", "/server_info")] = self._stock_server_info
+            routes |= {("POST", path): self._native for path in self._native_steps()}
         return routes
 
     # -- facts
@@ -191,6 +199,7 @@ class FakeVllm(FakeServer):
                 "vocab_size": self.vocab_size,
                 "dtype": self.dtype,
                 "weight_backend": self.weight_backend,
+                "device": self.device,
                 "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
             }
@@ -323,6 +332,28 @@ class FakeVllm(FakeServer):
 
     # -- weights
 
+    def _native_steps(self) -> dict[str, Callable[[Any], object]]:
+        native = self.native
+        return {
+            "/init_weight_transfer_engine": lambda body: native.init(body["init_info"]),
+            "/start_weight_update": lambda body: native.start(),
+            "/update_weights": lambda body: native.update(body["update_info"]),
+            "/finish_weight_update": lambda body: native.finish(),
+            "/shutdown_weight_transfer_engine": lambda body: native.shutdown(),
+        }
+
+    async def _native(self, recorded: Recorded) -> web.Response:
+        """A stock server: vLLM's own backend."""
+        try:
+            await asyncio.to_thread(self._native_steps()[recorded.path], recorded.body)
+        except Exception as error:  # whatever a worker raises
+            return _worker_failed(str(error))
+        version = (recorded.body or {}).get("weight_version")
+        if recorded.path == "/finish_weight_update" and version is not None:
+            self.version = version
+        self.tensors = self.native.tensors
+        return web.json_response({"message": "done"})
+
     async def _init_transfer(self, recorded: Recorded) -> web.Response:
         self._end_unfinished_update()
         self._leave()
@@ -338,7 +369,16 @@ class FakeVllm(FakeServer):
                     info["group"],
                     info["timeout_seconds"],
                 )
-        except RuntimeError as error:  # torch's own errors at a rendezvous that fails
+            elif info["transport"] == "nccl":
+                self._group = await asyncio.to_thread(
+                    Workers,
+                    base64.b64decode(info["unique_id"]),
+                    info["rank_offset"],
+                    info["world_size"],
+                    self.world_size,
+                    info["timeout_seconds"],
+                )
+        except (RuntimeError, EngineError) as error:  # torch's own errors at a rendezvous that fails, or NCCL's
             return _worker_failed(str(error))
         self.transport = info["transport"]
         return web.json_response({"message": "Weight transfer initialized"})
@@ -362,13 +402,15 @@ class FakeVllm(FakeServer):
                 from safetensors.torch import load_file
 
                 self.tensors |= load_file(info["path"])
+            elif self.transport == "nccl":
+                self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
             else:
                 import torch
 
                 flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
                 await asyncio.to_thread(wire.broadcast, self._group, flat)
                 self.tensors |= dict(wire.split_flat(flat, bucket))
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, EngineError) as error:
             self._end_unfinished_update()
             return _worker_failed(str(error))
         self.changed = True
@@ -397,6 +439,12 @@ class FakeVllm(FakeServer):
         if self._group is not None:
             self._group.shutdown()
             self._group = None
+
+
+def _cut(metas: Bucket, info: dict[str, Any]) -> list[Bucket]:
+    """The buckets of one request."""
+    ends = itertools.accumulate(info["bucket_sizes"])
+    return [metas[end - size : end] for end, size in zip(ends, info["bucket_sizes"], strict=True)]
 
 
 def _hash(*parts: Any, start: int = 0) -> int:
