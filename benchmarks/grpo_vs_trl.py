@@ -1,10 +1,15 @@
-"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the quickstart's model and task, the same settings.
+"""Steps per minute of rltool and of TRL's GRPOTrainer on the CPU: the same model, prompts and settings.
 
     python -m benchmarks.grpo_vs_trl --work runs/grpo-vs-trl --json runs/grpo-vs-trl/result.json
+    python -m benchmarks.grpo_vs_trl --size 20M --work runs/grpo-vs-trl-20M --steps 8 --exclude 2 --rounds 1 \\
+        --rltool-threads 2 --sides rltool rltool-async rltool-rollout-logprobs trl
 
-One run measures both. They start from the quickstart's supervised warm start and take the same prompts in the same
-order. The opponents take turns (rltool, trl, trl with one thread, rltool, ...), each alone with all cores; engines are
-stopped while TRL trains. A step is one rollout and its optimizer steps. Both sides print a line when a step is over,
+One run measures all sides. `--size quickstart`: they start from the quickstart's supervised warm start. `--size 20M`: a
+random model of 21 million parameters that answers with up to 128 tokens (its end of sequence is one token of 512), and
+the share of letters in an answer as its reward. All take the same prompts in the same order, and take turns (rltool, trl,
+trl with one thread, rltool, ...), each alone with all cores; engines are stopped while TRL trains. rltool-async is
+rltool with `rollout.max_staleness = 1`; rltool-rollout-logprobs takes the engines' log-probabilities for the old policy's
+in place of computing them again. A step is one rollout and its optimizer steps. Both sides print a line when a step is over,
 and this process takes the time when it reads it. TRL runs in an environment of its own, built from
 requirements/benchmark-trl.txt when first needed.
 """
@@ -21,7 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -66,6 +71,23 @@ class Settings:
     eps: float = 1e-8
     clip_grad: float = 1.0
     clip: float = 0.2
+    reward: str = "exact_match"
+    """exact_match or letter_share."""
+
+
+SIZES: dict[str, Settings] = {
+    "quickstart": Settings(steps=60),
+    "20M": Settings(steps=8, prompts=8, max_response_tokens=128, lr_warmup_steps=1, lr=1e-4, reward="letter_share"),
+}
+REWARDS = {"exact_match": "rltool.rollout.rewards:exact_match", "letter_share": "benchmarks.rewards:letter_share"}
+SIDES = {
+    "rltool": "",
+    "rltool-async": "max_staleness = 1",
+    "rltool-rollout-logprobs": 'old_logprobs = "rollout"',
+    "trl": "",
+    "trl-1-thread": "",
+}
+"""What each is run with; the two of TRL differ in torch's threads."""
 
 
 @dataclass
@@ -83,7 +105,8 @@ class Block:
     versions: dict[str, Any] = field(default_factory=dict)
 
 
-def rltool_toml(model: Path, data: Path, settings: Settings, threads: int) -> str:
+def rltool_toml(model: Path, data: Path, settings: Settings, threads: int, side: str) -> str:
+    algorithm, rollout = (SIDES[side], "") if "logprobs" in side else ("", SIDES[side])
     return f"""
 seed = {settings.seed}
 steps = {settings.steps}
@@ -95,6 +118,7 @@ loss = "policy"
 normalize_std = true
 clip_low = {settings.clip}
 clip_high = {settings.clip}
+{algorithm}
 [optimizer]
 lr = {settings.lr}
 warmup_steps = {settings.lr_warmup_steps}
@@ -110,13 +134,14 @@ shuffle = false  # the file is in order
 [rollout]
 prompts_per_step = {settings.prompts}
 samples_per_prompt = {settings.samples}
+{rollout}
 
 [sampling]
 temperature = {settings.temperature}
 max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {settings.max_response_tokens}
 [reward]
-function = "rltool.rollout.rewards:exact_match"
+function = "{REWARDS[settings.reward]}"
 [monitor]
 tensorboard = false
 logprob_difference_limit = 1e-3
@@ -147,9 +172,12 @@ class Bench:
             [sys.executable, "-m", "rltool", *arguments], env=self.environment, check=True, stdout=sys.stderr
         )
 
-    def prepare(self, settings: Settings, warm_up_steps: int) -> tuple[Path, Path]:
-        """(model, data): the warm start, and the rows of all steps in the order in which both sides take them."""
+    def prepare(self, settings: Settings, size: str, warm_up_steps: int) -> tuple[Path, Path]:
+        """(model, data): where they start, and the rows of all steps in the order in which all sides take them."""
         task = make_task(self.work / "task", seed=settings.seed)
+        if size == "20M":
+            model = make_tiny_model(self.work / "model", seed=settings.seed, layers=7, hidden=512, vocabulary=512)
+            return model, self._ordered(task, settings)
         model = self.runs / "warmup" / "hf" / f"step_{warm_up_steps}"
         if not (model / "config.json").exists():
             base = make_tiny_model(self.work / "model", seed=settings.seed)
@@ -168,7 +196,7 @@ class Bench:
         busy, load = psutil.cpu_percent(interval=2.0) / 100, os.getloadavg()[0]
         print(f"--- {side}, round {number}: load {load:.2f}, cores busy {busy:.0%}", file=sys.stderr)
         block = Block(side, [], [], [], busy, load)
-        run = self._rltool_block if side == "rltool" else self._trl_block
+        run = self._rltool_block if side.startswith("rltool") else self._trl_block
         run(block, f"{side}-{number}", settings, model, data)
         block.load_after = os.getloadavg()[0]
         if len(block.rewards) != settings.steps:
@@ -182,7 +210,7 @@ class Bench:
     def _rltool_block(self, block: Block, name: str, settings: Settings, model: Path, data: Path) -> None:
         name = f"{name}-{os.getpid()}"
         config = self.work / "grpo.toml"
-        config.write_text(rltool_toml(model, data, settings, self.threads))
+        config.write_text(rltool_toml(model, data, settings, self.threads, block.side))
         longest = str(MAX_PROMPT_TOKENS + settings.max_response_tokens + 16)
         endpoints = self.runs / name / "endpoints.json"
         engines = (
@@ -329,7 +357,7 @@ def summary(blocks: Sequence[Block], warm_up: int) -> dict[str, Any]:
         }
     ratios = {}
     for side in sides:
-        if side != "rltool" and "rltool" in sides:
+        if not side.startswith("rltool") and "rltool" in sides:
             pairs = zip(
                 sides["rltool"]["steps_per_minute_by_round"], sides[side]["steps_per_minute_by_round"], strict=True
             )
@@ -379,13 +407,16 @@ def options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path("runs/grpo-vs-trl"), help="where everything is written")
     parser.add_argument("--trl-venv", type=Path, default=HERE.parent / ".venv-benchmark-trl")
     parser.add_argument(
-        "--sides", nargs="+", default=["rltool", "trl", "trl-1-thread"], choices=["rltool", "trl", "trl-1-thread"]
+        "--sides",
+        nargs="+",
+        default=["rltool", "trl", "trl-1-thread"],
+        choices=SIDES,
     )
     parser.add_argument("--rounds", type=int, default=2, help="each side trains so often from the start, in turns")
-    parser.add_argument("--steps", type=int, default=60, help="rollouts of each training run")
+    parser.add_argument("--size", default="quickstart", choices=SIZES, help="model, batch and lengths")
+    parser.add_argument("--steps", type=int, help="rollouts of each training run")
     parser.add_argument("--exclude", type=int, default=5, help="first steps of each run that are not measured")
     parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS, help="of the supervised warm start")
-    parser.add_argument("--max-response-tokens", type=int, default=MAX_RESPONSE_TOKENS)
     parser.add_argument("--num-engines", type=int, default=2)
     parser.add_argument("--rltool-threads", type=int, default=1, help="trainer.torch_threads")
     parser.add_argument("--seed", type=int, default=0)
@@ -397,9 +428,10 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
-    settings = Settings(steps=chosen.steps, seed=chosen.seed, max_response_tokens=chosen.max_response_tokens)
+    size = SIZES[chosen.size]
+    settings = replace(size, steps=chosen.steps or size.steps, seed=chosen.seed)
     bench = Bench(chosen.work, build_trl_environment(chosen.trl_venv), chosen.num_engines, chosen.rltool_threads)
-    model, data = bench.prepare(settings, chosen.warm_up_steps)
+    model, data = bench.prepare(settings, chosen.size, chosen.warm_up_steps)
     with termination_interrupts():  # a TERM must not leave engines behind
         blocks = [
             bench.block(side, number, settings, model, data) for number in range(chosen.rounds) for side in chosen.sides

@@ -42,6 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
     ),
+    "20M": dict(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=7, num_attention_heads=16,
+        num_key_value_heads=8, vocab_size=512, tie_word_embeddings=True,
+    ),
     "0.5B": dict(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
         num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True,
@@ -55,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-"""Those of Qwen2.5's published configurations, and two for the CPU."""
+"""Those of Qwen2.5's published configurations, and three for the CPU."""
 
 
 def options() -> argparse.Namespace:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rewards import share_of_letters  # beside this file: Python puts its directory first
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -56,17 +57,21 @@ class Timed(GRPOTrainer):
 
 
 class Rewards:
-    """Exact match, as rltool.rollout.rewards.exact_match has it, and what the last rollout got."""
+    """The reward of that name as rltool's side has it, and what the last rollout got."""
 
-    __name__ = "exact_match"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
         self.mean = self.mean_tokens = 0.0
 
     def __call__(
         self, completions: list[str], label: list[str], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        rewards = [float(text.strip() == wanted.strip()) for text, wanted in zip(completions, label, strict=True)]
+        if self.__name__ == "exact_match":
+            rewards = [float(text.strip() == wanted.strip()) for text, wanted in zip(completions, label, strict=True)]
+        else:
+            rewards = [
+                share_of_letters(text, len(ids)) for text, ids in zip(completions, completion_ids, strict=True)
+            ]
         self.mean = sum(rewards) / len(rewards)
         self.mean_tokens = sum(map(len, completion_ids)) / len(completion_ids)
         return rewards
@@ -120,7 +125,7 @@ def grpo_config(settings: dict[str, Any]) -> GRPOConfig:
 def main(settings: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
     data = Dataset.from_list([{"prompt": row["prompt"], "label": row["label"]} for row in rows])
-    rewards = Rewards()
+    rewards = Rewards(settings["reward"])
     lines = StepLines(settings, rewards)
     trainer = Timed(
         model=settings["model"], reward_funcs=rewards, args=grpo_config(settings), train_dataset=data,

@@ -13,10 +13,13 @@ HEAD_DIM = 32
 """vLLM's CPU attention does not take 16."""
 
 
-def make_tiny_model(directory: Path, *, seed: int, layers: int = 4, hidden: int = 128) -> Path:
+def make_tiny_model(
+    directory: Path, *, seed: int, layers: int = 4, hidden: int = 128, vocabulary: int | None = None
+) -> Path:
     """Write config, weights, tokenizer and generation config of a randomly initialised Qwen2 with tied embeddings.
 
-    The defaults have 0.7 million parameters. The same seed gives the same weights. Returns `directory`.
+    The defaults have 0.7 million parameters. vocabulary: the model's, at least the tokenizer's 64; tokens beyond those
+    decode to nothing. The same seed gives the same weights. Returns `directory`.
     """
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -25,7 +28,7 @@ def make_tiny_model(directory: Path, *, seed: int, layers: int = 4, hidden: int 
     stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     assert isinstance(stop, int) and isinstance(pad, int)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary or len(tokenizer),
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
         num_hidden_layers=layers,

@@ -1,0 +1,171 @@
+"""Seconds of a whole RL step and where they go, on GPUs: real engines, router-less, the real trainer, random weights.
+
+    python -m benchmarks.whole_step --shape 0.5B --engine-gpus 0 --trainer-gpus 1 --work runs/whole-step
+
+A model of one of trainer_speed's shapes answers every prompt with exactly --response-tokens tokens: its vocabulary has
+one end-of-sequence token among 152,000. Each --staleness is a run of --steps steps on the same engines; the first
+--exclude are left out. Prints a table of medians and one line of JSON. generate is the engines' time for the batch,
+wait what the trainer waited for it; longer half is the longer of generate, and training with the weight sync.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.trainer_speed import SHAPES
+from rltool.quickstart.tiny_model import make_tokenizer
+
+PHASES = ("step", "wait", "generate", "reward", "logprobs", "train", "sync")
+
+
+def make_model(directory: Path, shape: str, longest: int) -> Path:
+    """Random bf16 weights of the shape, with the quickstart's tokenizer of characters; one that is there is kept."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    if (directory / "model.safetensors").exists() or (directory / "model.safetensors.index.json").exists():
+        return directory
+    tokenizer = make_tokenizer()
+    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    config = Qwen2Config(
+        **SHAPES[shape],
+        max_position_embeddings=longest,
+        eos_token_id=stop,
+        pad_token_id=pad,
+        bos_token_id=None,
+        dtype="bfloat16",
+    )
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen2ForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def configuration(args: argparse.Namespace, model: Path, data: Path, staleness: int) -> str:
+    ranks = len(args.trainer_gpus.split(","))
+    return f"""
+steps = {args.steps}
+[model]
+path = "{model}"
+dtype = "bfloat16"
+[algorithm]
+loss = "policy"
+old_logprobs = "{args.old_logprobs}"
+[optimizer]
+lr = 1e-6
+[trainer]
+world_size = {ranks}
+max_tokens_per_micro_batch = {args.tokens}
+distributed_optimizer = {str(ranks > 1).lower()}
+[data]
+train = ["{data}"]
+[rollout]
+prompts_per_step = {args.prompts}
+samples_per_prompt = {args.samples}
+max_staleness = {staleness}
+requests_per_engine = {args.prompts}
+[sampling]
+max_prompt_tokens = 64
+max_response_tokens = {args.response_tokens}
+[reward]
+function = "benchmarks.rewards:letter_share"
+workers = 8
+[weights]
+verify_tolerance = {args.verify_tolerance}
+[checkpoint]
+every_steps = 0
+[monitor]
+tensorboard = false
+logprob_difference_limit = 1.0
+"""
+
+
+class Bench:
+    """`rltool` verbs as child processes, their runs under --work."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.work = args, args.work.resolve()
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.environment = {**os.environ, "RLTOOL_RUNS": str(self.work), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+
+    def rltool(self, *words: str, **variables: str) -> None:
+        print("$ rltool", *words, file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "rltool", *words]
+        subprocess.run(command, env=self.environment | variables, check=True, stdout=sys.stderr)
+
+    def serve(self, model: Path) -> None:
+        args = self.args
+        longest = str(64 + args.response_tokens + 16)
+        words = ["serve-engines", str(model), "--num-engines", str(len(args.engine_gpus.split(",")))]
+        words += ["--gpus", args.engine_gpus, "--max-model-len", longest, "--run", "engines", "--detach"]
+        self.rltool(*words, *args.serve, "--", "--max-num-seqs", "1024", *args.engine_args)
+
+    def train(self, model: Path, data: Path, staleness: int) -> dict[str, Any]:
+        run = f"staleness-{staleness}"
+        config = self.work / f"{run}.toml"
+        config.write_text(configuration(self.args, model, data, staleness))
+        words = ["train", "--config", str(config), "--run", run]
+        words += ["--rollout-external", f"@{self.work}/engines/endpoints.json"]
+        self.rltool(*words, CUDA_VISIBLE_DEVICES=self.args.trainer_gpus)
+        lines = (self.work / run / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if "train/loss" in record][self.args.exclude :]
+        seconds = {phase: statistics.median(record[f"time/{phase}_seconds"] for record in records) for phase in PHASES}
+        seconds["longer half"] = max(seconds["generate"], seconds["train"] + seconds["sync"])
+        tokens = self.args.prompts * self.args.samples * self.args.response_tokens
+        return seconds | {
+            "step / longer half": seconds["step"] / seconds["longer half"],
+            "tokens/s": tokens / seconds["step"],
+            "tokens/s while generating": tokens / seconds["generate"],
+            "sync GB/s": statistics.median(r["weights/sync_bytes"] / r["weights/sync_seconds"] for r in records) / 1e9,
+            "mismatch KL": statistics.median(r.get("train/mismatch_kl", float("nan")) for r in records),
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="0.5B")
+    parser.add_argument("--engine-gpus", default="0")
+    parser.add_argument("--trainer-gpus", default="1")
+    parser.add_argument("--work", type=Path, default=Path("runs/whole-step"))
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--exclude", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--response-tokens", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--old-logprobs", choices=("trainer", "rollout"), default="trainer")
+    parser.add_argument("--verify-tolerance", type=float, default=0.2, help="bf16 on both sides")
+    parser.add_argument("--serve", nargs="*", default=[], help="further words of serve-engines")
+    parser.add_argument("--engine-args", nargs="*", default=[], help="further arguments of the engine")
+    args = parser.parse_args()
+    bench = Bench(args)
+    model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)
+    data = bench.work / "prompts.jsonl"
+    data.write_text(
+        "".join(json.dumps({"prompt": f"question {chr(97 + i % 26)}", "label": ""}) + "\n" for i in range(4096))
+    )
+    bench.serve(model)
+    try:
+        found = {f"max_staleness {value}": bench.train(model, data, value) for value in args.staleness}
+    finally:
+        bench.rltool("stop", "--run", "engines")
+    for mode, values in found.items():
+        print(mode, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    print(json.dumps({"shape": args.shape, **found}))
+
+
+if __name__ == "__main__":
+    main()
