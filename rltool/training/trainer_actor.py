@@ -22,7 +22,7 @@ from rltool.weights.stream import drain
 from rltool.weights.transport import Receiver, Rendezvous
 
 
-@ray.remote(concurrency_groups={"abort": 1})
+@ray.remote(concurrency_groups={"abort": 1})  # pyright: ignore[reportCallIssue]  # not in its overloads
 class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency group "abort" run beside them, on another."""
