@@ -306,7 +306,9 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
 def _hosts_rendezvous(prepared: Prepared) -> bool:
     """Whether engines connect to a port of the trainer's to receive weights."""
     fleet = prepared.fleet
-    chosen = backends(fleet, prepared.config, prepared.device) if fleet is not None else {}
+    if fleet is None:
+        return False
+    chosen = backends(fleet, prepared.config, prepared.device)
     return any(transport(fleet.infos[url].dialect, backend).listens for url, backend in chosen.items())
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -22,7 +22,7 @@ from rltool.weights.stream import drain
 from rltool.weights.transport import Receiver, Rendezvous
 
 
-@ray.remote(concurrency_groups={"abort": 1})
+@cast(Any, ray.remote)(concurrency_groups={"abort": 1})  # which its overloads do not have
 class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency group "abort" run beside them, on another."""
