@@ -31,7 +31,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialect import Dialect, Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet import Fleet, Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import Bucket, Completion, EngineInfo, TensorMeta
 from rltool.engines.weight_version import WeightVersion
@@ -237,9 +237,7 @@ class WeightSync:
         if self._left:
             left, self._left = sorted(self._left), set()
             await self.ranks.leave_transfer(left)
-        new = [
-            url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
-        ]
+        new = [url for url in urls if not self._is_connected(self.fleet.member(url))]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
         away = await self._gather(new, self._answers)
         new = [url for url in new if url not in away]
@@ -257,6 +255,12 @@ class WeightSync:
             failures = {**await joining, **answered}
         self._connected |= {url: self.fleet.member(url).boot_id for url in new if url not in failures}
         return set(new), away | failures
+
+    def _is_connected(self, member: Member) -> bool:
+        """Whether its transfer group is with this process of it. One whose weights are not known to be ours may be
+        another process: its owner may have started it again with the same boot id, or it tells none."""
+        is_known = member.url in self._connected and self._connected[member.url] == member.boot_id
+        return is_known and member.version is not None
 
     async def _answers(self, endpoint: EngineEndpoint) -> None:
         """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
@@ -393,8 +397,7 @@ class WeightSync:
         if self.fleet.member(url).state is State.PAUSED:
             self.fleet.update_failed(url, reason)
         if url in self._silent:
-            for _ in range(CHECKS_MISSED):
-                self.fleet.probe_failed(url, reason, sent_at=self.fleet.member(url).since)
+            self.fleet.fell_silent(url, reason, checks=CHECKS_MISSED)
 
     async def _each(self, urls: Sequence[str], act: Callable[[EngineEndpoint], Awaitable[None]]) -> Failures:
         """`act` on all of them side by side; those that fail are out of this sync."""
