@@ -20,7 +20,7 @@ from tests.chaos.invariants import Violation
 INTERVAL = 2.0
 MEBIBYTE = 2**20
 PAGE = os.sysconf("SC_PAGESIZE")
-GROWTH = {"memory": 0.03, "descriptors": 0.1, "threads": 0.1}
+GROWTH = {"memory": 0.02, "descriptors": 0.1, "threads": 0.1}
 """What may be added, as a share: see `growth`."""
 FEWEST = 50
 TENTHS = 10
