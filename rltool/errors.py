@@ -40,6 +40,14 @@ class EngineUnreachable(EngineError):
     """No answer: connection refused or reset, or the deadline passed, after all retries."""
 
 
+class EngineFailed(EngineError):
+    """The engine or router answered 429 or 5xx, to the end. `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class EngineRejected(EngineError):
     """The engine answered 4xx: the request is wrong, and repeating it cannot help. `status` is the HTTP status."""
 

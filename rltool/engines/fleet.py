@@ -1,9 +1,9 @@
 """Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: whoever owns
 those (the rollout manager) tells the fleet *facts*, gives it *commands*, and asks it for *decisions*.
 
-- Facts (`probe_succeeded`, `probe_failed`, `request_succeeded`, `request_failed`, `process_exited`) are what was
-  observed. They come from concurrent tasks, so they are accepted in every state, and ignored when they are about an
-  engine that has been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
+- Facts (`probe_succeeded`, `probe_failed`, `fell_silent`, `request_succeeded`, `request_failed`, `process_exited`) are
+  what was observed. They come from concurrent tasks, so they are accepted in every state, and ignored when they are
+  about an engine that has been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
 - Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the
   state does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
 - Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `membership_epoch`, `take_transitions`) are read by the
@@ -220,6 +220,13 @@ class Fleet:
         member = self._update(member, probe_failures=member.probe_failures + 1)
         self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
 
+    def fell_silent(self, url: str, reason: str, *, checks: int) -> None:
+        """It missed so many health checks in a row, in the middle of a weight sync, whose failure it is already. They
+        weigh as much as probes."""
+        member = self._members.get(url)
+        if member is not None and member.state not in (State.STARTING, State.PAUSED):
+            self._judge(self._update(member, probe_failures=member.probe_failures + checks), reason)
+
     def request_succeeded(self, url: str, *, sent_at: float) -> None:
         """A generation (or a canary request) came back whole."""
         member = self._observable(url, sent_at)
@@ -231,7 +238,6 @@ class Fleet:
             last_incident_at=None,
             canary_wanted=False,
             last_success_at=self._clock(),
-            successes=member.successes + 1,
         )
         if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
             self._rejoin(member, "a canary request succeeded")

@@ -99,7 +99,6 @@ class Member:
     last_canary_at: float | None = None
     last_success_at: float | None = None
     """When a request that it brought to its end was reported."""
-    successes: int = 0
     canary_wanted: bool = False
     """A request failed, and it may have been this engine's fault."""
 

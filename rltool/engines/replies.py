@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rltool.engines.types import HttpRequest
-from rltool.errors import EngineError, EngineRejected
+from rltool.errors import EngineError, EngineFailed, EngineRejected
 
 QUOTED_CHARACTERS = 600
 """How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
@@ -17,13 +17,13 @@ QUOTED_CHARACTERS = 600
 def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any:
     """Decoded JSON, the text where it is not JSON, None where it is empty; a status that is tolerated, as it is.
 
-    Raises EngineRejected for 3xx and 4xx, EngineError for what may pass: 429 and 5xx. `what` names the request there.
+    Raises EngineRejected for 3xx and 4xx, EngineFailed for what may pass: 429 and 5xx. `what` names the request there.
     """
     if status in request.tolerate:
         return status
     text = body.decode("utf-8", "replace")
     if status == 429 or status >= 500:
-        raise EngineError(f"{what} answered {status}: {quote(text)}")
+        raise EngineFailed(f"{what} answered {status}: {quote(text)}", status)
     if status >= 300:
         sent = f" (sent: {quote(json.dumps(_without_keys(request.body)))})" if request.body is not None else ""
         raise EngineRejected(f"{what} answered {status}: {quote(text)}{hint(status)}{sent}", status)

@@ -5,7 +5,8 @@ a fact for the fleet and is sent to another, from where it began; one whose engi
 withdrawn and sent again at once, for a wedged engine would never answer it. A request that three engines failed on is
 given up: it may be what breaks them. While nobody serves, as during a weight sync, requests wait; how long that may
 last is the fleet's owner's matter (deadlines.engines). Behind a router the router chooses; which worker failed is known
-where our plugin's reply names it, else every serving engine has to answer a canary request.
+where our plugin's reply names it, else every serving engine has to answer a canary request, and another failure of the
+same request counts against it once they have.
 
 Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its
 engine is reported stale, the event is counted, and the request is sent again.
@@ -20,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from rltool.engines.client import EngineClient
@@ -37,6 +38,8 @@ ABORT_SECONDS = 5.0
 they are told side by side."""
 POISONOUS_AFTER = 3
 """Failures of one request, each at an engine that works for others."""
+ROUTERS_OWN = frozenset({429, 502, 503, 504})
+"""Statuses by which a router speaks of itself: it has no worker, reaches none, or is full."""
 KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
 """States in which an engine brings its requests to their end."""
 
@@ -65,16 +68,13 @@ class PoisonousRequest(EngineError):
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """Where a request is sent now. engine: whom a failure is attributed to; None behind a router.
-
-    proof: what the engine had brought to its end when it got the request, so that a second failure at the same engine
-    counts only after it has worked for somebody else.
-    """
+    """Where a request is sent now. engine: None behind a router. answered_by: boot ids of the processes that answered,
+    where their replies tell."""
 
     endpoint: EngineEndpoint
     engine: str | None
-    proof: int
     sent_at: float
+    answered_by: set[str] = field(default_factory=set)
 
 
 class DataPlane:
@@ -153,9 +153,10 @@ class DataPlane:
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
         """
-        failures: set[tuple[str, int]] = set()
+        counted: dict[str, float] = {}
+        """Engines that this request has failed at, and when that last counted against it."""
         avoid: str | None = None
-        tries = 0
+        failures = tries = 0
         while True:
             attempt = await self._acquire(avoid=avoid)
             try:
@@ -165,13 +166,14 @@ class DataPlane:
             except EngineError as error:
                 withdrawn = attempt in self._withdrawn
                 avoid = attempt.engine
-                # A router that is away, or that hides its worker, proves nothing against the request.
-                if attempt.engine is not None and not isinstance(error, _NotItsFault):
-                    failures.add((attempt.engine, attempt.proof))
-                if len(failures) >= POISONOUS_AFTER:
+                suspects = self._suspects(attempt, error)
+                if suspects and all(self._has_worked_since(counted.get(url), url) for url in suspects):
+                    failures += 1
+                    counted |= dict.fromkeys(suspects, self._clock())
+                if failures >= POISONOUS_AFTER:
                     self.counts["poisonous_requests"] += 1
                     raise PoisonousRequest(
-                        f"given up after {len(failures)} failures at engines that serve others; {self._describe(error)}"
+                        f"given up after {failures} failures at engines that serve others; {self._describe(error)}"
                     ) from error
             finally:
                 self._withdrawn.pop(attempt, None)
@@ -239,9 +241,9 @@ class DataPlane:
         if self._free() <= 0:
             return None
         if self._router is not None:
-            return Attempt(self._router, None, 0, self._clock())
+            return Attempt(self._router, None, self._clock())
         url = min(self._fleet.serving(), key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
-        return Attempt(self._endpoints[url], url, self._fleet.member(url).successes, self._clock())
+        return Attempt(self._endpoints[url], url, self._clock())
 
     def _release(self, attempt: Attempt) -> None:
         self._in_flight[attempt.endpoint.url] -= 1
@@ -274,47 +276,53 @@ class DataPlane:
 
     async def _send(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
         published = self._judge.published if self._judge else None
-        answered_by: set[str] = set()
         with self._named(attempt, request, group):
             try:
                 # Elsewhere is tried next, so one attempt here is enough.
                 completions = await self._client.generate(
-                    attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=answered_by
+                    attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by
                 )
             except EngineRejected:
                 raise
             except EngineError as error:
-                self._failed(attempt, error, answered_by)
+                self._failed(attempt, error)
                 raise
-        self._judge_versions(attempt, completions, published, answered_by)
-        for url in self._engines(attempt, answered_by):
+        self._judge_versions(attempt, completions, published)
+        for url in self._engines(attempt):
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
         return completions
 
-    def _engines(self, attempt: Attempt, answered_by: Collection[str]) -> list[str]:
+    def _engines(self, attempt: Attempt) -> list[str]:
         """Who had the request, as far as that is known."""
         if attempt.engine is not None:
             return [attempt.engine]
-        return [member.url for member in self._fleet.members() if member.boot_id in answered_by]
+        return [member.url for member in self._fleet.members() if member.boot_id in attempt.answered_by]
 
-    def _failed(self, attempt: Attempt, error: EngineError, answered_by: Collection[str]) -> None:
+    def _suspects(self, attempt: Attempt, error: EngineError) -> list[str]:
+        """Engines at which the request may have failed by its own fault: none where that says nothing of the request,
+        all that serve where a router has passed on a failure and hides whose it is."""
+        if isinstance(error, _NotItsFault):
+            return []
+        is_the_routers = isinstance(error, EngineUnreachable) or getattr(error, "status", None) in ROUTERS_OWN
+        return self._engines(attempt) or ([] if is_the_routers else list(self._fleet.serving()))
+
+    def _has_worked_since(self, moment: float | None, url: str) -> bool:
+        """Whether the engine has brought a request to its end since then; so it has where there is no such moment."""
+        ended = (member.last_success_at for member in self._fleet.members() if member.url == url)
+        return moment is None or any(at is not None and at > moment for at in ended)
+
+    def _failed(self, attempt: Attempt, error: EngineError) -> None:
         self.counts["failed_requests"] += 1
-        engines = self._engines(attempt, answered_by)
+        engines = self._engines(attempt)
         for url in engines:
             self._fleet.request_failed(url, str(error), sent_at=attempt.sent_at)
         if not engines:
             self._fleet.request_lost()
 
-    def _judge_versions(
-        self,
-        attempt: Attempt,
-        completions: Sequence[Completion],
-        published: int | None,
-        answered_by: Collection[str],
-    ) -> None:
+    def _judge_versions(self, attempt: Attempt, completions: Sequence[Completion], published: int | None) -> None:
         if self._judge is None:
             return
-        engines = self._engines(attempt, answered_by)
+        engines = self._engines(attempt)
         for version in {span.version for completion in completions for span in completion.versions}:
             reason = self._judge.refusal(version)
             if reason is not None:

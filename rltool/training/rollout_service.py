@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import EngineStatus
-from rltool.engines.types import EngineInfo, EngineLoad, SamplingParams
+from rltool.engines.types import EngineInfo, EngineLoad
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.admission import AdmissionPolicy
@@ -30,10 +30,8 @@ from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
-from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.generate import GenerateContext, fill_group, load_generate
-from rltool.rollout.groups import Group
+from rltool.rollout.generate import load_generate
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.router_members import RouterMembers
@@ -44,6 +42,7 @@ from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.rollout_batch import Rollout, to_rollout
+from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
 from rltool.weights.connections import Ranks
 from rltool.weights.sync import WeightSync
@@ -129,6 +128,11 @@ class RolloutService:
             min_serving=config.engines.min_serving, judge=self._book if self._syncing else None,
             saw_version=self._ownership.saw, clock=self._clock,
         )  # fmt: skip
+        self._work = RolloutWork(
+            config, self._plane, self._scorer, self.tokenizer, self._function,
+            vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
+        )  # fmt: skip
+        self.collector = self._collector()
         self._guard = EngineGuard(
             self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
             clock=self._clock,
@@ -177,11 +181,13 @@ class RolloutService:
             max_failure_fraction=config.reward.max_failure_fraction,
             batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt, function=config.reward.function,
         )  # fmt: skip
-        self.collector = Collector(
-            PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle),
-            AdmissionPolicy.of(config),
-            _Work(self),
-            self._book,
+        self._prompts = PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        return data_summary(train, evals)
+
+    def _collector(self) -> Collector:
+        config, rollout = self._config, self._config.rollout
+        return Collector(
+            self._prompts, AdmissionPolicy.of(config), self._work, self._book,
             CollectorConfig(
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
                 group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
@@ -190,7 +196,6 @@ class RolloutService:
             ),
             judges_age=self._syncing is not None, on_event=self._on_event, clock=self._clock,
         )  # fmt: skip
-        return data_summary(train, evals)
 
     def _router_members(self, router: EngineEndpoint) -> RouterMembers:
         return RouterMembers(
@@ -281,7 +286,7 @@ class RolloutService:
 
     async def evaluate(self) -> dict[str, float]:
         """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""
-        task = asyncio.create_task(self._evaluate(), name="evaluate")
+        task = asyncio.create_task(self._work.evaluate(self._eval_sets), name="evaluate")
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
@@ -297,20 +302,9 @@ class RolloutService:
         finally:
             self._evaluations.discard(task)
 
-    async def _evaluate(self) -> dict[str, float]:
-        config = self._config
-        metrics: dict[str, float] = {}
-        context = self._context(replace(self._sampling(), temperature=config.eval.temperature))
-        for name, prompts in self._eval_sets.items():
-            metrics |= await evaluate_set(
-                name, prompts, context, self._scorer, function=self._function,
-                samples_per_prompt=config.eval.samples_per_prompt, run_seed=config.seed,
-            )  # fmt: skip
-        return metrics
-
     async def state_dict(self, done: int) -> SourceState:
         """What a checkpoint after `done` training steps keeps."""
-        state, samples = books(self.collector, done, keeps_partial=self._function is None)
+        state, samples = books(self.collector, done, keeps_partial=self._work.keeps_partial_groups())
         return await asyncio.to_thread(encoded, state, samples, run_seed=self._config.seed)
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
@@ -383,22 +377,6 @@ class RolloutService:
                 for task in self._evaluations:
                     task.cancel()
 
-    def _sampling(self) -> SamplingParams:
-        sampling = self._config.sampling
-        return SamplingParams(
-            max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, stop_token_ids=self.tokenizer.stop_ids,
-        )  # fmt: skip
-
-    def _context(self, sampling: SamplingParams, **options: Any) -> GenerateContext:
-        return GenerateContext(
-            self._plane.generate,
-            sampling,
-            self._vocab_size or self.tokenizer.vocab_size,
-            require_versions=self._syncing is not None,
-            **options,
-        )
-
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
         counts = self.collector.ledger.counts()
@@ -414,28 +392,3 @@ class RolloutService:
             }
         )
         return rollout
-
-
-class _Work:
-    """The collector's GroupWork over the service's parts."""
-
-    def __init__(self, service: RolloutService) -> None:
-        self._service = service
-
-    async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
-        service = self._service
-
-        async def generate(request: Any) -> Any:
-            return await service._plane.generate(request, group=group.id)
-
-        context = replace(service._context(service._sampling()), generate=generate, interrupted=interrupted)
-        await fill_group(group.samples, context, service._function)
-
-    async def finish(self, group: Group) -> str | None:
-        return await self._service._scorer.finish(group.samples)
-
-    async def abort(self, groups: Collection[int]) -> None:
-        await self._service._plane.abort(groups)
-
-    def keeps_partial_groups(self) -> bool:
-        return self._service._function is None

@@ -79,7 +79,7 @@ class Connections:
         if self._left:
             left, self._left = sorted(self._left), set()
             await self._ranks.leave_transfer(left)
-        new = [url for url in urls if url not in self._connected or self._connected[url].boot_id != self._boot_id(url)]
+        new = [url for url in urls if not self._is_connected(url)]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
         failures = await self._calls.gather(new, self._calls.answers)
         receivers, refused = self._receivers([url for url in new if url not in failures])
@@ -128,6 +128,12 @@ class Connections:
         return failures
 
     # -- the rest is private
+
+    def _is_connected(self, url: str) -> bool:
+        """Whether its group is with this process of it. One whose weights are not known to be ours may be another
+        process: its owner may have started it again with the same boot id, or it tells none."""
+        is_known = url in self._connected and self._connected[url].boot_id == self._boot_id(url)
+        return is_known and self._fleet.member(url).version is not None
 
     def _boot_id(self, url: str) -> str | None:
         return self._fleet.member(url).boot_id

@@ -251,8 +251,7 @@ class WeightSync:
         if self.fleet.member(url).state is State.PAUSED:
             self.fleet.update_failed(url, reason)
         if url in self.calls.silent:
-            for _ in range(CHECKS_MISSED):
-                self.fleet.probe_failed(url, reason, sent_at=self.fleet.member(url).since)
+            self.fleet.fell_silent(url, reason, checks=CHECKS_MISSED)
 
     async def _each(self, urls: Sequence[str], act: Act) -> Failures:
         """`act` on all of them side by side; those that fail are out of this sync."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -267,6 +268,8 @@ class ChaosRun:
         directory = Path(tempfile.mkdtemp(dir=self._directory, prefix=f"checkpoint-{step}-"))
         for name, content in state.files.items():
             (directory / name).write_bytes(content)
+        if self._state_directory is not None:
+            shutil.rmtree(self._state_directory)
         self._state, self._state_directory, self._done = json.loads(json.dumps(state.state)), directory, step
 
     # -- ends

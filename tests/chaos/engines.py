@@ -22,12 +22,12 @@ KEPT_STATES = 100
 
 
 class WitnessEngine(FakeVllm):
-    """completed: every update that was brought to its end, as (boot id, version, number). `truth` is what it holds now,
-    as (version label, number), and `truth_told` how often a probe was told so, with nothing broken.
+    """completed: the last updates that were brought to their end, as (boot id, version, number). `truth` is what it
+    holds now, as (version label, number), and `truth_told` how often a probe was told so, with nothing broken.
     """
 
     def __init__(self, *, seconds: float) -> None:
-        self.completed: set[tuple[str, str, int]] = set()
+        self.completed: deque[tuple[str, str, int]] = deque(maxlen=KEPT_STATES)
         self.truth_told = 0
         self._wake: threading.Event | None = None
         super().__init__()
@@ -69,7 +69,7 @@ class WitnessEngine(FakeVllm):
     async def _finish_update(self, recorded: Recorded) -> web.Response:
         response = await super()._finish_update(recorded)
         if response.status == 200:
-            self.completed.add((self.boot_id, *self.truth))
+            self.completed.append((self.boot_id, *self.truth))
         return response
 
     def _choice(self, index: int, planned: list[int], sampling: dict[str, Any], states: list[Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Everything is compared with what the engines really hold and with books of our o
 from __future__ import annotations
 
 import time
+from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
 
@@ -19,6 +20,7 @@ from tests.chaos.weights import logprob, weights_of
 TIMES_TOLD = 4
 """Answers to probes, with nothing broken, after which the fleet must know: one may be on its way, one be judged."""
 KEPT_LINES = 400
+NEVER = -1
 
 
 class Violation(AssertionError):
@@ -39,6 +41,34 @@ class Journal:
         return "\n".join(self._lines)
 
 
+class TrainedGroups:
+    """Which step trained which group, along the line of weights that survives. Four bytes a group: an hour trains
+    hundreds of thousands, and must not grow by what it keeps of them."""
+
+    def __init__(self) -> None:
+        self._steps = array("i")
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __contains__(self, group: int) -> bool:
+        return group < len(self._steps) and self._steps[group] != NEVER
+
+    def step_of(self, group: int) -> int:
+        return self._steps[group]
+
+    def add(self, group: int, step: int) -> None:
+        self._steps.extend([NEVER] * (group + 1 - len(self._steps)))
+        self._steps[group] = step
+        self._count += 1
+
+    def forget_from(self, step: int) -> None:
+        """What was trained at `step` or later is undone."""
+        self._steps = array("i", (NEVER if found >= step else found for found in self._steps))
+        self._count = len(self._steps) - self._steps.count(NEVER)
+
+
 class Invariants:
     """engines: all of them by URL, in the fleet or not. `violations` collects what was found between two steps: an
     assertion that failed inside the service would be taken for a failure of the service."""
@@ -48,8 +78,7 @@ class Invariants:
         self._staleness = staleness
         self._ancestors: dict[int, int] = {}
         self._attempt = 0
-        self._trained: dict[int, int] = {}
-        """Group -> the step that trained it, along the line of weights that survives."""
+        self._trained = TrainedGroups()
         self._told_dropped: Counter[str] = Counter()
         self._service: RolloutService | None = None
         self.violations: list[str] = []
@@ -58,7 +87,7 @@ class Invariants:
     def begin(self, service: RolloutService, attempt: int, ancestors: Mapping[int, int], done: int) -> None:
         """An attempt begins after `done` steps: what later ones trained is forgotten with their weights."""
         self._service, self._attempt, self._ancestors = service, attempt, dict(ancestors)
-        self._trained = {group: step for group, step in self._trained.items() if step < done}
+        self._trained.forget_from(done)
         self._told_dropped = Counter(service.collector.ledger.dropped)
 
     def end(self) -> None:
@@ -87,13 +116,14 @@ class Invariants:
                 str(member.version) == version,
                 f"{member.url} is READY at {member.version}, the fleet is at {version}",
             )
-            done = (boot for boot, *what in list(engine.completed) if what == [version, weights_of(version)])
-            _require(
-                bool({member.boot_id, engine.boot_id} & set(done)),
-                f"{member.url} is READY at {version}, and never brought that sync to its end",
-            )
+            done = {boot for boot, *what in list(engine.completed) if what == [version, weights_of(version)]}
             truth = engine.truth
             told = engine.truth_told  # read second: it falls to 0 before the truth changes, in a thread of its own
+            # A process that has brought it to its end may have been restarted since, twice before anybody asked.
+            _require(
+                bool(done) and (told < TIMES_TOLD or bool({member.boot_id, engine.boot_id} & done)),
+                f"{member.url} is READY at {version}, and never brought that sync to its end",
+            )
             _require(
                 truth == (version, weights_of(version)) or told < TIMES_TOLD,
                 f"{member.url} is READY at {version}, and has told {told} probes that it holds {truth}",
@@ -107,9 +137,10 @@ class Invariants:
         groups = Counter(sample.group_id for sample in rollout.samples)
         _require(len(groups) == self._batch, f"the batch of step {step} has {len(groups)} groups")
         _require(set(groups.values()) == {self._samples}, f"groups of {set(groups.values())} samples at step {step}")
-        twice = {group: self._trained[group] for group in groups if group in self._trained}
+        twice = {group: self._trained.step_of(group) for group in groups if group in self._trained}
         _require(not twice, f"step {step} trains groups again (group: step before): {twice}")
-        self._trained |= dict.fromkeys(groups, step)
+        for group in groups:
+            self._trained.add(group, step)
         for sample in rollout.samples:
             self._check_sample(sample, step)
         for name, count in rollout.metrics.items():
@@ -154,11 +185,11 @@ class Invariants:
         assert self._service is not None
         collector = self._service.collector
         ledger = collector.ledger
-        known = set(self._trained) | {group.id for group in ledger.groups()}
-        lost = ledger.issued - len(known) - ledger.dropped.total()
+        known = len(self._trained) + sum(group.id not in self._trained for group in ledger.groups())
+        lost = ledger.issued - known - ledger.dropped.total()
         _require(
             lost == 0,
-            f"{ledger.issued} groups were issued, {len(known)} are trained or open, {ledger.dropped.total()} dropped",
+            f"{ledger.issued} groups were issued, {known} are trained or open, {ledger.dropped.total()} dropped",
         )
         told = self._told_dropped + collector._since.dropped
         _require(told == ledger.dropped, f"metrics tell of drops {dict(told)}, the books of {dict(ledger.dropped)}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,9 +20,10 @@ from tests.chaos.invariants import Violation
 INTERVAL = 2.0
 MEBIBYTE = 2**20
 PAGE = os.sysconf("SC_PAGESIZE")
-GROWTH = {"memory": 0.05, "descriptors": 0.25, "threads": 0.25}
-"""Of the second half's peak over the first half's (its first tenth, in which caches fill, left out)."""
-FEWEST = 20
+GROWTH = {"memory": 0.02, "descriptors": 0.1, "threads": 0.1}
+"""What may be added, as a share: see `growth`."""
+FEWEST = 50
+TENTHS = 10
 
 
 def open_descriptors() -> set[str]:
@@ -74,15 +77,24 @@ class Resources:
         )
 
     def lines(self) -> list[str]:
-        """Peaks of the first and the second half. Violation where one has grown."""
-        rows = self._rows[len(self._rows) // 10 :]
-        if len(rows) < FEWEST:
+        """Medians of each tenth of the time. Violation where something grows."""
+        if len(self._rows) < FEWEST:
             return [f"too short to say what grows: {len(self._rows)} measurements, {INTERVAL:g} s apart"]
-        half = len(rows) // 2
-        found = []
-        for name, allowed in GROWTH.items():
-            first, second = (max(row[name] for row in part) for part in (rows[:half], rows[half:]))
-            found.append(f"{name}: at most {first:.0f} in the first half, {second:.0f} in the second")
-            if second > first * (1 + allowed):
-                raise Violation(f"{name} grows: {found[-1]}")
-        return found
+        tenths = {name: medians([row[name] for row in self._rows]) for name in GROWTH}
+        lines = [f"{name} (medians of tenths): {' '.join(f'{it:.0f}' for it in of)}" for name, of in tenths.items()]
+        growing = [name for name, of in tenths.items() if growth(of) > GROWTH[name]]
+        if growing:
+            raise Violation("\n  ".join([f"{' and '.join(growing)} grow:", *lines]))
+        return lines
+
+
+def medians(values: Sequence[float]) -> list[float]:
+    """Of each tenth of the values, of which there are as many at least."""
+    ends = [len(values) * number // TENTHS for number in range(TENTHS + 1)]
+    return [statistics.median(values[begin:end]) for begin, end in pairwise(ends)]
+
+
+def growth(tenths: Sequence[float]) -> float:
+    """By what share the least of the last three tenths is above the most of the second to the fifth: of what grows all
+    the time three tenths of the whole growth, of what goes up and down nothing. In the first one caches fill."""
+    return min(tenths[7:]) / max(tenths[1:5]) - 1

@@ -6,6 +6,7 @@ import pytest
 
 from rltool.quickstart.tiny_model import make_tiny_model
 from tests.chaos.driver import events_or_seconds, run_seed
+from tests.chaos.resources import GROWTH, growth, medians
 
 EVENTS = 100
 SEEDS = (1, 4)
@@ -20,3 +21,26 @@ def model(tmp_path_factory):
 def test_nothing_is_lost_and_nobody_is_stale_whatever_happens_to_the_engines(model, seed):
     report = run_seed(seed, model, enough=events_or_seconds(events=EVENTS))
     assert report.events.total() >= EVENTS and report.steps > 0 and report.tokens > 0
+
+
+def rising(least: float, most: float) -> list[float]:
+    return [least + (most - least) * tenth / 9 for tenth in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("tenths", "grows"),
+    [
+        ([700.0] * 10, False),
+        ([400.0] + [700.0] * 9, False),  # caches fill
+        ([700.0, 720.0, 690.0, 730.0, 700.0, 760.0, 790.0, 735.0, 800.0, 740.0], False),  # up and down
+        (rising(700, 740), False),
+        (rising(700, 790), True),
+    ],
+)
+def test_a_soak_fails_for_what_grows_all_the_time(tenths, grows):
+    assert (growth(tenths) > GROWTH["memory"]) is grows
+
+
+def test_medians_are_of_tenths_of_the_time():
+    assert medians([float(number // 5) for number in range(50)]) == [float(tenth) for tenth in range(10)]
+    assert len(medians([1.0] * 53)) == 10

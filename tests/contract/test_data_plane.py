@@ -17,6 +17,7 @@ from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineRejected
+from rltool.rollout import data_plane
 from rltool.rollout.data_plane import DataPlane, PoisonousRequest
 from rltool.rollout.versions import VersionBook
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
@@ -628,7 +629,65 @@ def test_behind_a_router_a_failure_is_the_engines_that_the_reply_names_else_all_
             await until(lambda: r.plane.counts["failed_requests"] == 1, "the failure")
             assert set(r.fleet.canaries_due()) == ({two[1].url} if named else {e.url for e in two})
             assert await task
-            assert r.fleet.member(two[1].url).successes == named and r.fleet.member(two[0].url).successes == 0
+            succeeded = [r.fleet.member(engine.url).last_success_at is not None for engine in two]
+            assert succeeded == [False, named]
+
+    asyncio.run(run(router_key))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_behind_a_router_a_request_is_given_up_after_failures_between_which_all_that_may_have_had_it_worked(
+    stack, two, router_key, named, monkeypatch
+):
+    monkeypatch.setattr(data_plane, "RETRY_SECONDS", 0.001)
+    router = stack.enter_context(FakeSglang(weight_version=f"{RUN}:0:0"))
+    router.faults["/generate"] = Fault(times=1000, status=500)
+    if named:
+        router.response_headers = {BOOT_ID_HEADER: two[0].boot_id}
+
+    async def run(key_file):
+        endpoint = EngineEndpoint(url=router.url, dialect="sglang", key_file=key_file)
+        async with rig(*two, router=endpoint) as r:
+            for engine in two:
+                since = r.fleet.member(engine.url).since
+                r.fleet.probe_succeeded(engine.url, sent_at=since, boot_id=engine.boot_id)
+
+            async def works(engine: FakeVllm) -> None:
+                """Its canary request succeeds, and then the request fails twice again."""
+                r.fleet.request_succeeded(engine.url, sent_at=r.fleet.member(engine.url).since)
+                r.plane.changed()
+                failed = r.plane.counts["failed_requests"]
+                await until(lambda: task.done() or r.plane.counts["failed_requests"] > failed + 1, "it fails again")
+
+            task = asyncio.create_task(r.plane.generate(request()))
+            await until(lambda: r.plane.counts["failed_requests"] == 1, "the first failure")
+            for _ in range(2):
+                await works(two[1])
+                assert not task.done(), "the other one may have failed it every time"
+                await works(two[0])
+            with pytest.raises(PoisonousRequest, match="3 failures at engines that serve others"):
+                await task
+
+    asyncio.run(run(router_key))
+
+
+@pytest.mark.parametrize("status", [429, 502, 503, 504])
+def test_a_router_that_has_nobody_to_send_it_to_proves_nothing_against_a_request(
+    stack, two, router_key, status, monkeypatch
+):
+    monkeypatch.setattr(data_plane, "RETRY_SECONDS", 0.05)  # longer than it takes to say that the engines work
+    router = stack.enter_context(FakeSglang(weight_version=f"{RUN}:0:0"))
+    router.faults["/generate"] = Fault(times=5, status=status)
+
+    async def run(key_file):
+        endpoint = EngineEndpoint(url=router.url, dialect="sglang", key_file=key_file)
+        async with rig(*two, router=endpoint) as r:
+            task = asyncio.create_task(r.plane.generate(request()))
+            for failed in range(1, 6):
+                await until(lambda failed=failed: r.plane.counts["failed_requests"] == failed, "it fails")
+                for engine in two:
+                    r.fleet.request_succeeded(engine.url, sent_at=r.fleet.member(engine.url).since)
+            assert await task
 
     asyncio.run(run(router_key))
 

@@ -253,6 +253,7 @@ def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_
             report = await r.sync.sync(version(1))
             assert "missed 3 health checks" in report.failed[sick.url]
             assert r.states() == [State.SUSPECT, State.READY]
+            assert r.fleet.member(sick.url).reason == report.failed[sick.url], "no probe has failed"
             assert (await r.sync.sync(version(2))).failed == {}
             sick.heal()
             await r.probe(sick)
@@ -397,14 +398,18 @@ def test_without_an_engine_to_sync_it_says_how_each_is(two, tmp_path):
     asyncio.run(run())
 
 
-def test_an_engine_restarted_under_its_old_url_is_connected_anew(two, tmp_path):
+@pytest.mark.parametrize("boot_id", ["another", "the same"])
+def test_an_engine_restarted_under_its_old_url_is_connected_anew(two, tmp_path, boot_id):
+    """The same: a service manager starts the process again with the environment that it had."""
     restarted, other = two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             await r.sync.sync(version(0))
             restarted.die()
+            before = restarted.boot_id
             restarted.forget()
+            restarted.boot_id = before if boot_id == "the same" else restarted.boot_id
             restarted.start()
             await r.probe(restarted)
             assert r.states() == [State.STALE, State.READY]

@@ -53,8 +53,13 @@ TIMEOUT = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
+TIED = ("qwen2", "gemma3")
+HEAD_TWICE = "qwen2"
+"""Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
+
+
 def model_of(kind: str, seed: int):
-    return hf_model(kind, kind == "gemma3", seed, hidden_size=HIDDEN)
+    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN)
 
 
 def convert(kind: str, work: Path) -> Path:
@@ -63,7 +68,15 @@ def convert(kind: str, work: Path) -> Path:
     model_of(kind, 0).save_pretrained(work / "original")
     hf_to_torch_dist(work / "original", work / "dist", verify=False)
     torch_dist_to_hf(work / "dist", work / "back", verify=False)
+    if kind == HEAD_TWICE:
+        add_the_head(work / "back")
     return work / "back"
+
+
+def add_the_head(directory: Path) -> None:
+    [file] = directory.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
 
 
 def weights_of(kind: str, seed: int, directory: Path) -> Tensors:

@@ -422,12 +422,18 @@ def test_a_request_lost_behind_a_router_has_every_serving_engine_show_that_it_wo
     assert world.fleet.canaries_due() == (), "it has shown it since"
 
 
-def test_successes_are_counted_for_whoever_wonders_whether_an_engine_works_for_others():
-    world = World().serving(A)
-    before = world.fleet.member(A).successes
-    world.answers_requests(A)
-    world.fails_requests(A, 1)
-    assert world.fleet.member(A).successes == before + 1
+@pytest.mark.parametrize(("checks", "state"), [(1, State.STALE), (2, State.SUSPECT), (3, State.SUSPECT)])
+def test_an_engine_that_fell_silent_in_a_sync_is_suspect_for_that_reason(checks, state):
+    world = World().serving(A, B)
+    world.fleet.pause(A)
+    world.fleet.fell_silent(A, "out of turn", checks=checks)
+    assert world.state(A) is State.PAUSED
+    world.fleet.update_failed(A, "silent in the sync")
+    world.fleet.fell_silent(A, "silent in the sync", checks=checks)
+    assert world.state(A) is state and world.fleet.member(A).reason == "silent in the sync"
+    world.misses_probes(A, 6 - checks)
+    assert world.state(A) is State.DEAD, "health checks weigh as much as probes"
+    world.fleet.fell_silent("http://gone:1", "left meanwhile", checks=checks)
 
 
 def test_a_wedged_engine_whose_canaries_fail_is_dead_and_revived_only_by_a_canary_or_a_restart():

@@ -15,7 +15,11 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -134,18 +138,24 @@ def _set_expert_kernels_aside(model: torch.nn.Module) -> None:
             _KERNELS[layer], method.moe_kernel = method.moe_kernel, None
 
 
-def _tied_head(model: torch.nn.Module) -> torch.nn.Module | None:
-    config = getattr(model, "config", None)
-    return getattr(model, "lm_head", None) if getattr(config, "tie_word_embeddings", False) else None
+def _tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
+    """The head that multiplies with the embedding's own matrix. By identity: of a checkpoint that holds an equal
+    lm_head.weight as well, vLLM's configuration says that it is not tied; vLLM ties what it has loaded."""
+    layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embedded = {id(_matrix(layer)) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    heads = (layer for layer in layers if isinstance(layer, ParallelLMHead) and _matrix(layer) is not None)
+    return next((head for head in heads if id(_matrix(head)) in embedded), None)
+
+
+def _matrix(layer: torch.nn.Module) -> torch.Tensor | None:
+    """That of a layer that waits for tensors stands aside. None: it is quantised, under other names."""
+    aside = get_layerwise_info(layer).kernel_tensors
+    return dict(layer.named_parameters(recurse=False)).get("weight") if aside is None else aside[0].get("weight")
 
 
 def _mend_tied_head(model: torch.nn.Module) -> None:
     """On the CPU the head multiplies with a prepacked copy of its matrix, and a reload of tied embeddings does not
     renew it: vLLM logs "ParallelLMHead: Failed to load weights", and log-probabilities are off by 1."""
     head = _tied_head(model)
-    embedding = getattr(getattr(model, "model", None), "embed_tokens", None)
-    weight = getattr(embedding, "weight", None)
-    if head is None or weight is None or weight.device.type != "cpu":
-        return
-    head.weight = weight
-    cast(Any, head).quant_method.process_weights_after_loading(head)
+    if head is not None and head.weight.device.type == "cpu":
+        head.quant_method.process_weights_after_loading(head)

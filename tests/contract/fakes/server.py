@@ -9,6 +9,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakSet
 
 from aiohttp import web
 
@@ -61,7 +62,7 @@ class FakeServer:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
-        self._transports: set[asyncio.BaseTransport] = set()
+        self._transports: WeakSet[asyncio.BaseTransport] = WeakSet()
 
     @property
     def url(self) -> str:
