@@ -22,7 +22,8 @@ from pydantic_core import PydanticUndefined
 from rltool.config.base import Config
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
-from rltool.config.train import OwnFunction, TrainConfig
+from rltool.config.rollout import OwnFunction
+from rltool.config.train import TrainConfig
 
 OUTPUT = Path(__file__).with_name("configuration.md")
 

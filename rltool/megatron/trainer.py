@@ -17,7 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
-from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.host_memory import room_for
@@ -27,7 +28,7 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
-from rltool.megatron.trained import Setup, TrainedModel
+from rltool.megatron.trained import Setup, TrainedModel, first_of
 from rltool.models.registry import family_for, read_hf_config
 
 
@@ -158,7 +159,14 @@ class MegatronTrainer(TrainedModel):
         those that were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
         """
         with self._with_weights(weights):
-            return self._compute(micro_batches, loss.predicted_rows)
+            return first_of(self._compute(micro_batches, loss.predicted_rows))
+
+    @in_megatron
+    @torch.no_grad()
+    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
+        """As `compute_logprobs` of the policy, but [2, T]: below the log-probabilities the entropy of the distribution
+        that each token was drawn from, in nats."""
+        return self._compute(micro_batches, loss.predicted_rows, count=2)
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy of micro.rows."""

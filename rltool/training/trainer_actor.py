@@ -72,7 +72,7 @@ class TrainerActor:
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
 
-            updates = config.steps * config.optimizer_steps_per_rollout * config.critic.updates_per_optimizer_step
+            updates = config.steps * config.updates_per_rollout * config.critic.updates_per_optimizer_step
             self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
@@ -112,6 +112,9 @@ class TrainerActor:
 
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
         return self.trainer.compute_logprobs(micro_batches, weights=weights)
+
+    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> Any:
+        return self.trainer.compute_logprobs_and_entropies(micro_batches)
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
