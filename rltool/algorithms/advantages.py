@@ -78,8 +78,8 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
-    """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with Optimal
-    Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.
+    """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with
+    Optimal Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.
 
     response_lengths: [N], sampled tokens of each sample. Same shapes and errors as `group_advantages`; 0 for a group of
     one. Advantages of a group do not sum to 0.

@@ -33,7 +33,7 @@ class Coefficients:
         return algorithm.model_copy(update={"kl_coef": self.kl, "entropy_coef": self.entropy_bonus})
 
     def adapted(self, algorithm: AlgorithmConfig, measured: Mapping[str, float]) -> Coefficients:
-        """After a training step with these metrics: train/kl and train/entropy. What was not measured changes nothing."""
+        """After a training step with these metrics (train/kl, train/entropy). What was not measured changes nothing."""
         found = self
         if algorithm.kl_target is not None and "train/kl" in measured:
             kl = adapted_kl_coef(self.kl, measured["train/kl"], target=algorithm.kl_target, gain=algorithm.kl_gain)

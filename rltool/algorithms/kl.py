@@ -13,7 +13,7 @@ from torch import Tensor
 from rltool.algorithms.losses import MAX_LOG_RATIO
 
 MAX_K3 = 10.0
-"""Nats. A token that the policy all but lost (r = 25) would otherwise have a gradient of 7e10, and be the whole step."""
+"""Nats. A token that the policy all but lost (r = 25) would otherwise have a gradient of 7e10 and be the whole step."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -32,8 +32,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """min(exp(r) - 1 - r, 10) with r = log p_ref - log p: not negative; unbiased under samples of the policy but for the
-    limit, which is that of verl, OpenRLHF and slime (GRPO's estimator).
+    """min(exp(r) - 1 - r, 10) with r = log p_ref - log p: not negative; unbiased under samples of the policy but for
+    the limit, which is verl's and OpenRLHF's (GRPO's estimator).
 
     Differentiable as a loss: unlike k1's, its gradient, (1 - exp(r)) grad log p, sees the reference; at the limit it is
     0. By expm1: near the reference exp(r) - 1 would cancel to a few digits in float32.
@@ -64,7 +64,7 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, est
 
 
 def _weighted_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, ratio: Tensor) -> Tensor:
-    """ratio * (exp(r) - 1 - r), the product taken where r is small, and p_ref / p_old - ratio * (1 + r) where it is not.
+    """ratio * (exp(r) - 1 - r), as this product where r is small, as p_ref / p_old - ratio * (1 + r) where it is not.
 
     The gradient is -ratio * r in both. In the product it is a difference of terms of the size of exp(r); in the sum the
     large term is a constant, since log p is not in it.

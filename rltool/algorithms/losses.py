@@ -1,4 +1,5 @@
-"""Per-token surrogates of the policy objective. The caller weights and sums them (TrainBatch.loss_weights) and divides by the global token count.
+"""Per-token surrogates of the policy objective. The caller weights and sums them (TrainBatch.loss_weights) and divides
+by the global token count.
 
 R loss tokens of whole samples: a sample is never cut over micro-batches, so that what belongs to a sequence is all
 here.
@@ -22,8 +23,8 @@ class LossTokens:
 
     old_logprobs: [R], the trainer's before the first optimizer step; advantages: [R]; sample: [R] int64, the sample of
     each token, ascending; num_samples: how many samples the micro-batch has; entropy: [R], in the graph, of the
-    trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not computed;
-    kl_cov_coefs, kl_coefs, entropy_coefs: as in TrainBatch, but [R] each
+    trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not
+    computed; kl_cov_coefs, kl_coefs, entropy_coefs: as in TrainBatch, but [R] each
     """
 
     old_logprobs: Tensor
@@ -145,7 +146,13 @@ def reinforce_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> P
 
 
 def off_policy_sequence_mask(
-    logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, sample: Tensor, num_samples: int, *, threshold: float
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    sample: Tensor,
+    num_samples: int,
+    *,
+    threshold: float,
 ) -> Tensor:
     """0 where A < 0 and the sample's mean of log(p_engine / p) is above threshold, in nats, else 1; [R], a constant
     (DeepSeek-V3.2, 2025, "Off-Policy Sequence Masking").

@@ -1,4 +1,5 @@
-"""Tokens picked out of a whole rollout by the old policy's entropy, or by how log-probability and advantage go together.
+"""Tokens picked out of a whole rollout by the old policy's entropy, or by the covariance of log-probability and
+advantage.
 
 All rank tokens over samples, so they are made from the whole rollout before it is split: ranked within a micro-batch,
 the choice would depend on how samples are packed. Pure; T tokens back to back, 0 or 1 where loss_mask is 0.
@@ -29,8 +30,8 @@ def top_entropy(entropies: Tensor, loss_mask: Tensor, *, fraction: float) -> Ten
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """(log p - mean log p) (A - mean A) of each loss token, means over all of them; [T] float64, 0 elsewhere (Cui et al.
-    2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models").
+    """(log p - mean log p) (A - mean A) of each loss token, means over all of them; [T] float64, 0 elsewhere (Cui et
+    al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models").
 
     Their mean is the rate at which a policy-gradient step lowers the entropy: tokens that are likely and good.
     logprobs: of the old policy, so that all optimizer steps of a rollout share one ranking.

@@ -120,6 +120,9 @@ class AlgorithmConfig(Config):
     2019); None: kl_coef throughout."""
     kl_gain: float = Field(default=0.1, gt=0)
     """kl_target: the weight changes by at most a fifth of this, relatively, in one step."""
+    reference_update_steps: int = Field(default=0, ge=0)
+    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
+    loaded first."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"

@@ -101,6 +101,11 @@ class MegatronTrainer(TrainedModel):
             self._frozen["reference"] = self._copy_of_weights()
 
     @in_megatron
+    def update_reference(self) -> None:
+        """The policy's present weights become the reference."""
+        self._frozen["reference"] = self._copy_of_weights(self._frozen["reference"])
+
+    @in_megatron
     def load_teacher(self, load: Callable[[], None]) -> None:
         """Keeps on the CPU, as the teacher, what `load` writes into the model; then puts the policy's weights back."""
         with self._policy_put_back():
@@ -236,12 +241,18 @@ class MegatronTrainer(TrainedModel):
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
 
     @in_megatron
-    def sharded_state(self, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
+    def sharded_state(
+        self, *, loading: bool, with_rng: bool = True, with_reference: bool = True
+    ) -> dict[str, Any]:
         """What a training checkpoint holds, for megatron.core.dist_checkpointing.
 
-        with_rng: the random generators too, which load under the same layout of ranks only.
+        with_rng: the random generators too, which load under the same layout of ranks only. with_reference: the
+        reference too where it changes in the run; an earlier checkpoint may have none.
         """
         sharded = super().sharded_state(loading=loading)
+        if with_reference and self.algorithm.uses_reference and self.algorithm.reference_update_steps:
+            with self._with_weights("reference"):
+                sharded["reference"] = state.copied(state.model_state(self.gpt), prefix=state.REFERENCE_PREFIX)
         if with_rng:
             sharded["rng"] = state.rng_state(self.runtime)
         return sharded
@@ -250,6 +261,10 @@ class MegatronTrainer(TrainedModel):
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
         super().restore(loaded)
+        if "reference" in loaded:
+            with self._policy_put_back():
+                self.gpt.load_state_dict(loaded["reference"])
+                self.update_reference()
         if "rng" in loaded:
             state.restore_rng(loaded["rng"])
 

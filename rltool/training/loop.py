@@ -159,6 +159,8 @@ class Loop:
                 adapts = config.algorithm.adapts_coefficients
                 self.progress = Progress(done, metrics=metrics, coefficients=self.coefficients if adapts else None)
                 self.stop.consequence = SAVES
+                if _due(config.algorithm.reference_update_steps, done):
+                    self.trainer.update_reference()
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
@@ -226,7 +228,8 @@ class Loop:
         return metrics
 
     def _optimizer_steps(self, batch: TrainBatch) -> int:
-        """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has global batches."""
+        """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has
+        global batches."""
         config = self.config
         if config.algorithm.loss != "policy" or config.rollout.batch_size == "dynamic":
             return config.optimizer_steps_per_rollout

@@ -341,9 +341,9 @@ def _load(
             f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on "
             f"from: start a new run from its weights (--set model.path={prepared.resume_from} --run NEW)"
         )
-    coefficients = extra.get("coefficients")
+    kept = extra.get("coefficients")
     return _Loaded(
-        Progress(extra["step"], saved=True, coefficients=None if coefficients is None else Coefficients(**coefficients)),
+        Progress(extra["step"], saved=True, coefficients=Coefficients(**kept) if kept else None),
         Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]),
         extra["source"],
     )

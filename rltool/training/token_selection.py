@@ -20,8 +20,8 @@ def step_generator(seed: int, step: int) -> torch.Generator:
 def with_selected_tokens(
     batch: TrainBatch, algorithm: AlgorithmConfig, generator: torch.Generator
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """is_weights without the tokens that algorithm.top_entropy_fraction and clip_cov_fraction leave out, kl_cov_coefs at
-    those that kl_cov_fraction picks, and train/* metrics.
+    """is_weights without the tokens that algorithm.top_entropy_fraction and clip_cov_fraction leave out, kl_cov_coefs
+    at those that kl_cov_fraction picks, and train/* metrics.
 
     Call it after the corrections, with advantages and, as configured, old_logprobs or old_entropies (ValueError
     without). The tokens left out keep their part in the number that the loss is divided by, as in the papers.

@@ -98,8 +98,8 @@ class TrainerActor:
             load_teacher(self.trainer, self.config.model.teacher_path)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the
-        checkpoint. Returns what `save_checkpoint` was given."""
+        """The teacher's weights come from model.teacher_path, the reference's from model.path unless the checkpoint has
+        later ones, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
         if self.config.algorithm.uses_reference:
@@ -127,6 +127,9 @@ class TrainerActor:
 
     def discard_gradients(self) -> None:
         self.trainer.discard_gradients()
+
+    def update_reference(self) -> None:
+        self.trainer.update_reference()
 
     def compute_values(self, micro_batches: list[TrainBatch]) -> Any:
         return self.critic.compute_values(micro_batches)

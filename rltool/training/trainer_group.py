@@ -107,6 +107,10 @@ class TrainerGroup:
     def discard_gradients(self) -> None:
         self._all(lambda rank: rank.discard_gradients.remote())
 
+    def update_reference(self) -> None:
+        """From now on the reference is the policy as it is."""
+        self._all(lambda rank: rank.update_reference.remote())
+
     def values(self, batch: TrainBatch) -> Tensor:
         """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""
         shards, results = self._on_shards(batch, lambda rank, part: rank.compute_values.remote(part))

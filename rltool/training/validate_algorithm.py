@@ -80,6 +80,7 @@ EFFECTIVE: dict[str, Needs] = {
     "clip_cov_high": _CLIP_COV,
     "kl_cov_coef": Needs(lambda a: a.kl_cov_fraction > 0, "algorithm.kl_cov_fraction above 0"),
     "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
+    "reference_update_steps": _KL,
     "kl_in": _KL,
     "kl_target": _KL,
     "kl_gain": Needs(lambda a: a.kl_target is not None, "algorithm.kl_target"),
@@ -162,8 +163,8 @@ def _check_policy(config: TrainConfig) -> None:
         )
     if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
         raise UsageError(
-            f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step a "
-            "rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
+            f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step "
+            "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
             "epochs_per_rollout, or use algorithm.clip_cov_fraction"
         )
     _check_mask_of_stale_tokens(config)

@@ -204,8 +204,9 @@ def test_normalised_weights_have_mean_one_and_keep_their_proportions(level):
     chosen = batch.loss_mask > 0
     proportion = found.is_weights[chosen] / before.is_weights[chosen]
     assert float(proportion.std()) < 1e-6 and abs(float(proportion[0]) - 1) > 1e-4
-    first = [t[m > 0][:1] for t, m in zip(plain.cut(found.is_weights, batch.lengths), plain.cut(batch.loss_mask, batch.lengths), strict=True)]
-    mean = found.is_weights[chosen].mean() if level == "token" else torch.cat(first).mean()
+    weights, masks = (plain.cut(values, batch.lengths) for values in (found.is_weights, batch.loss_mask))
+    first = torch.cat([own[mask > 0][:1] for own, mask in zip(weights, masks, strict=True)])
+    mean = found.is_weights[chosen].mean() if level == "token" else first.mean()
     assert float(mean) == pytest.approx(1, rel=1e-6)
     assert metrics["train/is_weight_mean"] == pytest.approx(float(before.is_weights[chosen].mean()), rel=1e-6)
     expected = plain.is_weight(batch, AlgorithmConfig(is_weights=level, is_cap=1.2, is_normalize=True))

@@ -1,4 +1,4 @@
-"""Weights of KL and entropy from step to step: what the ranks get, what is recorded, what a checkpoint keeps."""
+"""Weights of KL and entropy, and the reference, from step to step: what the ranks get, what is recorded and kept."""
 
 from __future__ import annotations
 
@@ -60,6 +60,14 @@ def test_a_penalty_in_the_reward_is_weighed_by_the_present_coefficient(tmp_path)
     made.loop.run()
     # k1 is 0.5 at each token, twice the target: the weight grows by 2 % a step.
     assert [batch.token_rewards.min().item() for batch in world.batches] == pytest.approx([-0.05, -0.051])
+
+
+def test_the_reference_follows_every_so_many_steps_before_the_engines_are_told(tmp_path):
+    world = World()
+    world.update_reference = lambda: world._do("new reference")
+    Run(tmp_path, world, steps=5, eval={}, algorithm={"kl_coef": 0.1, "reference_update_steps": 2}).loop.run()
+    told = [call for call in world.calls if call in ("sync", "new reference", "reference")]
+    assert told == ["sync", *["reference", "sync", "reference", "new reference", "sync"] * 2, "reference", "sync"]
 
 
 def test_fixed_weights_travel_with_no_batch_and_no_checkpoint(tmp_path):

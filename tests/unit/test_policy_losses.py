@@ -241,8 +241,8 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
 }
 OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
-OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step"}
-"""Change the weights that the next step uses: tests/unit/test_controllers.py."""
+OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step", "reference_update_steps"}
+"""Change what the next step uses: tests/unit/test_controllers.py, tests/unit/test_loop_coefficients.py."""
 
 
 def test_every_setting_has_its_case_below():

@@ -1,4 +1,4 @@
-"""Single surrogates of the policy objective in float64 against plain torch: value and gradient, and what each is for."""
+"""Single surrogates of the policy objective in float64 against plain torch, value and gradient; what each is for."""
 
 from __future__ import annotations
 

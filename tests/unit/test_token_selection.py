@@ -117,9 +117,10 @@ def test_a_step_that_is_done_again_draws_the_same_tokens_and_another_step_or_see
 
 
 def test_what_the_choice_needs_is_named_when_it_is_missing():
-    for settings, name in (({"top_entropy_fraction": 0.5}, "old_entropies"), ({"kl_cov_fraction": 0.1}, "old_logprobs")):
+    for setting, name in (("top_entropy_fraction", "old_entropies"), ("kl_cov_fraction", "old_logprobs")):
+        algorithm = AlgorithmConfig(**{setting: 0.1})
         with pytest.raises(ValueError, match=f"TrainBatch.{name} is None"):
-            with_selected_tokens(rollout().replace(**{name: None}), AlgorithmConfig(**settings), step_generator(0, 0))
+            with_selected_tokens(rollout().replace(**{name: None}), algorithm, step_generator(0, 0))
 
 
 def test_no_choice_is_lost_when_samples_are_taken_apart():

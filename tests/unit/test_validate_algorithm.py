@@ -148,6 +148,7 @@ WITHOUT_EFFECT = {
     "kl_cov_coef": ("0.5", ["clip_cov_fraction=0.1"]),
     "dual_clip": ("3.0", ["objective=cispo"]),
     "loss_length": ("9", []),
+    "reference_update_steps": ("5", []),
     "kl_in": ("reward", []),
     "kl_target": ("0.1", []),
     "kl_gain": ("0.2", ["kl_coef=0.1"]),
