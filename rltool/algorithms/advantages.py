@@ -31,9 +31,7 @@ def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tenso
     return group, count, values - mean[group]
 
 
-def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, normalize_std: bool, std_over: str = "group"
-) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool, std_over: str = "group") -> Tensor:
     """GRPO advantage of each sample within its prompt group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     rewards: [N] float; group_ids: [N] int, any values, groups of any size, in any order. ValueError for unequal shapes.

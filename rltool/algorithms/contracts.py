@@ -1,9 +1,9 @@
 """Contract tests that users run on their own advantages and losses, in their own test suites.
 
-    from rltool.algorithms.contracts import check_advantage_function, check_loss_function
-    def test_my_algorithm():
-        check_advantage_function("my_package.algorithm:advantages")
-        check_loss_function("my_package.algorithm:loss")
+from rltool.algorithms.contracts import check_advantage_function, check_loss_function
+def test_my_algorithm():
+    check_advantage_function("my_package.algorithm:advantages")
+    check_loss_function("my_package.algorithm:loss")
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens
-from rltool.config.import_path import load_callable
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.import_path import load_callable
 from rltool.errors import ContractViolation
 
 TOLERANCE = 1e-5

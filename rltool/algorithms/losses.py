@@ -126,9 +126,7 @@ def gmpo_loss(
     return PolicyLoss(-ratio * advantages, ratio.detach(), (limited != log_ratio).float())
 
 
-def sapo_loss(
-    log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float
-) -> PolicyLoss:
+def sapo_loss(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> PolicyLoss:
     """Soft adaptive policy optimisation: -4 / tau sigmoid(tau (r - 1)) A (Gao et al. 2025, "Soft Adaptive Policy
     Optimization"), [R].
 

@@ -18,8 +18,8 @@ from rltool.algorithms.losses import (
     sapo_loss,
     sequence_log_ratio,
 )
-from rltool.config.import_path import load_callable
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.import_path import load_callable
 from rltool.errors import ContractViolation
 
 

@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_
 from rltool.megatron.optimizer import parts
 from rltool.megatron.runtime import Runtime
 
-
 REFERENCE_PREFIX = "reference."
 """Before the names of the reference's tensors in a checkpoint, where the policy's stand beside them."""
 

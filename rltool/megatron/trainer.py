@@ -241,9 +241,7 @@ class MegatronTrainer(TrainedModel):
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
 
     @in_megatron
-    def sharded_state(
-        self, *, loading: bool, with_rng: bool = True, with_reference: bool = True
-    ) -> dict[str, Any]:
+    def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:
         """What a training checkpoint holds, for megatron.core.dist_checkpointing.
 
         with_rng: the random generators too, which load under the same layout of ranks only. with_reference: the

@@ -15,8 +15,8 @@ from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, su
 from rltool.algorithms.reduction import token_loss_weights
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import all_current, mask_older_than
-from rltool.config.import_path import load_callable
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
 

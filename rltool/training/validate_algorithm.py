@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from rltool.config.import_path import load_callable
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
+from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 

@@ -1,4 +1,4 @@
-"""A reference that follows the policy every so many steps: in the trainer, and through a checkpoint under any layout."""
+"""A reference that follows the policy: in the trainer, and through a checkpoint under any layout of ranks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,9 @@ def test_the_ranks_get_the_present_weights_with_the_batch():
     configured = AlgorithmConfig(kl_coef=0.2, kl_target=6.0, entropy_target=0.2)
     present = Coefficients(0.3, 0.01, 0.01).applied(configured)
     batch, metrics = with_coefficients(example_batch(), configured, present)
-    assert batch.kl_coefs.tolist() == pytest.approx([0.3] * 7) and batch.entropy_coefs.tolist() == pytest.approx([0.01] * 7)
+    assert batch.kl_coefs.tolist() == pytest.approx([0.3] * 7) and batch.entropy_coefs.tolist() == pytest.approx(
+        [0.01] * 7
+    )
     assert metrics == {"train/kl_coef": 0.3, "train/entropy_coef": 0.01}
     assert batch.select([3, 1]).kl_coefs.shape == (2,)
     untouched, nothing = with_coefficients(example_batch(), AlgorithmConfig(kl_coef=0.2), AlgorithmConfig(kl_coef=0.2))

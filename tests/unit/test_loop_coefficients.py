@@ -48,7 +48,9 @@ def test_a_resumed_run_goes_on_with_the_weights_that_it_had(tmp_path):
     (tmp_path / "second").mkdir()
     _, rest = run(tmp_path / "second", 4, Progress(2, saved=True, coefficients=kept), **BOTH)
     for found, expected in zip(rest.batches, whole.batches[2:], strict=True):
-        assert torch.equal(found.kl_coefs, expected.kl_coefs) and torch.equal(found.entropy_coefs, expected.entropy_coefs)
+        assert torch.equal(found.kl_coefs, expected.kl_coefs) and torch.equal(
+            found.entropy_coefs, expected.entropy_coefs
+        )
 
 
 def test_a_penalty_in_the_reward_is_weighed_by_the_present_coefficient(tmp_path):

@@ -10,8 +10,8 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.staleness import mask_older_than
-from rltool.config.loader import load_config
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.megatron.loss import loss_rows, micro_batch_loss
 from rltool.templates import template_text

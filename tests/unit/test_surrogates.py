@@ -63,7 +63,7 @@ def plain_token_losses(logprobs: torch.Tensor, tokens: LossTokens, a: AlgorithmC
                 mean = plain.geometric_mean_of_clipped(detached, old, given, a)
                 ratio = mean.detach() + len(own) * (mean - mean.detach())
             elif a.ratio == "sequence":
-                s = math.exp(sum(float(x) - float(y) for x, y in zip(new, old, strict=True)) / len(own))
+                s = math.exp(sum(float(x.detach()) - float(y) for x, y in zip(new, old, strict=True)) / len(own))
                 ratio = s * torch.exp(p) / torch.exp(p.detach())
             losses.append(plain.surrogate(p, ratio, advantage, a))
     return torch.stack(losses)
@@ -200,6 +200,8 @@ def test_gmpo_clips_a_token_on_the_side_where_its_advantage_pulls_and_nowhere_el
 @pytest.mark.parametrize("per_sample", [True, False], ids=["per sample", "per token"])
 def test_off_policy_samples_with_a_negative_advantage_have_no_loss_and_no_gradient(per_sample):
     logprobs, tokens = tokens_of_samples(per_sample=per_sample)
+    shift = torch.tensor([0.4, -0.4, 0.0, 0.4], dtype=torch.float64)[tokens.sample]
+    tokens = dataclasses.replace(tokens, rollout_logprobs=logprobs.detach() + shift + 0.01 * tokens.entropy)
     algorithm = AlgorithmConfig(off_policy_mask_threshold=0.05)
     found, values = policy_token_losses(logprobs, tokens, None, algorithm)
     alone = policy_objective(logprobs, tokens, AlgorithmConfig()).loss
@@ -212,7 +214,9 @@ def test_off_policy_samples_with_a_negative_advantage_have_no_loss_and_no_gradie
     torch.testing.assert_close(found, alone * expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(values["off_policy_masked_fraction"], 1 - expected)
     weights = torch.ones_like(expected)
-    torch.testing.assert_close(gradient(found, logprobs, weights), gradient(alone, logprobs, expected), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        gradient(found, logprobs, weights), gradient(alone, logprobs, expected), rtol=0, atol=1e-12
+    )
     mask = off_policy_sequence_mask(
         logprobs, tokens.rollout_logprobs, tokens.advantages.abs(), tokens.sample, tokens.num_samples, threshold=0.05
     )

@@ -1,7 +1,7 @@
 import pytest
 
-from rltool.config.loader import ConfigError, load_config
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import ConfigError, load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
