@@ -1,9 +1,9 @@
 """Contract tests that users run on their own advantages and losses, in their own test suites.
 
-from rltool.algorithms.contracts import check_advantage_function, check_loss_function
-def test_my_algorithm():
-    check_advantage_function("my_package.algorithm:advantages")
-    check_loss_function("my_package.algorithm:loss")
+    from rltool.algorithms.contracts import check_advantage_function, check_loss_function
+    def test_my_algorithm():
+        check_advantage_function("my_package.algorithm:advantages")
+        check_loss_function("my_package.algorithm:loss")
 """
 
 from __future__ import annotations
