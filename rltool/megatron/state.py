@@ -38,6 +38,7 @@ def copied(model: dict[str, Any], *, prefix: str) -> dict[str, Any]:
     model may change while these are saved, and stay as they are when these are loaded."""
     for entry in model.values():
         if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            assert entry.data is not None  # of a model that is there
             entry.data = entry.data.detach().to("cpu", copy=True)
     add_prefix_for_sharding(model, prefix)
     return model
