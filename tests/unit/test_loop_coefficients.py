@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from rltool.algorithms.controllers import Coefficients
+from rltool.engines.weight_version import Lineage
 from rltool.training.loop import Progress
+from rltool.training.session import _load
 from tests.unit.test_loop import Run, World
 
 BOTH = {"kl_coef": 0.1, "kl_target": 0.05, "entropy_target": 0.2, "entropy_coef_step": 0.01}
@@ -51,6 +57,16 @@ def test_a_resumed_run_goes_on_with_the_weights_that_it_had(tmp_path):
         assert torch.equal(found.kl_coefs, expected.kl_coefs) and torch.equal(
             found.entropy_coefs, expected.entropy_coefs
         )
+
+
+@pytest.mark.parametrize("kept", [None, Coefficients(0.3, 0.02, 0.0)])
+def test_a_checkpoint_hands_them_back(kept):
+    saved = {"step": 3, "lineage": Lineage("run", 1).to_json(), "source": {}}
+    saved["coefficients"] = None if kept is None else asdict(kept)
+    trainer: Any = SimpleNamespace(load_checkpoint=lambda *_: json.loads(json.dumps(saved)))
+    prepared: Any = SimpleNamespace(resume_from=Path("step_3"))
+    run_directory: Any = SimpleNamespace(run_id="run")
+    assert _load(prepared, run_directory, trainer, 2, lambda: None).progress.coefficients == kept
 
 
 def test_a_penalty_in_the_reward_is_weighed_by_the_present_coefficient(tmp_path):
