@@ -355,3 +355,10 @@ def test_every_preset_trains(file):
         .max()
         > 0
     )
+
+
+def test_dapo_samples_dynamically():
+    from rltool.config.loader import load_config
+
+    file = Path(__file__).parents[2] / "rltool/templates/algorithms/dapo.toml"
+    assert load_config(TrainConfig, [file], ["model.path=model"]).config.rollout.group_filter == "equal_rewards"
