@@ -28,7 +28,8 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.schedule import plan_micro_batches
-from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.megatron import attention
 from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes configuration.md from the configuration models: every key with type, default, bounds and its docstring.
 
-    python docs/generate_configuration.py            rewrite docs/configuration.md
-    python docs/generate_configuration.py --check    exit 1 if the file is not what this script would write
+python docs/generate_configuration.py            rewrite docs/configuration.md
+python docs/generate_configuration.py --check    exit 1 if the file is not what this script would write
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rltool.config.base import Config
+from rltool.config.rollout import OwnFunction
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
-from rltool.config.train import OwnFunction, TrainConfig
+from rltool.config.train import TrainConfig
 
 OUTPUT = Path(__file__).with_name("configuration.md")
 

@@ -42,19 +42,22 @@ def overlong(length: int, limit: int, buffer: int) -> float:
     return -1.0
 
 
-def kl(p: Tensor, q: Tensor, estimator: str) -> Tensor:
-    """p: log-probability of the policy; q: of the reference."""
+def kl(p: Tensor, q: Tensor, estimator: str, *, limit: float | None = 10.0) -> Tensor:
+    """p: log-probability of the policy; q: of the reference; limit: of k3."""
     if estimator == "k1":
         return p - q
     if estimator == "k2":
         return (p - q) ** 2 / 2
-    return torch.exp(q) / torch.exp(p) - 1 - (q - p)
+    k3 = torch.exp(q) / torch.exp(p) - 1 - (q - p)
+    return k3 if limit is None or float(k3.detach()) <= limit else torch.full_like(k3, limit)
 
 
 def advantages(batch, a, max_response_tokens: int) -> Tensor:
     """[T] of a whole rollout."""
     count = batch.num_samples
     rewards = [float(r) for r in batch.rewards]
+    if a.reward_clip is not None:
+        rewards = [min(max(r, a.reward_clip[0]), a.reward_clip[1]) for r in rewards]
     if a.overlong_buffer:
         for i in range(count):
             rewards[i] += a.overlong_penalty * overlong(
@@ -79,7 +82,14 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
                 others = [whole[j] for j in members]
                 value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
                 if a.normalize_std and len(others) > 1:
-                    value /= statistics.stdev(others) + 1e-6
+                    value /= statistics.stdev(whole if a.normalize_std_over == "batch" else others) + 1e-6
+            elif a.advantage == "gpg":
+                useless = sum(len({whole[k] for k in group[j]}) == 1 for j in range(count))
+                value = (whole[i] - statistics.fmean(whole[j] for j in members)) * count / (count - useless)
+            elif a.advantage == "opo":
+                length = {j: len(sampled_tokens(batch, j)) for j in members}
+                baseline = sum(length[j] * whole[j] for j in members) / sum(length.values())
+                value = whole[i] - baseline if len(members) > 1 else 0.0
             elif a.advantage == "rloo":
                 others = [whole[j] for j in members if j != i]
                 value = whole[i] - statistics.fmean(others) if others else 0.0
@@ -109,6 +119,10 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
         for i in range(count):
             for t in loss_tokens(batch, i):
                 result[i][t] = (result[i][t] - mean) / (std + 1e-8)
+    if a.distill_coef:
+        for i in range(count):
+            for t in loss_tokens(batch, i):
+                result[i][t] += a.distill_coef * float(teacher[i][t] - old[i][t])
     return torch.tensor([value for sample in result for value in sample])
 
 
@@ -141,7 +155,18 @@ def is_weight(batch, a) -> list[dict[int, float]]:
     if a.is_weights != "none":
         for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights), strict=True):
             for t, ratio in ratios.items():
-                own[t] *= min(ratio, a.is_cap)
+                own[t] *= min(max(ratio, a.is_floor), a.is_cap)
+        if a.is_normalize:
+            every = [list(own.values()) for own in factors if own]
+            if a.is_weights == "token":
+                mean = statistics.fmean(weight for own in every for weight in own)
+            else:
+                mean = statistics.fmean(own[0] for own in every)
+            factors = [{t: weight / mean for t, weight in own.items()} for own in factors]
+    if a.is_veto is not None:
+        for own, ratios in zip(factors, mismatch_ratios(batch, "token"), strict=True):
+            if any(ratio < a.is_veto for ratio in ratios.values()):
+                own.update(dict.fromkeys(own, 0.0))
     if a.is_mask != "none":
         for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask), strict=True):
             for t, ratio in ratios.items():
@@ -150,13 +175,51 @@ def is_weight(batch, a) -> list[dict[int, float]]:
 
 
 def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
+    if a.objective == "reinforce":
+        return -advantage * new
+    if a.objective == "sapo":
+        tau = a.sapo_temperature_pos if advantage > 0 else a.sapo_temperature_neg
+        return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
+    if a.objective == "gmpo":
+        return -ratio * advantage
     low, high = 1 - a.clip_low, 1 + a.clip_high
     if a.objective == "cispo":
         return -min(max(float(ratio.detach()), low), high) * advantage * new
     objective = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
     if a.dual_clip is not None and advantage < 0:
-        objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage))
+        objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage, dtype=objective.dtype))
     return -objective
+
+
+def geometric_mean_of_clipped(new: list[Tensor], old: list[Tensor], advantages: list[float], a) -> Tensor:
+    """GMPO's ratio of one sample: the n-th root of the product of its tokens' clipped ratios, in the graph."""
+    product = torch.ones((), dtype=new[0].dtype)
+    for p, q, advantage in zip(new, old, advantages, strict=True):
+        ratio = torch.exp(p) / torch.exp(q)
+        limit = 1 - a.clip_low if advantage < 0 else 1 + a.clip_high
+        beyond = float(ratio.detach()) < limit if advantage < 0 else float(ratio.detach()) > limit
+        product = product * (torch.full_like(product, limit) if beyond else ratio)
+    return product ** (1 / len(new))
+
+
+def off_policy_masks(batch, advantage: Tensor, logprobs: Tensor, a) -> list[dict[int, float]]:
+    """Per sample: position -> DeepSeek-V3.2's M."""
+    new, engine = cut(logprobs.detach(), batch.lengths), cut(batch.rollout_logprobs, batch.lengths)
+    advantage_of, result = cut(advantage, batch.lengths), []
+    for i in range(batch.num_samples):
+        own = loss_tokens(batch, i)
+        divergence = sum(float(engine[i][t] - new[i][t]) for t in own) / max(1, len(own))
+        bad = {t: float(advantage_of[i][t]) < 0 and divergence > a.off_policy_mask_threshold for t in own}
+        result.append({t: 0.0 if bad[t] else 1.0 for t in own})
+    return result
+
+
+def covariances(batch, advantage: Tensor) -> dict[int, float]:
+    """Position in the batch -> (log p - mean) (A - mean) over all loss tokens."""
+    every = [t for t, m in enumerate(batch.loss_mask.tolist()) if m > 0]
+    p = statistics.fmean(float(batch.old_logprobs[t]) for t in every)
+    mean = statistics.fmean(float(advantage[t]) for t in every)
+    return {t: (float(batch.old_logprobs[t]) - p) * (float(advantage[t]) - mean) for t in every}
 
 
 def decoupled_ppo_loss(batch, proximal: Tensor, advantage: Tensor, logprobs: Tensor, clip: float) -> Tensor:
@@ -184,6 +247,7 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
     new, bonus = cut(logprobs, batch.lengths), cut(entropy, batch.lengths)
     old, reference = cut(batch.old_logprobs, batch.lengths), cut(batch.ref_logprobs, batch.lengths)
     weights, advantage_of = is_weight(batch, a) if a.loss == "policy" else None, cut(advantage, batch.lengths)
+    masks = off_policy_masks(batch, advantage, logprobs, a) if a.off_policy_mask_threshold is not None else None
     samples: list[list[Tensor]] = []
     for i in range(batch.num_samples):
         own = loss_tokens(batch, i)
@@ -194,11 +258,16 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
                 continue
             if a.ratio == "sequence":
                 ratio = torch.exp(sum(new[i][s] - old[i][s] for s in own) / len(own))
+            elif a.objective == "gmpo":
+                given = [float(advantage_of[i][s]) for s in own]
+                ratio = geometric_mean_of_clipped([new[i][s] for s in own], [old[i][s] for s in own], given, a)
             else:
                 ratio = torch.exp(new[i][t] - old[i][t])
             value = weights[i][t] * surrogate(new[i][t], ratio, float(advantage_of[i][t]), a)
+            if masks is not None:
+                value = value * masks[i][t]
             if a.kl_coef > 0 and a.kl_in == "loss":
-                estimate = kl(new[i][t], reference[i][t], a.kl_estimator)
+                estimate = kl(new[i][t], reference[i][t], a.kl_estimator, limit=None if a.kl_unbiased else 10.0)
                 value = value + a.kl_coef * (torch.exp(new[i][t] - old[i][t]) * estimate if a.kl_unbiased else estimate)
             samples[-1].append(value - a.entropy_coef * bonus[i][t])
     if a.loss_reduction == "constant":

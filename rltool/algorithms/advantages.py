@@ -31,15 +31,19 @@ def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tenso
     return group, count, values - mean[group]
 
 
-def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool) -> Tensor:
+def group_advantages(rewards: Tensor, group_ids: Tensor, *, normalize_std: bool, std_over: str = "group") -> Tensor:
     """GRPO advantage of each sample within its prompt group (Shao et al. 2024, "DeepSeekMath", section 4.1.2).
 
     rewards: [N] float; group_ids: [N] int, any values, groups of any size, in any order. ValueError for unequal shapes.
     Returns [N]: reward minus its group's mean, divided by the group's unbiased std + 1e-6 when normalize_std
-    (False: Dr. GRPO, Liu et al. 2025). A group of one sample has advantage 0.
+    (False: Dr. GRPO, Liu et al. 2025). std_over "batch": by the unbiased std of all rewards + 1e-6 (Lite PPO, Liu et
+    al. 2025, "Tricks or Traps?"), so that a group of near-equal rewards is not blown up to the size of the others.
+    A group of one sample has advantage 0.
     """
     group, count, centred = _by_group(rewards, group_ids)
-    if normalize_std:
+    if normalize_std and std_over == "batch":
+        centred = centred / ((rewards.double().std() if len(rewards) > 1 else 1.0) + STD_EPSILON)
+    elif normalize_std:
         variance = torch.zeros_like(count).index_add(0, group, centred.square()) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt()[group] + STD_EPSILON)
     return torch.where(count[group] > 1, centred, torch.zeros_like(centred)).to(rewards.dtype)
@@ -53,6 +57,36 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     group, count, centred = _by_group(rewards, group_ids)
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(rewards.dtype)
+
+
+def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Group policy gradient (Chu et al. 2025, "GPG"): alpha times the centred reward, alpha = N / (N - M).
+
+    M: samples in groups whose rewards are all equal. Their gradient is 0, and alpha undoes what they take from the mean
+    over the batch; with dynamic sampling there are none. Same shapes and errors as `group_advantages`.
+    """
+    group, count, centred = _by_group(rewards, group_ids)
+    # By the range and not by the centred rewards, which rounding keeps from being 0.
+    values, infinite = rewards.double(), torch.full_like(count, torch.inf)
+    highest = (-infinite).scatter_reduce(0, group, values, "amax")
+    lowest = infinite.scatter_reduce(0, group, values, "amin")
+    useful = int(count[highest > lowest].sum())
+    alpha = len(rewards) / useful if useful else 1.0
+    return (alpha * torch.where((highest > lowest)[group], centred, 0.0)).to(rewards.dtype)
+
+
+def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
+    """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with
+    Optimal Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.
+
+    response_lengths: [N], sampled tokens of each sample. Same shapes and errors as `group_advantages`; 0 for a group of
+    one. Advantages of a group do not sum to 0.
+    """
+    group, count, _ = _by_group(rewards, group_ids)
+    values, lengths = rewards.double(), response_lengths.double()
+    total = torch.zeros_like(count).index_add(0, group, lengths)
+    baseline = torch.zeros_like(count).index_add(0, group, lengths * values) / total.clamp(min=1)
+    return torch.where(count[group] > 1, values - baseline[group], 0.0).to(rewards.dtype)
 
 
 def reinforce_pp_advantages(
@@ -98,6 +132,8 @@ def distillation_advantages(logprobs: Tensor, teacher_logprobs: Tensor, loss_mas
 
 def whiten(advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """Mean 0 and (unbiased) standard deviation 1 over all loss tokens: (A - mean) / (std + 1e-8). [T] -> [T] float32.
+
+    Each token counts once, so long responses weigh more in both.
 
     Call it with the whole rollout. Whitened per rank, each rank would have a mean of its own, and the result would
     depend on how samples were sharded. Fewer than two loss tokens: 0.

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rltool.algorithms.ragged import sum_per_sample
 
+PER_SAMPLE = frozenset({"lengths", "rewards", "group_ids", "kl_coefs", "entropy_coefs"})
+"""Fields of a TrainBatch with one entry a sample; all others have one a token."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
 
@@ -42,7 +44,11 @@ class TrainBatch:
     teacher_logprobs: [T] float32, teacher's; None without a teacher
     token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not
         sample the token, None without
-    is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py); None: 1
+    old_entropies: [T] float32, entropy of the old policy's distribution at the token, in nats; None unless needed
+    is_weights: [T] float32, factor of each token's policy loss (algorithms/corrections.py, token_selection.py); None: 1
+    kl_cov_coefs: [T] float32, weight of |log p - log p_old| in each token's loss (token_selection.py); None: 0
+    kl_coefs, entropy_coefs: [N] float32, algorithm.kl_coef and entropy_coef as they are in this training step
+        (controllers.py); None: as configured
     values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this
         rollout; 0 where loss_mask is 0, None without a critic
     value_targets: [T] float32, what the critic is trained towards (algorithms/gae.py); None without a critic
@@ -62,7 +68,11 @@ class TrainBatch:
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
     token_rewards: Tensor | None = None
+    old_entropies: Tensor | None = None
     is_weights: Tensor | None = None
+    kl_cov_coefs: Tensor | None = None
+    kl_coefs: Tensor | None = None
+    entropy_coefs: Tensor | None = None
     values: Tensor | None = None
     value_targets: Tensor | None = None
 
@@ -72,7 +82,7 @@ class TrainBatch:
             value = getattr(self, item.name)
             if value is None:
                 continue
-            expected = num_samples if item.name in ("lengths", "rewards", "group_ids") else num_tokens
+            expected = num_samples if item.name in PER_SAMPLE else num_tokens
             if value.shape != (expected,):
                 raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected ({expected},)")
             dtype = torch.int64 if item.name in ("tokens", "token_versions", "lengths", "group_ids") else torch.float32
@@ -111,9 +121,7 @@ class TrainBatch:
         for item in fields(self):
             value = getattr(self, item.name)
             if value is not None:
-                changes[item.name] = value[
-                    sample_index if item.name in ("lengths", "rewards", "group_ids") else token_index
-                ]
+                changes[item.name] = value[sample_index if item.name in PER_SAMPLE else token_index]
         return TrainBatch(**changes)
 
     def micro_batch(self, samples: list[int]) -> TrainBatch:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig
 from rltool.errors import ContractViolation
 
 TOLERANCE = 1e-5

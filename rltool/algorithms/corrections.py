@@ -35,10 +35,38 @@ def mismatch_ratio(
     return torch.where(chosen, bounded_ratio(difference), torch.zeros_like(difference))
 
 
-def truncated_weights(ratio: Tensor, *, cap: float) -> Tensor:
+def truncated_weights(ratio: Tensor, *, cap: float, floor: float = 0.0) -> Tensor:
     """Truncated importance sampling: min(rho, cap) (Ionides 2008; Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"). Same shape as `ratio`."""
-    return ratio.clamp(max=cap)
+    Secretly Brings You Off-Policy RL Training"), and at least `floor`. Same shape as `ratio`."""
+    return ratio.clamp(min=floor, max=cap)
+
+
+def self_normalised(weights: Tensor, lengths: Tensor, loss_mask: Tensor, *, per_sample: bool) -> Tensor:
+    """Weights divided by their mean over the rollout's loss tokens: self-normalised importance sampling (Owen 2013,
+    "Monte Carlo theory, methods and examples", section 9.2). [T] -> [T].
+
+    per_sample: a sample's tokens share one weight, and each sample counts once in the mean, whatever its length.
+    Weights that are all 0 stay 0.
+    """
+    chosen = loss_mask > 0
+    if per_sample:
+        count = sum_per_sample(loss_mask, lengths, loss_mask)
+        values = (sum_per_sample(weights, lengths, loss_mask) / count.clamp(min=1))[count > 0]
+    else:
+        values = weights[chosen].double()
+    mean = float(values.mean()) if len(values) else 0.0
+    return weights / mean if mean > 0 else weights
+
+
+def without_impossible_tokens(ratio: Tensor, lengths: Tensor, loss_mask: Tensor, *, veto: float) -> Tensor:
+    """0 at the tokens of samples in which the ratio of any loss token is below `veto`, else 1; [T] float32 (Liu, Li et
+    al. 2025, "When Speed Kills Stability").
+
+    ratio: [T] of single tokens. What the engine sampled and the trainer finds all but impossible is a fault somewhere,
+    and all that follows it in its sample was drawn in a state that the policy does not reach.
+    """
+    bad = sum_per_sample((ratio < veto).float(), lengths, loss_mask)
+    return (bad == 0).float()[sample_of_token(lengths)]
 
 
 def inside_range(ratio: Tensor, *, low: float, high: float) -> Tensor:

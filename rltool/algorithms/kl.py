@@ -7,9 +7,13 @@ All have the right value at policy = reference. As a *loss* they differ: k1 is u
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from rltool.algorithms.losses import bounded_ratio
+from rltool.algorithms.losses import MAX_LOG_RATIO
+
+MAX_K3 = 10.0
+"""Nats. A token that the policy all but lost (r = 25) would otherwise have a gradient of 7e10 and be the whole step."""
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -28,12 +32,15 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """exp(r) - 1 - r with r = log p_ref - log p: non-negative, unbiased under samples of the policy (GRPO's estimator).
+    """min(exp(r) - 1 - r, 10) with r = log p_ref - log p: not negative; unbiased under samples of the policy but for
+    the limit, which is verl's and OpenRLHF's (GRPO's estimator).
 
-    Differentiable as a loss: unlike k1's, its gradient, (1 - exp(r)) grad log p, sees the reference.
+    Differentiable as a loss: unlike k1's, its gradient, (1 - exp(r)) grad log p, sees the reference; at the limit it is
+    0. By expm1: near the reference exp(r) - 1 would cancel to a few digits in float32.
     """
-    log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - 1 - log_ratio
+    # exp is kept finite first: behind the limit its gradient is multiplied by 0, and 0 * inf is NaN.
+    log_ratio = (ref_logprobs - logprobs).clamp(max=MAX_LOG_RATIO)
+    return (log_ratio.expm1() - log_ratio).clamp(max=MAX_K3)
 
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
@@ -44,7 +51,26 @@ def kl_loss(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, *, est
 
     unbiased: the estimate times p / p_old, gradient through both (DeepSeek-V3.2, 2025, "Unbiased KL Estimate"). The
     samples are those of the old policy; weighted so, value and gradient are unbiased for the KL of the current one, for
-    k1 too: grad [r k1] = r (k1 + 1) grad log p.
+    k1 too: grad [r k1] = r (k1 + 1) grad log p. Here k3 has no limit, for what is large in it cancels (`_weighted_k3`).
     """
-    estimate = ESTIMATORS[estimator](logprobs, ref_logprobs)
-    return bounded_ratio(logprobs - old_logprobs) * estimate if unbiased else estimate
+    if not unbiased:
+        return ESTIMATORS[estimator](logprobs, ref_logprobs)
+    # Limited from above alone: from below the limit would stop the gradient of one factor, and what has to cancel
+    # would not.
+    ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    if estimator == "k3":
+        return _weighted_k3(logprobs, ref_logprobs, old_logprobs, ratio)
+    return ratio * ESTIMATORS[estimator](logprobs, ref_logprobs)
+
+
+def _weighted_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, ratio: Tensor) -> Tensor:
+    """ratio * (exp(r) - 1 - r), as this product where r is small, as p_ref / p_old - ratio * (1 + r) where it is not.
+
+    The gradient is -ratio * r in both. In the product it is a difference of terms of the size of exp(r); in the sum the
+    large term is a constant, since log p is not in it.
+    """
+    log_ratio = ref_logprobs - logprobs
+    near = log_ratio.clamp(max=1.0)
+    product = ratio * (near.expm1() - near)
+    constant = (ref_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    return torch.where(log_ratio > 1.0, constant - ratio * (1 + log_ratio), product)

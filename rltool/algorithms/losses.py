@@ -1,4 +1,5 @@
-"""Per-token losses. The caller weights and sums them (TrainBatch.loss_weights) and divides by the global token count.
+"""Per-token surrogates of the policy objective. The caller weights and sums them (TrainBatch.loss_weights) and divides
+by the global token count.
 
 R loss tokens of whole samples: a sample is never cut over micro-batches, so that what belongs to a sequence is all
 here.
@@ -6,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +23,8 @@ class LossTokens:
 
     old_logprobs: [R], the trainer's before the first optimizer step; advantages: [R]; sample: [R] int64, the sample of
     each token, ascending; num_samples: how many samples the micro-batch has; entropy: [R], in the graph, of the
-    trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not computed
+    trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not
+    computed; kl_cov_coefs, kl_coefs, entropy_coefs: as in TrainBatch, but [R] each
     """
 
     old_logprobs: Tensor
@@ -32,16 +35,19 @@ class LossTokens:
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    kl_cov_coefs: Tensor | None = None
+    kl_coefs: Tensor | None = None
+    entropy_coefs: Tensor | None = None
 
 
 class PolicyLoss(NamedTuple):
     """loss: [R], to be minimised; ratio: [R], detached; clipped: [R] float, 1 where the clip decided the gradient,
-        detached;
+        detached, None without a clip;
     dual_clipped: [R] float, 1 where the dual clip did, None without one."""
 
     loss: Tensor
     ratio: Tensor
-    clipped: Tensor
+    clipped: Tensor | None = None
     dual_clipped: Tensor | None = None
 
 
@@ -51,15 +57,23 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def sequence_log_ratio(log_ratio: Tensor, sample: Tensor, num_samples: int) -> Tensor:
-    """GSPO's length-normalised sequence ratio, as a logarithm, at each token (Zheng et al. 2025, eq. 7): [R] -> [R].
-
-    log s_i = mean over the sample's loss tokens of (log p - log p_old). sample: [R] int64 below num_samples. The
-    gradient goes through the mean, to every token of the sample.
-    """
-    total = torch.zeros(num_samples, dtype=log_ratio.dtype, device=log_ratio.device).index_add(0, sample, log_ratio)
-    count = torch.zeros_like(total).index_add(0, sample, torch.ones_like(log_ratio))
+def mean_of_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+    """[R] -> [R]: at each token the mean of `values` over its sample's loss tokens. sample: [R] int64 below
+    num_samples."""
+    total = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
+    count = torch.zeros_like(total).index_add(0, sample, torch.ones_like(values))
     return (total / count.clamp(min=1))[sample]
+
+
+def sequence_log_ratio(log_ratio: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+    """GSPO's length-normalised sequence ratio, as a logarithm, at each token (Zheng et al. 2025): [R] -> [R].
+
+    The value is eq. 7's: log s_i = mean over the sample's loss tokens of (log p - log p_old). The gradient is that of
+    GSPO-token (eq. 14), s_it = sg[s_i] p / sg[p]: it goes to the token itself. Where a sample's tokens share one
+    advantage and one weight the sum of both is the same; where they do not, eq. 7 would give each the mean of all, and
+    a token that is masked the gradient of the others.
+    """
+    return mean_of_sample(log_ratio.detach(), sample, num_samples) + (log_ratio - log_ratio.detach())
 
 
 def ppo_loss(
@@ -94,6 +108,58 @@ def cispo_loss(
     ratio = bounded_ratio(log_ratio).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio).float())
+
+
+def gmpo_loss(
+    log_ratio: Tensor, advantages: Tensor, sample: Tensor, num_samples: int, *, clip_low: float, clip_high: float
+) -> PolicyLoss:
+    """Geometric-mean policy optimisation: -s_i A, s_i the geometric mean of the sample's clipped token ratios (Zhao et
+    al. 2025, "Geometric-Mean Policy Optimization"), [R].
+
+    A token's ratio is clipped from above for A >= 0 and from below for A < 0, as PPO's minimum does, before the mean is
+    taken; where it is clipped the token has no gradient. The gradient goes to each token by itself, as in
+    `sequence_log_ratio`; with one advantage a sample and the mean over samples it is the paper's.
+    """
+    low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
+    limited = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=math.log1p(clip_high)))
+    ratio = bounded_ratio(sequence_log_ratio(limited, sample, num_samples))
+    return PolicyLoss(-ratio * advantages, ratio.detach(), (limited != log_ratio).float())
+
+
+def sapo_loss(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> PolicyLoss:
+    """Soft adaptive policy optimisation: -4 / tau sigmoid(tau (r - 1)) A (Gao et al. 2025, "Soft Adaptive Policy
+    Optimization"), [R].
+
+    tau is temperature_pos where A > 0, else temperature_neg. At r = 1 the gradient is PPO's; away from it the gate's
+    slope, 4 sigmoid (1 - sigmoid), takes the place of a clip.
+    """
+    ratio = bounded_ratio(log_ratio)
+    tau = torch.full_like(advantages, temperature_neg).masked_fill(advantages > 0, temperature_pos)
+    return PolicyLoss(-torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages, ratio.detach())
+
+
+def reinforce_loss(logprobs: Tensor, log_ratio: Tensor, advantages: Tensor) -> PolicyLoss:
+    """-A log p (Williams 1992), [R]: no ratio and no clip, so the old policy has no part in it."""
+    return PolicyLoss(-advantages * logprobs, bounded_ratio(log_ratio).detach())
+
+
+def off_policy_sequence_mask(
+    logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    sample: Tensor,
+    num_samples: int,
+    *,
+    threshold: float,
+) -> Tensor:
+    """0 where A < 0 and the sample's mean of log(p_engine / p) is above threshold, in nats, else 1; [R], a constant
+    (DeepSeek-V3.2, 2025, "Off-Policy Sequence Masking").
+
+    p is the policy in training and p_engine the sampling one, so both the engine's other kernels and earlier optimizer
+    steps count. Bad samples that the policy would hardly draw any more teach it nothing and shake it.
+    """
+    divergence = mean_of_sample((rollout_logprobs - logprobs).detach(), sample, num_samples)
+    return ((advantages >= 0) | (divergence <= threshold)).to(logprobs.dtype)
 
 
 def sft_loss(logprobs: Tensor) -> Tensor:

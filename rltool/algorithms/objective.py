@@ -3,13 +3,23 @@ bonus."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from rltool.algorithms.kl import kl_loss
-from rltool.algorithms.losses import LossTokens, PolicyLoss, bounded_ratio, cispo_loss, ppo_loss, sequence_log_ratio
+from rltool.algorithms.losses import (
+    LossTokens,
+    PolicyLoss,
+    bounded_ratio,
+    cispo_loss,
+    gmpo_loss,
+    off_policy_sequence_mask,
+    ppo_loss,
+    reinforce_loss,
+    sapo_loss,
+    sequence_log_ratio,
+)
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig
 from rltool.errors import ContractViolation
 
 
@@ -27,10 +37,20 @@ def policy_objective(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmC
                 f"algorithm.objective = {algorithm.objective!r} returned {found}, expected one loss per token, a "
                 f"tensor of shape {tuple(logprobs.shape)}; weights and reduction are applied by the trainer"
             )
-        return PolicyLoss(loss, bounded_ratio(log_ratio).detach(), torch.zeros_like(logprobs))
+        return PolicyLoss(loss, bounded_ratio(log_ratio).detach())
+    if algorithm.objective == "reinforce":
+        return reinforce_loss(logprobs, log_ratio, tokens.advantages)
+    if algorithm.objective == "sapo":
+        temperatures = {
+            "temperature_pos": algorithm.sapo_temperature_pos,
+            "temperature_neg": algorithm.sapo_temperature_neg,
+        }
+        return sapo_loss(log_ratio, tokens.advantages, **temperatures)
+    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
+    if algorithm.objective == "gmpo":
+        return gmpo_loss(log_ratio, tokens.advantages, tokens.sample, tokens.num_samples, **clip)
     if algorithm.ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, tokens.sample, tokens.num_samples)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     if algorithm.objective == "cispo":
         return cispo_loss(logprobs, log_ratio, tokens.advantages, **clip)
     return ppo_loss(log_ratio, tokens.advantages, **clip, dual_clip=algorithm.dual_clip)
@@ -41,16 +61,23 @@ def policy_token_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss of each token [R], detached per-token values [R] by metric name: see `metric_names`).
 
-    w * surrogate + kl_coef * KL - entropy_coef * entropy, with w = is_weights: the correction is of the advantage's
-    expectation; KL and entropy pull on every token, masked or not.
+    w * surrogate + kl_coef * KL - entropy_coef * entropy, with w = is_weights and, where configured, the mask of
+    off-policy samples: the correction is of the advantage's expectation; KL and entropy pull on every token, masked or
+    not.
     """
     surrogate = policy_objective(logprobs, tokens, algorithm)
     loss = surrogate.loss if is_weights is None else surrogate.loss * is_weights
     values = {"ratio_mean": surrogate.ratio}
-    if not algorithm.own_objective:
+    if surrogate.clipped is not None:
         values["clip_fraction"] = surrogate.clipped
     if surrogate.dual_clipped is not None:
         values["dual_clip_fraction"] = surrogate.dual_clipped
+    if algorithm.off_policy_mask_threshold is not None:
+        kept = _off_policy_mask(logprobs, tokens, algorithm.off_policy_mask_threshold)
+        loss = loss * kept
+        values["off_policy_masked_fraction"] = 1 - kept
+    if tokens.kl_cov_coefs is not None:
+        loss = loss + tokens.kl_cov_coefs * (logprobs - tokens.old_logprobs).abs()
     if _kl_in_loss(algorithm):
         assert tokens.ref_logprobs is not None
         kl = kl_loss(
@@ -60,9 +87,11 @@ def policy_token_losses(
             estimator=algorithm.kl_estimator,
             unbiased=algorithm.kl_unbiased,
         )
-        loss = loss + algorithm.kl_coef * kl
+        loss = loss + (algorithm.kl_coef if tokens.kl_coefs is None else tokens.kl_coefs) * kl
         values["kl"] = kl.detach()
-    if algorithm.entropy_coef > 0:
+    if tokens.entropy_coefs is not None:
+        loss = loss - tokens.entropy_coefs * tokens.entropy
+    elif algorithm.entropy_coef > 0:
         loss = loss - algorithm.entropy_coef * tokens.entropy
     return loss, values
 
@@ -70,11 +99,25 @@ def policy_token_losses(
 def metric_names(algorithm: AlgorithmConfig) -> list[str]:
     """The per-token values of `policy_token_losses`, in one order on all ranks."""
     names = ["ratio_mean"]
-    if not algorithm.own_objective:
+    if algorithm.clips_ratio:
         names.append("clip_fraction")
-        if algorithm.objective == "ppo" and algorithm.dual_clip is not None:
-            names.append("dual_clip_fraction")
+    if algorithm.objective == "ppo" and algorithm.dual_clip is not None:
+        names.append("dual_clip_fraction")
+    if algorithm.off_policy_mask_threshold is not None:
+        names.append("off_policy_masked_fraction")
     return [*names, "kl"] if _kl_in_loss(algorithm) else names
+
+
+def _off_policy_mask(logprobs: Tensor, tokens: LossTokens, threshold: float) -> Tensor:
+    assert tokens.rollout_logprobs is not None
+    return off_policy_sequence_mask(
+        logprobs,
+        tokens.rollout_logprobs,
+        tokens.advantages,
+        tokens.sample,
+        tokens.num_samples,
+        threshold=threshold,
+    )
 
 
 def _kl_in_loss(algorithm: AlgorithmConfig) -> bool:

@@ -18,7 +18,7 @@ from rltool.errors import UsageError
 from rltool.megatron.critic import STATE_PREFIX, Critic
 from rltool.megatron.hf_weights import load_hf
 from rltool.megatron.runtime import Runtime
-from rltool.megatron.state import model_state
+from rltool.megatron.state import REFERENCE_PREFIX, model_state
 from rltool.megatron.trained import TrainedModel
 from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import Family
@@ -51,10 +51,10 @@ def save_checkpoint(
 def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic | None = None) -> dict[str, Any]:
     """Restores everything that a `CheckpointSaver` saved, under any layout of ranks, and returns its `extra`.
 
-    With a KL term load the initial weights first: they become the reference, and this call does not change it. Under
-    another layout the random generators start anew. Without `critic` that of the checkpoint, if it has one, is left
-    out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint of another model or without
-    training state.
+    With a KL term load the initial weights first: they become the reference, and stay it unless the checkpoint has
+    later ones. Under another layout the random generators start anew. Without `critic` that of the checkpoint, if it
+    has one, is left out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint of another
+    model or without training state.
     """
     manifests.read(directory)
     with directories.reading(directory):
@@ -64,7 +64,11 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
         check_optimizer(manifest, trainer, directory)
         if critic is not None:
             check_has_critic(directory)
-        state = trainer.sharded_state(loading=True, with_rng=manifest.layout == trainer.coordinates.layout)
+        state = trainer.sharded_state(
+            loading=True,
+            with_rng=manifest.layout == trainer.coordinates.layout,
+            with_reference=has_tensors(directory, REFERENCE_PREFIX),
+        )
         if critic is not None:
             state["critic"] = critic.sharded_state(loading=True)
         with trainer.runtime.mode():
@@ -88,12 +92,17 @@ def check_optimizer(manifest: Manifest, trainer: MegatronTrainer, directory: Pat
 
 def check_has_critic(directory: Path) -> None:
     """UsageError when the run that saved this checkpoint trained none."""
-    tensors = dist_checkpointing.load_tensors_metadata(str(Path(directory) / STATE))
-    if not any(name.startswith(STATE_PREFIX) for name in tensors):
+    if not has_tensors(directory, STATE_PREFIX):
         raise UsageError(
             f'{directory} holds no critic: it was saved by a run without algorithm.advantage = "gae"; resume with the '
             f"setting of the checkpoint, or start a new run from its weights (model.path = {directory})"
         )
+
+
+def has_tensors(directory: Path, prefix: str) -> bool:
+    """Whether the checkpoint holds tensors whose names begin with prefix."""
+    tensors = dist_checkpointing.load_tensors_metadata(str(Path(directory) / STATE))
+    return any(name.startswith(prefix) for name in tensors)
 
 
 def load_weights(model: TrainedModel, path: Path) -> None:

@@ -3,13 +3,13 @@ it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import Field, model_validator
 
+from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config
 from rltool.config.parallel import ParallelLayout
 from rltool.config.renamed import RENAMED
@@ -18,7 +18,6 @@ from rltool.config.rollout import (
     DeadlinesConfig,
     EnginesConfig,
     EvalConfig,
-    OwnFunction,
     RewardConfig,
     RolloutConfig,
     SamplingConfig,
@@ -152,167 +151,6 @@ class OptimizerConfig(Config):
     """Consecutive optimizer steps with a non-finite loss or gradient after which the run stops."""
 
 
-def _cap_from_json(value: Any) -> Any:
-    """JSON has no infinity: AlgorithmConfig writes text."""
-    return math.inf if value == str(math.inf) else value
-
-
-class AlgorithmConfig(Config):
-    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
-    init --algorithm`).
-
-    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
-    """
-
-    loss: Literal["policy", "sft"] = "policy"
-    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines
-    needed."""
-
-    advantage: Literal["grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic
-    ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or
-    [T] per token; see rltool/algorithms/contracts.py."""
-    normalize_std: bool = True
-    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
-    whiten_advantages: bool | None = None
-    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
-    paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
-    value_clip: float = Field(default=0.2, gt=0)
-    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
-    overlong_buffer: int = Field(default=0, ge=0)
-    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
-    none."""
-    overlong_penalty: float = Field(default=1.0, gt=0)
-    """What a response of full length loses, in units of reward."""
-
-    objective: Literal["ppo", "cispo"] | OwnFunction = "ppo"
-    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens,
-    algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
-    ratio: Literal["token", "sequence"] = "token"
-    """Probability ratio new / old: of each token, or the geometric mean over its sample's tokens (GSPO)."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """See clip_high."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. GSPO's are near 3e-4."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
-    limit."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus, in nats."""
-    loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
-    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean;
-    group: mean over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr.
-    GRPO)."""
-    loss_length: int | None = Field(default=None, ge=1)
-    """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
-
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the estimate of KL(policy || reference); 0 needs no reference model."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r
-    (rltool/algorithms/kl.py)."""
-    kl_unbiased: bool = False
-    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the
-    policy."""
-
-    old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
-    first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
-    the weights that sampled each token."""
-    mask_tokens_older_than: int | None = Field(default=None, ge=0)
-    """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
-
-    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
-    is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
-    is_cap: Annotated[float, BeforeValidator(_cap_from_json)] = Field(default=2.0, gt=0, allow_inf_nan=True)
-    """Where the importance weight is truncated; inf: nowhere."""
-    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
-    otherwise."""
-    is_mask_low: float = Field(default=0.5, ge=0)
-    """See is_mask."""
-    is_mask_high: float = Field(default=2.0, gt=0)
-    """See is_mask; above is_mask_low."""
-
-    @model_validator(mode="after")
-    def _mask_range(self) -> AlgorithmConfig:
-        if self.is_mask_low >= self.is_mask_high:
-            raise ValueError(
-                f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would "
-                "be masked"
-            )
-        return self
-
-    @field_serializer("is_cap", when_used="json")
-    def _cap_in_json(self, value: float) -> float | str:
-        # _cap_from_json reads the text back.
-        return value if math.isfinite(value) else str(value)
-
-    @property
-    def own_advantage(self) -> bool:
-        """`advantage` is an import path."""
-        return ":" in self.advantage
-
-    @property
-    def own_objective(self) -> bool:
-        """`objective` is an import path."""
-        return ":" in self.objective
-
-    def logits_temperature(self, sampling_temperature: float) -> float:
-        """What the trainer divides its logits by: the temperature that its tokens were sampled at.
-
-        1 for supervised training, whose targets nobody sampled.
-        """
-        return 1.0 if self.loss == "sft" else sampling_temperature
-
-    @property
-    def uses_critic(self) -> bool:
-        return self.loss == "policy" and self.advantage == "gae"
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.loss == "policy" and self.kl_coef > 0
-
-    @property
-    def corrects_mismatch(self) -> bool:
-        """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
-        return self.is_weights != "none" or self.is_mask != "none"
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
-        forward."""
-        kl_in_reward = self.uses_reference and self.kl_in == "reward"
-        return self.loss == "policy" and (
-            self.corrects_mismatch or kl_in_reward or self.advantage == "distill" or self.own_advantage
-        )
-
-
-class CriticConfig(Config):
-    """The critic of algorithm.advantage = "gae": a model of its own on the trainer's ranks, in the trainer's layout and
-    dtype, with gradients and an optimizer of its own. It costs the memory of a second trained model. Betas, eps and
-    weight decay are [optimizer]'s."""
-
-    path: Path | None = None
-    """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with
-    the policy's vocabulary; None: model.path."""
-    lr: float = Field(default=1e-5, gt=0)
-    """Learning rate, constant."""
-    clip_grad: float = Field(default=1.0, ge=0)
-    """Limit of the gradient norm of the critic; 0 does not clip."""
-    warmup_rollouts: int = Field(default=0, ge=0)
-    """In the first so many steps of the run only the critic trains."""
-    updates_per_optimizer_step: int = Field(default=1, ge=1)
-    """Updates of the critic on the samples of each optimizer step of the policy."""
-
-
 class CheckpointConfig(Config):
     every_steps: int = Field(default=0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
@@ -386,7 +224,8 @@ class MonitorConfig(Config):
 
 
 class TrainConfig(Config):
-    """Everything of one run. steps counts rollouts; optimizer_steps_per_rollout updates follow each."""
+    """Everything of one run. steps counts rollouts; optimizer_steps_per_rollout updates follow each, in each of
+    epochs_per_rollout epochs."""
 
     model: ModelConfig
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -395,6 +234,9 @@ class TrainConfig(Config):
     """Rollouts of the whole run."""
     optimizer_steps_per_rollout: int = Field(default=1, ge=1)
     """Must divide rollout.prompts_per_step: prompt groups stay together."""
+    epochs_per_rollout: int = Field(default=1, ge=1)
+    """How often each rollout is trained on: its optimizer steps are made again, on the same samples with the same
+    advantages and old log-probabilities."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x
     optimizer steps."""
@@ -422,7 +264,12 @@ class TrainConfig(Config):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt // self.optimizer_steps_per_rollout
 
     @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps on one rollout, all epochs together."""
+        return self.optimizer_steps_per_rollout * self.epochs_per_rollout
+
+    @property
     def policy_optimizer_steps(self) -> int:
         """Optimizer steps of the policy in the whole run."""
         only_critic = self.critic.warmup_rollouts if self.algorithm.uses_critic else 0
-        return (self.steps - only_critic) * self.optimizer_steps_per_rollout
+        return (self.steps - only_critic) * self.updates_per_rollout

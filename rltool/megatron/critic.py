@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.gae import value_is_clipped, value_loss
-from rltool.config.train import CriticConfig, OptimizerConfig
+from rltool.config.algorithm import CriticConfig
+from rltool.config.train import OptimizerConfig
 from rltool.megatron import loss
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, output_hidden_states
 from rltool.megatron.runtime import in_megatron, to_device
-from rltool.megatron.trained import TrainedModel
+from rltool.megatron.trained import TrainedModel, first_of
 from rltool.megatron.trainer import MegatronTrainer
 from rltool.models.base import EMBEDDING, HEAD, Family
 from rltool.models.registry import family_for, read_hf_config
@@ -101,7 +102,7 @@ class Critic(TrainedModel):
 
         micro_batches and the ranks that get None: as for `MegatronTrainer.compute_logprobs`.
         """
-        return self._compute(micro_batches, loss.loss_rows)
+        return first_of(self._compute(micro_batches, loss.loss_rows))
 
     @in_megatron
     def train_step(self, micro_batches: list[TrainBatch], *, global_loss_tokens: int) -> dict[str, float]:

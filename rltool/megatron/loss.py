@@ -11,7 +11,7 @@ from rltool.algorithms import objective
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens, sft_loss
 from rltool.algorithms.ragged import sample_of_token
-from rltool.config.train import AlgorithmConfig
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.megatron.runtime import to_device
 
 
@@ -63,22 +63,31 @@ def micro_batch_loss(
             raise ValueError(f"TrainBatch.{name} is None, but algorithm.loss = {algorithm.loss} needs it")
         return value
 
+    def of_sample(name: str) -> Tensor | None:
+        value = getattr(batch, name)
+        return None if value is None else to_device(value[sample], logprobs.device)
+
+    sample = sample_of_token(batch.lengths)[rows]
     sums = {"loss_tokens": float(len(rows)), "entropy": entropy.detach().sum()}
     if algorithm.loss == "sft":
         token_loss = sft_loss(logprobs)
     else:
         in_loss = algorithm.uses_reference and algorithm.kl_in == "loss"
+        compares_engine = algorithm.off_policy_mask_threshold is not None
         tokens = LossTokens(
             old_logprobs=logprobs.detach() if on_policy else field("old_logprobs"),
             advantages=field("advantages"),
-            sample=to_device(sample_of_token(batch.lengths)[rows], logprobs.device),
+            sample=to_device(sample, logprobs.device),
             num_samples=batch.num_samples,
             entropy=entropy,
-            rollout_logprobs=optional("rollout_logprobs"),
+            rollout_logprobs=field("rollout_logprobs") if compares_engine else optional("rollout_logprobs"),
             ref_logprobs=field("ref_logprobs") if in_loss else optional("ref_logprobs"),
             teacher_logprobs=optional("teacher_logprobs"),
+            kl_cov_coefs=field("kl_cov_coefs") if algorithm.kl_cov_fraction > 0 else None,
+            kl_coefs=of_sample("kl_coefs"),
+            entropy_coefs=of_sample("entropy_coefs"),
         )
-        weights = field("is_weights") if algorithm.corrects_mismatch else None
+        weights = field("is_weights") if algorithm.weights_policy_loss else None
         token_loss, values = objective.policy_token_losses(logprobs, tokens, weights, algorithm)
         sums |= {name: value.sum() for name, value in values.items()}
     total = (field("loss_weights") * token_loss).sum()

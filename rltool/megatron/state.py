@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from rltool.megatron.optimizer import parts
 from rltool.megatron.runtime import Runtime
+
+REFERENCE_PREFIX = "reference."
+"""Before the names of the reference's tensors in a checkpoint, where the policy's stand beside them."""
 
 
 def sharding_metadata() -> dict[str, Any]:
@@ -27,6 +31,17 @@ def sharding_metadata() -> dict[str, Any]:
 def model_state(model: GPTModel) -> dict[str, Any]:
     """The weights alone. `model` is the unwrapped GPTModel: the data-parallel wrapper would change the keys."""
     return model.sharded_state_dict(metadata=sharding_metadata())
+
+
+def copied(model: dict[str, Any], *, prefix: str) -> dict[str, Any]:
+    """The state of `model_state` under names that begin with prefix, with tensors of its own on the CPU: those of the
+    model may change while these are saved, and stay as they are when these are loaded."""
+    for entry in model.values():
+        if isinstance(entry, ShardedTensor | ShardedTensorFactory):
+            assert entry.data is not None  # of a model that is there
+            entry.data = entry.data.detach().to("cpu", copy=True)
+    add_prefix_for_sharding(model, prefix)
+    return model
 
 
 def optimizer_state(optimizer: MegatronOptimizer, model: dict[str, Any], *, loading: bool) -> dict[str, Any]:

@@ -26,7 +26,8 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.config.train import AlgorithmConfig, OptimizerConfig, TrainerConfig
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.train import OptimizerConfig, TrainerConfig
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
@@ -176,15 +177,18 @@ class TrainedModel(ABC):
             spread = spread.new_zeros(len(values), len(micro.rows)).index_copy(1, micro.held, spread)
         return sum_over_context_ranks(spread, self.runtime.cp_group).unbind()
 
-    def _compute(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[Tensor] | None:
-        """Per micro-batch [T] float32 on the CPU: the first of `outputs` in the rows of `rows_of`, 0 elsewhere.
+    def _compute(
+        self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor], *, count: int = 1
+    ) -> list[Tensor] | None:
+        """Per micro-batch [count, T] float32 on the CPU: the first `count` of `outputs` in the rows of `rows_of`, 0
+        elsewhere.
 
         micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on
         the rank of each replica where `coordinates.returns_logprobs`.
         """
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-            return in_row(micro, self.outputs(micro, hidden)[0])
+            return torch.stack([in_row(micro, values) for values in self.outputs(micro, hidden)[:count]])
 
         rows = self._run(self._prepare(micro_batches, rows_of), result, forward_only=True)
         return [values.cpu() for values in rows] if self.coordinates.returns_logprobs else None
@@ -277,3 +281,8 @@ def in_row(micro: MicroBatch, values: Tensor) -> Tensor:
     """[R] values of micro.rows -> [tokens of the batch], 0 elsewhere, without waiting for the device."""
     row = torch.zeros(len(micro.batch.tokens), device=values.device)
     return row.index_copy(0, to_device(micro.rows, values.device), values)
+
+
+def first_of(computed: list[Tensor] | None) -> list[Tensor] | None:
+    """[count, T] per micro-batch -> the first output's [T]."""
+    return None if computed is None else [values[0] for values in computed]

@@ -17,7 +17,8 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
-from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.host_memory import room_for
@@ -27,7 +28,7 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
-from rltool.megatron.trained import Setup, TrainedModel
+from rltool.megatron.trained import Setup, TrainedModel, first_of
 from rltool.models.registry import family_for, read_hf_config
 
 
@@ -100,6 +101,11 @@ class MegatronTrainer(TrainedModel):
             self._frozen["reference"] = self._copy_of_weights()
 
     @in_megatron
+    def update_reference(self) -> None:
+        """The policy's present weights become the reference."""
+        self._frozen["reference"] = self._copy_of_weights(self._frozen["reference"])
+
+    @in_megatron
     def load_teacher(self, load: Callable[[], None]) -> None:
         """Keeps on the CPU, as the teacher, what `load` writes into the model; then puts the policy's weights back."""
         with self._policy_put_back():
@@ -158,7 +164,14 @@ class MegatronTrainer(TrainedModel):
         those that were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
         """
         with self._with_weights(weights):
-            return self._compute(micro_batches, loss.predicted_rows)
+            return first_of(self._compute(micro_batches, loss.predicted_rows))
+
+    @in_megatron
+    @torch.no_grad()
+    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
+        """As `compute_logprobs` of the policy, but [2, T]: below the log-probabilities the entropy of the distribution
+        that each token was drawn from, in nats."""
+        return self._compute(micro_batches, loss.predicted_rows, count=2)
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy of micro.rows."""
@@ -228,12 +241,16 @@ class MegatronTrainer(TrainedModel):
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
 
     @in_megatron
-    def sharded_state(self, *, loading: bool, with_rng: bool = True) -> dict[str, Any]:
+    def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:
         """What a training checkpoint holds, for megatron.core.dist_checkpointing.
 
-        with_rng: the random generators too, which load under the same layout of ranks only.
+        with_rng: the random generators too, which load under the same layout of ranks only. with_reference: the
+        reference too where it changes in the run; an earlier checkpoint may have none.
         """
         sharded = super().sharded_state(loading=loading)
+        if with_reference and self.algorithm.uses_reference and self.algorithm.reference_update_steps:
+            with self._with_weights("reference"):
+                sharded["reference"] = state.copied(state.model_state(self.gpt), prefix=state.REFERENCE_PREFIX)
         if with_rng:
             sharded["rng"] = state.rng_state(self.runtime)
         return sharded
@@ -242,6 +259,10 @@ class MegatronTrainer(TrainedModel):
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
         super().restore(loaded)
+        if "reference" in loaded:
+            with self._policy_put_back():
+                self.gpt.load_state_dict(loaded["reference"])
+                self.update_reference()
         if "rng" in loaded:
             state.restore_rng(loaded["rng"])
 

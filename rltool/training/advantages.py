@@ -15,8 +15,9 @@ from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, su
 from rltool.algorithms.reduction import token_loss_weights
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import all_current, mask_older_than
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig, TrainConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
 
 Measured = tuple[TrainBatch, dict[str, float]]
@@ -28,10 +29,10 @@ def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -
     `step`.
 
     algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the pass is saved by the on-policy
-    single step alone: one optimizer step on tokens that are all of the current weights, where nothing that comes before
-    that step is made of the old policy's log-probabilities. While the critic warms up there is no other forward pass of
-    the policy to compare the engines with. Without the pass the first optimizer step's own forward is compared, before
-    the optimizer moves.
+    single step alone: one optimizer step in one epoch, on tokens that are all of the current weights, where nothing
+    that comes before that step is made of the old policy's log-probabilities. While the critic warms up there is no
+    other forward pass of the policy to compare the engines with. Without the pass the first optimizer step's own
+    forward is compared, before the optimizer moves.
     """
     algorithm = config.algorithm
     if algorithm.loss != "policy":
@@ -40,7 +41,7 @@ def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -
         return True
     if algorithm.old_logprobs == "rollout":
         return False
-    single_step = config.optimizer_steps_per_rollout == 1 and all_current(batch, step)
+    single_step = config.updates_per_rollout == 1 and all_current(batch, step)
     return algorithm.needs_old_logprobs or not single_step
 
 
@@ -71,11 +72,10 @@ def with_old_logprobs(batch: TrainBatch, algorithm: AlgorithmConfig, scored: Ten
 
 
 def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_response_tokens: int) -> Measured:
-    """Shaped rewards, KL penalty and advantages, whitened if so configured. Needs old_logprobs, those of the reference
-    or teacher, and the critic's values, where the configuration does; with a critic also fills in value_targets."""
-    metrics: dict[str, float] = {}
-    if algorithm.overlong_buffer:
-        batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
+    """Clipped and shaped rewards, KL penalty and advantages, whitened if so configured, and the teacher's part beside
+    them. Needs old_logprobs, those of the reference or teacher, and the critic's values, where the configuration does;
+    with a critic also fills in value_targets."""
+    batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
     if algorithm.uses_reference and algorithm.kl_in == "reward":
         batch, measured = _with_kl_penalty(batch, algorithm)
         metrics.update(measured)
@@ -87,6 +87,8 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
         values = estimate_advantages(batch, algorithm)
     if whitens(algorithm):
         values = advantages.whiten(values, batch.loss_mask)
+    if algorithm.distill_coef > 0:
+        values = values + algorithm.distill_coef * _distillation(batch)
     chosen = values[batch.loss_mask > 0]
     metrics["train/advantage_mean"] = _mean(chosen)
     metrics["train/advantage_std"] = float(chosen.std()) if len(chosen) > 1 else 0.0
@@ -97,16 +99,15 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
     """The configured estimator without a critic, before whitening: [T] float32, 0 where loss_mask is 0.
 
     A penalty per token (KL in the reward) becomes part of the return behind it in reinforce_pp and its baseline
-    variant, and is summed into the sample's reward for grpo and rloo, whose advantages belong to whole samples.
+    variant, and is summed into the sample's reward for all others that use one, whose advantages belong to whole
+    samples.
     """
     lengths, mask = batch.lengths, batch.loss_mask
     name = algorithm.advantage
     if algorithm.own_advantage:
         return _own_advantages(batch, algorithm)
     if name == "distill":
-        return advantages.distillation_advantages(
-            _present(batch, "old_logprobs"), _present(batch, "teacher_logprobs"), mask
-        )
+        return _distillation(batch)
     if name == "reinforce_pp":
         return advantages.reinforce_pp_advantages(
             batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
@@ -115,13 +116,31 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
         return advantages.reinforce_pp_baseline_advantages(
             batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
         )
-    rewards = batch.sample_rewards()
-    if name == "rloo":
-        return broadcast_to_tokens(advantages.rloo_advantages(rewards, batch.group_ids), lengths, mask)
-    if name == "grpo":
-        per_sample = advantages.group_advantages(rewards, batch.group_ids, normalize_std=algorithm.normalize_std)
-        return broadcast_to_tokens(per_sample, lengths, mask)
-    raise ValueError(f"no estimator of advantages named {name!r}")
+    return broadcast_to_tokens(_sample_advantages(batch, algorithm), lengths, mask)
+
+
+def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """[N], of the estimators that give all tokens of a sample the same."""
+    rewards, groups = batch.sample_rewards(), batch.group_ids
+    match algorithm.advantage:
+        case "grpo":
+            return advantages.group_advantages(
+                rewards, groups, normalize_std=algorithm.normalize_std, std_over=algorithm.normalize_std_over
+            )
+        case "rloo":
+            return advantages.rloo_advantages(rewards, groups)
+        case "gpg":
+            return advantages.gpg_advantages(rewards, groups)
+        case "opo":
+            sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
+            return advantages.opo_advantages(rewards, groups, sampled)
+    raise ValueError(f"no estimator of advantages named {algorithm.advantage!r}")
+
+
+def _distillation(batch: TrainBatch) -> Tensor:
+    return advantages.distillation_advantages(
+        _present(batch, "old_logprobs"), _present(batch, "teacher_logprobs"), batch.loss_mask
+    )
 
 
 def _critic_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor, dict[str, float]]:
@@ -159,15 +178,24 @@ def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
     factors = batch.loss_mask.clone()
     if algorithm.is_weights != "none":
         ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_weights)
-        weights = corrections.truncated_weights(ratio, cap=algorithm.is_cap)
-        factors = factors * weights
+        weights = corrections.truncated_weights(ratio, cap=algorithm.is_cap, floor=algorithm.is_floor)
         metrics["train/is_weight_mean"] = _mean(weights[chosen])
         metrics["train/is_truncated_fraction"] = _mean((ratio > algorithm.is_cap)[chosen].float())
+        if algorithm.is_normalize:
+            weights = corrections.self_normalised(
+                weights, batch.lengths, batch.loss_mask, per_sample=algorithm.is_weights != "token"
+            )
+        factors = factors * weights
     if algorithm.is_mask != "none":
         ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_mask)
         kept = corrections.inside_range(ratio, low=algorithm.is_mask_low, high=algorithm.is_mask_high)
         factors = factors * kept
         metrics["train/masked_fraction"] = 1.0 - _mean(kept[chosen]) if bool(chosen.any()) else 0.0
+    if algorithm.is_veto is not None:
+        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level="token")
+        kept = corrections.without_impossible_tokens(ratio, batch.lengths, batch.loss_mask, veto=algorithm.is_veto)
+        factors = factors * kept
+        metrics["train/vetoed_fraction"] = 1.0 - _mean(kept[chosen]) if bool(chosen.any()) else 0.0
     return batch.replace(is_weights=factors), metrics
 
 
@@ -192,9 +220,18 @@ def optimizer_step_samples(batch: TrainBatch, steps: int) -> list[list[int]]:
 
 
 def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_response_tokens: int) -> Measured:
+    """reward_clip, then the length penalty, which is not clipped."""
+    metrics: dict[str, float] = {}
+    if algorithm.reward_clip is not None:
+        low, high = algorithm.reward_clip
+        clipped = batch.rewards.clamp(low, high)
+        metrics["train/reward_clipped_fraction"] = _mean((clipped != batch.rewards).float())
+        batch = batch.replace(rewards=clipped)
+    if not algorithm.overlong_buffer:
+        return batch, metrics
     response = response_lengths(batch.lengths, batch.sampled)
     shaping = overlong_reward(response, max_length=max_response_tokens, buffer=algorithm.overlong_buffer)
-    metrics = {"train/overlong_fraction": _mean((shaping < 0).float())}
+    metrics["train/overlong_fraction"] = _mean((shaping < 0).float())
     return batch.replace(rewards=batch.rewards + algorithm.overlong_penalty * shaping), metrics
 
 

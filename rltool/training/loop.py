@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.controllers import Coefficients
 from rltool.algorithms.mismatch import logprob_difference
 from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
@@ -27,6 +28,7 @@ from rltool.training.advantages import (
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
+from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
 from rltool.training.trainer_group import TrainerGroup
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
@@ -54,11 +56,13 @@ class Progress:
     """What a checkpoint keeps of the loop. `step` counts finished training steps, and so names the weights.
 
     saved: a checkpoint of exactly this state exists, or is on its way. metrics: of the last finished step.
+    coefficients: of the next step; None: as configured.
     """
 
     step: int
     saved: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    coefficients: Coefficients | None = None
 
 
 class Checkpoints(Protocol):
@@ -112,6 +116,7 @@ class Loop:
         )
         self.save_hf, self.writer, self.stop = parts.save_hf, parts.writer, parts.stop
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
+        self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
 
@@ -150,8 +155,12 @@ class Loop:
                 with timed(metrics, "time/train_seconds"):
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
-                self.progress = Progress(done, metrics=metrics)
+                self.coefficients = self.coefficients.adapted(config.algorithm, metrics)
+                adapts = config.algorithm.adapts_coefficients
+                self.progress = Progress(done, metrics=metrics, coefficients=self.coefficients if adapts else None)
                 self.stop.consequence = SAVES
+                if _due(config.algorithm.reference_update_steps, done):
+                    self.trainer.update_reference()
                 last = done == config.steps
                 evaluate = self._evaluates(done, last)
                 if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
@@ -175,8 +184,9 @@ class Loop:
                 break
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
-        """All optimizer steps of one rollout. Returns train/* metrics, averaged over these steps."""
-        config, algorithm, step = self.config, self.config.algorithm, self.progress.step
+        """All optimizer steps of one rollout, in all epochs. Returns train/* metrics, averaged over these steps."""
+        config, step = self.config, self.progress.step
+        algorithm = self.coefficients.applied(config.algorithm)
         metrics: dict[str, float] = {}
         trains_policy = not (algorithm.uses_critic and step < config.critic.warmup_rollouts)
         if algorithm.loss == "policy":
@@ -189,11 +199,13 @@ class Loop:
                     batch = batch.replace(values=self.trainer.values(batch))
             batch, shaped = with_advantages(batch, algorithm, max_response_tokens=config.sampling.max_response_tokens)
             batch, corrected = with_corrections(batch, algorithm)
-            metrics |= compared | shaped | corrected
+            batch, selected = with_selected_tokens(batch, algorithm, step_generator(config.seed, step))
+            batch, adapted = with_coefficients(batch, config.algorithm, algorithm)
+            metrics |= compared | shaped | corrected | selected | adapted
         compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics
         self.between_updates = not compares
         collected: list[dict[str, float]] = []
-        for samples in optimizer_step_samples(batch, self._optimizer_steps(batch)):
+        for samples in optimizer_step_samples(batch, self._optimizer_steps(batch)) * config.epochs_per_rollout:
             part = with_loss_weights(
                 batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens
             )
@@ -216,7 +228,8 @@ class Loop:
         return metrics
 
     def _optimizer_steps(self, batch: TrainBatch) -> int:
-        """As configured; of a batch that was trimmed because samples were dropped, so many as it has global batches."""
+        """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has
+        global batches."""
         config = self.config
         if config.algorithm.loss != "policy" or config.rollout.batch_size == "dynamic":
             return config.optimizer_steps_per_rollout
@@ -226,7 +239,11 @@ class Loop:
         """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""
         algorithm, scored, metrics = self.config.algorithm, None, {}
         if needs_old_logprobs_pass(self.config, batch, self.progress.step):
-            scored = self.trainer.logprobs(batch)
+            if algorithm.selects_by_entropy:
+                scored, entropies = self.trainer.logprobs_and_entropies(batch)
+                batch = batch.replace(old_entropies=entropies)
+            else:
+                scored = self.trainer.logprobs(batch)
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None

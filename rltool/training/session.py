@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 import rltool
+from rltool.algorithms.controllers import Coefficients
 from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
@@ -270,6 +271,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
                 "weight_version": str(lineage.version(at.step)),
                 "lineage": lineage.to_json(),
                 "source": kept.state,
+                "coefficients": asdict(at.coefficients) if at.coefficients else None,
             }
             return facts | {"config": config.model_dump(mode="json")}, kept.files
 
@@ -345,8 +347,9 @@ def _load(
             f"{prepared.resume_from} was written by an earlier release, whose data position this one cannot go on "
             f"from: start a new run from its weights (--set model.path={prepared.resume_from} --run NEW)"
         )
+    kept = extra.get("coefficients")
     return _Loaded(
-        Progress(extra["step"], saved=True),
+        Progress(extra["step"], saved=True, coefficients=Coefficients(**kept) if kept else None),
         Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]),
         extra["source"],
     )

@@ -69,7 +69,7 @@ class TrainerActor:
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
 
-            updates = config.steps * config.optimizer_steps_per_rollout * config.critic.updates_per_optimizer_step
+            updates = config.steps * config.updates_per_rollout * config.critic.updates_per_optimizer_step
             self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
@@ -103,8 +103,8 @@ class TrainerActor:
             load_teacher(self.trainer, self.config.model.teacher_path)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
-        """Reference and teacher weights come from model.path and model.teacher_path, everything else from the
-        checkpoint. Returns what `save_checkpoint` was given."""
+        """The teacher's weights come from model.teacher_path, the reference's from model.path unless the checkpoint has
+        later ones, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
         if self.config.algorithm.uses_reference:
@@ -118,6 +118,9 @@ class TrainerActor:
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
         return self.trainer.compute_logprobs(micro_batches, weights=weights)
 
+    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> Any:
+        return self.trainer.compute_logprobs_and_entropies(micro_batches)
+
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
 
@@ -129,6 +132,9 @@ class TrainerActor:
 
     def discard_gradients(self) -> None:
         self.trainer.discard_gradients()
+
+    def update_reference(self) -> None:
+        self.trainer.update_reference()
 
     def compute_values(self, micro_batches: list[TrainBatch]) -> Any:
         return self.critic.compute_values(micro_batches)

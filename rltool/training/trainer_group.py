@@ -76,6 +76,12 @@ class TrainerGroup:
         shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs.remote(part, weights))
         return shards.in_order(self.coordinates, results)
 
+    def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
+        """`logprobs` of the policy, and the entropy of its distribution at every token, in nats: [T] float32 each."""
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
+        return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
+
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on
         all ranks."""
@@ -100,6 +106,10 @@ class TrainerGroup:
 
     def discard_gradients(self) -> None:
         self._all(lambda rank: rank.discard_gradients.remote())
+
+    def update_reference(self) -> None:
+        """From now on the reference is the policy as it is."""
+        self._all(lambda rank: rank.update_reference.remote())
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.import_path import load_callable
-from rltool.config.train import AlgorithmConfig, CriticConfig, TrainConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 
 
@@ -45,18 +46,44 @@ _RECOMPUTED = Needs(
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
     "the same",
 )
+_CLIP = _objective("ppo", "cispo", "gmpo")
+_SAPO = _objective("sapo")
+_CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
     "normalize_std": _estimator("grpo"),
+    "normalize_std_over": Needs(
+        lambda a: a.own_advantage or (a.advantage == "grpo" and a.normalize_std),
+        'algorithm.advantage = "grpo" and algorithm.normalize_std = true',
+    ),
+    "reward_clip": _REWARDS,
+    "distill_coef": Needs(
+        lambda a: a.advantage != "distill", 'another algorithm.advantage than "distill", which is nothing but that term'
+    ),
     "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
     "gae_lambda": _estimator("gae"),
     "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
     "overlong_buffer": _REWARDS,
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     "ratio": _objective("ppo", "cispo"),
+    "clip_low": _CLIP,
+    "clip_high": _CLIP,
     "dual_clip": _objective("ppo"),
+    "sapo_temperature_pos": _SAPO,
+    "sapo_temperature_neg": _SAPO,
+    "entropy_coef_step": Needs(lambda a: a.entropy_target is not None, "algorithm.entropy_target"),
+    "top_entropy_fraction": Needs(
+        lambda a: a.old_logprobs == "trainer",
+        'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
+    ),
+    "clip_cov_low": _CLIP_COV,
+    "clip_cov_high": _CLIP_COV,
+    "kl_cov_coef": Needs(lambda a: a.kl_cov_fraction > 0, "algorithm.kl_cov_fraction above 0"),
     "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
+    "reference_update_steps": _KL,
     "kl_in": _KL,
+    "kl_target": _KL,
+    "kl_gain": Needs(lambda a: a.kl_target is not None, "algorithm.kl_target"),
     "kl_estimator": _KL,
     "kl_unbiased": Needs(
         lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'
@@ -64,11 +91,16 @@ EFFECTIVE: dict[str, Needs] = {
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
     "is_cap": _WEIGHTS,
+    "is_floor": _WEIGHTS,
+    "is_normalize": _WEIGHTS,
+    "is_veto": _RECOMPUTED,
     "is_mask_low": _MASK,
     "is_mask_high": _MASK,
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
+IN_GROUPS = ("grpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
+"""Estimators that compare the samples of a prompt with each other."""
 SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
 
@@ -91,6 +123,11 @@ def check_algorithm(config: TrainConfig) -> None:
     _check_critic(config)
     if config.algorithm.loss == "policy":
         _check_policy(config)
+    elif config.epochs_per_rollout > 1:
+        raise UsageError(
+            f'epochs_per_rollout = {config.epochs_per_rollout} has no meaning with algorithm.loss = "sft": nothing is '
+            "rolled out, and steps above the length of the data already go through it again; leave it out"
+        )
     if config.model.teacher_path is not None:
         _check_teacher_used(algorithm)
 
@@ -113,31 +150,43 @@ def _check_policy(config: TrainConfig) -> None:
             'which does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or '
             'algorithm.kl_in = "reward"'
         )
-    if algorithm.advantage == "distill":
-        if config.model.teacher_path is None:
-            raise UsageError(
-                'algorithm.advantage = "distill" needs model.teacher_path: weights of the same architecture and shape '
-                "as the model"
-            )
-        if algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-            raise UsageError(
-                'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
-                'algorithm.kl_in = "loss"'
-            )
+    _check_distillation(config)
     if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
             f"{sampling.max_response_tokens}; it is the last part of these: lower it"
         )
-    if algorithm.advantage in ("grpo", "rloo", "reinforce_pp_baseline") and rollout.samples_per_prompt < 2:
+    if algorithm.advantage in IN_GROUPS and rollout.samples_per_prompt < 2:
         raise UsageError(
             f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group '
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
+        )
+    if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
+        raise UsageError(
+            f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step "
+            "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
+            "epochs_per_rollout, or use algorithm.clip_cov_fraction"
         )
     _check_mask_of_stale_tokens(config)
     for name, takes in (("advantage", ("batch", "algorithm")), ("objective", ("logprobs", "tokens", "algorithm"))):
         if ":" in getattr(algorithm, name):
             load_callable(getattr(algorithm, name), setting=f"algorithm.{name}", takes=takes)
+
+
+def _check_distillation(config: TrainConfig) -> None:
+    """The teacher is there, and what is asked of rewards has some to act on."""
+    algorithm = config.algorithm
+    if config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
+        setting = "advantage" if algorithm.advantage == "distill" else "distill_coef"
+        raise UsageError(
+            f"algorithm.{setting} = {_toml(getattr(algorithm, setting))} needs model.teacher_path: weights of the same "
+            "architecture and shape as the model"
+        )
+    if algorithm.advantage == "distill" and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        raise UsageError(
+            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
+            'algorithm.kl_in = "loss"'
+        )
 
 
 def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
@@ -169,17 +218,16 @@ def _check_critic(config: TrainConfig) -> None:
 
 
 def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
-    if algorithm.loss == "policy" and (
-        algorithm.advantage == "distill" or algorithm.own_advantage or algorithm.own_objective
-    ):
-        return
-    raise UsageError(
-        'model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function), or '
-        "leave it out"
-    )
+    if not algorithm.uses_teacher:
+        raise UsageError(
+            'model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
+            "algorithm.distill_coef, or leave it out"
+        )
 
 
 def _toml(value: object) -> str:
-    return (
-        f'"{value}"' if isinstance(value, str | Path) else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    if isinstance(value, str | Path):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

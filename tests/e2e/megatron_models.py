@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.config.train import AlgorithmConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""

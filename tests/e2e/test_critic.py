@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rltool.checkpoints import directory as directories
-from rltool.config.train import AlgorithmConfig, CriticConfig
+from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.errors import UsageError
 from rltool.training.advantages import with_advantages
 from tests import plain_algorithms as plain

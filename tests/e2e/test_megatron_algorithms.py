@@ -11,13 +11,14 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.staleness import mask_older_than
-from rltool.config.train import AlgorithmConfig
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.training.advantages import (
     with_advantages,
     with_corrections,
     with_loss_weights,
     with_old_logprobs,
 )
+from rltool.training.token_selection import step_generator, with_selected_tokens
 from tests import plain_algorithms as plain
 from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
@@ -66,6 +67,7 @@ def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
         batch = with_old_logprobs(batch, algorithm, batch.old_logprobs)
         batch, _ = with_advantages(batch, algorithm, max_response_tokens=RESPONSE)
         batch, _ = with_corrections(batch, algorithm)
+        batch, _ = with_selected_tokens(batch, algorithm, step_generator(0, STEP))
     return with_loss_weights(batch, algorithm, max_response_tokens=RESPONSE)
 
 
@@ -88,6 +90,13 @@ def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1):
         own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         dealt = [batch.micro_batch(own[i::micro_batches]) for i in range(micro_batches)]
         return trainer.train_step(dealt, global_loss_tokens=batch.num_loss_tokens), exported(trainer)
+
+
+def case_entropies(place, path, batch, tp, pp, cp):
+    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, optimizer=OPTIMIZER)) as trainer:
+        halves = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
+        pairs, alone = trainer.compute_logprobs_and_entropies(halves), trainer.compute_logprobs(halves)
+        return None if pairs is None else (torch.cat(pairs, 1), torch.cat(alone))
 
 
 def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
@@ -143,6 +152,13 @@ FAMILIES = {
         "is_mask_high": 1.2,
         "overlong_buffer": 6,
     },
+    "sapo": {"objective": "sapo", "loss_reduction": "sample"},
+    "gmpo": {"objective": "gmpo", "clip_low": 0.1, "clip_high": 0.1, "loss_reduction": "sample"},
+    "gpg": {"advantage": "gpg", "objective": "reinforce"},
+    "opo": {"advantage": "opo", "objective": "reinforce"},
+    "off-policy samples masked": {"off_policy_mask_threshold": 0.05},
+    "veto, floor, mean 1": {"is_weights": "token", "is_floor": 0.95, "is_normalize": True, "is_veto": 0.85},
+    "distillation beside reward": {"distill_coef": 0.3, "reward_clip": (-0.5, 0.6), "normalize_std_over": "batch"},
     "sft": {"loss": "sft", "loss_reduction": "sample"},
 }
 
@@ -193,8 +209,16 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
             "is_mask": "geometric",
             "loss_reduction": "group",
         },
+        {
+            "objective": "gmpo",
+            "loss_reduction": "sample",
+            "off_policy_mask_threshold": 0.05,
+            "kl_cov_fraction": 0.2,
+            "clip_cov_fraction": 0.1,
+            "clip_cov_low": -9.0,
+        },
     ],
-    ids=["gspo, entropy, kl", "reinforce++, cispo, corrected"],
+    ids=["gspo, entropy, kl", "reinforce++, cispo, corrected", "gmpo, off-policy mask, covariances"],
 )
 def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
     path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
@@ -206,6 +230,19 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, 
             assert metrics == pytest.approx(reference, rel=1e-5, abs=1e-6), (tp, pp, cp)
         for name, tensor in results[0][1].items():
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6, msg=f"{tp} {pp} {cp} {name}")
+
+
+@pytest.mark.parametrize(("world", "tp", "pp", "cp"), [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)])
+def test_entropies_come_with_the_log_probabilities(ranks, tmp_path, world, tp, pp, cp):
+    path, model = save_hf(tmp_path), hf_model("qwen2", tied=True)
+    batch = rollout(model)
+    with torch.no_grad():
+        expected = torch.stack(hf_logprobs_and_entropy(model, batch))
+    results = ranks.run(case_entropies, world, path, batch, tp, pp, cp)
+    pairs, alone = next(found for found in results if found is not None)
+    torch.testing.assert_close(pairs, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(pairs[0], alone, rtol=0, atol=1e-6)
+    assert pairs[1].max() > 1
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])

@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from rltool.algorithms import corrections, ragged
-from rltool.algorithms.advantages import distillation_advantages, reinforce_pp_advantages, rloo_advantages, whiten
+from rltool.algorithms.advantages import (
+    distillation_advantages,
+    gpg_advantages,
+    group_advantages,
+    opo_advantages,
+    reinforce_pp_advantages,
+    rloo_advantages,
+    whiten,
+)
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.gae import gae, value_loss
 from rltool.algorithms.overlong import overlong_reward, response_lengths
 from rltool.algorithms.reduction import token_loss_weights
-from rltool.config.train import AlgorithmConfig
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.training.advantages import with_advantages, with_corrections
 from tests import plain_algorithms as plain
 
@@ -28,9 +36,15 @@ LONGEST = 6
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
+        {"advantage": "gpg"},
+        {"advantage": "opo"},
+        {"normalize_std_over": "batch"},
+        {"normalize_std": False, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
+        {"distill_coef": 0.3},
+        {"advantage": "reinforce_pp", "distill_coef": 0.3, "gamma": 0.9},
         *(
             {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
-            for name in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+            for name in ("grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
             for k in ("k1", "k2", "k3")
         ),
     ],
@@ -42,6 +56,47 @@ def test_advantages_equal_a_plain_loop(settings):
     expected = plain.advantages(batch, algorithm, LONGEST)
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(found.advantages, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_group_estimators_equal_plain_numbers_in_float64():
+    rewards = torch.tensor([1.0, 0.25, 0.1, 0.1, 0.1, -2.0, 0.75], dtype=torch.float64)
+    groups, lengths = torch.tensor([3, 3, 8, 8, 8, 3, 5]), torch.tensor([4, 1, 2, 2, 5, 7, 3])
+    centred = [1.25, 0.5, 0.0, 0.0, 0.0, -1.75, 0.0]
+    std = float(rewards.std()) + 1e-6
+    baseline = (4 * 1.0 + 1 * 0.25 + 7 * -2.0) / 12
+    found_and_expected = [
+        (gpg_advantages(rewards, groups), [7 / 3 * value for value in centred]),
+        (group_advantages(rewards, groups, normalize_std=True, std_over="batch"), [value / std for value in centred]),
+        (opo_advantages(rewards, groups, lengths), [1 - baseline, 0.25 - baseline, 0, 0, 0, -2 - baseline, 0]),
+    ]
+    for found, expected in found_and_expected:
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
+
+
+def test_gpg_of_groups_without_any_difference_is_zero_and_finite():
+    assert gpg_advantages(torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])).tolist() == [0.0] * 4
+
+
+def test_a_group_of_near_equal_rewards_stays_small_under_the_batchs_deviation():
+    rewards, groups = torch.tensor([0.50, 0.51, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    own = group_advantages(rewards, groups, normalize_std=True)
+    batch = group_advantages(rewards, groups, normalize_std=True, std_over="batch")
+    assert float(own[1]) == pytest.approx(float(own[3]), rel=1e-2) and batch[1] < 0.02 < batch[3]
+
+
+def test_what_a_teacher_adds_is_not_whitened_with_the_rest():
+    batch = example_batch().replace(token_rewards=None)
+    alone, _ = with_advantages(batch, AlgorithmConfig(whiten_advantages=True), max_response_tokens=LONGEST)
+    mixed, _ = with_advantages(
+        batch, AlgorithmConfig(whiten_advantages=True, distill_coef=0.5), max_response_tokens=LONGEST
+    )
+    added = 0.5 * (batch.teacher_logprobs - batch.old_logprobs) * batch.loss_mask
+    torch.testing.assert_close(mixed.advantages, alone.advantages + added)
+
+
+def test_the_share_of_clipped_rewards_is_recorded():
+    _, metrics = with_advantages(example_batch(), AlgorithmConfig(reward_clip=(-0.5, 0.6)), max_response_tokens=LONGEST)
+    assert metrics["train/reward_clipped_fraction"] == pytest.approx(3 / 7)
 
 
 def test_rloo_is_zero_for_a_group_of_one_and_equal_rewards():
@@ -113,6 +168,8 @@ def test_a_ratio_of_a_long_sequence_does_not_overflow():
         {"is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
         {"is_mask": "geometric", "is_mask_low": 0.95, "is_mask_high": 1.02},
         {"is_weights": "token", "is_cap": 1.1, "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
+        {"is_weights": "token", "is_cap": 1.05, "is_floor": 0.95},
+        {"is_veto": 0.9},
     ],
     ids=str,
 )
@@ -133,6 +190,43 @@ def test_corrections_and_their_metrics_equal_a_plain_loop(settings):
         values = [value for sample in weights for value in sample.values()]
         assert metrics["train/is_weight_mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
         assert 0 < metrics["train/is_truncated_fraction"] < 1
+    if algorithm.is_veto is not None:
+        assert metrics["train/vetoed_fraction"] == pytest.approx(expected.count(0.0) / len(expected))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_normalised_weights_have_mean_one_and_keep_their_proportions(level):
+    batch = example_batch()
+    found, metrics = with_corrections(batch, AlgorithmConfig(is_weights=level, is_cap=1.2, is_normalize=True))
+    before, _ = with_corrections(batch, AlgorithmConfig(is_weights=level, is_cap=1.2))
+    chosen = batch.loss_mask > 0
+    proportion = found.is_weights[chosen] / before.is_weights[chosen]
+    assert float(proportion.std()) < 1e-6 and abs(float(proportion[0]) - 1) > 1e-4
+    weights, masks = (plain.cut(values, batch.lengths) for values in (found.is_weights, batch.loss_mask))
+    first = torch.cat([own[mask > 0][:1] for own, mask in zip(weights, masks, strict=True)])
+    mean = found.is_weights[chosen].mean() if level == "token" else first.mean()
+    assert float(mean) == pytest.approx(1, rel=1e-6)
+    assert metrics["train/is_weight_mean"] == pytest.approx(float(before.is_weights[chosen].mean()), rel=1e-6)
+    expected = plain.is_weight(batch, AlgorithmConfig(is_weights=level, is_cap=1.2, is_normalize=True))
+    torch.testing.assert_close(found.is_weights[chosen], torch.tensor([w for own in expected for w in own.values()]))
+
+
+def test_weights_that_are_all_zero_stay_zero():
+    nothing = corrections.self_normalised(torch.zeros(2), torch.tensor([2]), torch.ones(2), per_sample=False)
+    assert nothing.tolist() == [0.0, 0.0]
+
+
+def test_one_impossible_token_takes_its_whole_sample_out_and_no_other():
+    ratio, lengths = torch.tensor([0.0, 1.0, 1e-5, 1.0, 0.0, 1.0, 1.0]), torch.tensor([4, 3])
+    mask = torch.tensor([0, 1, 1, 1, 0, 1, 1], dtype=torch.float32)
+    kept = corrections.without_impossible_tokens(ratio, lengths, mask, veto=1e-4)
+    assert kept.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    batch = example_batch()
+    wild = batch.rollout_logprobs.clone()
+    wild[2] = batch.old_logprobs[2] + 12.0
+    found, metrics = with_corrections(batch.replace(rollout_logprobs=wild), AlgorithmConfig(is_veto=1e-4))
+    assert not found.is_weights[:3].any() and torch.equal(found.is_weights[3:], batch.loss_mask[3:])
+    assert metrics["train/vetoed_fraction"] == pytest.approx(2 / 14)
 
 
 def test_without_corrections_nothing_is_computed():

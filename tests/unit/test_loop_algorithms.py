@@ -15,6 +15,7 @@ from rltool.training.loop import Loop, Parts, Progress
 from tests import plain_algorithms as plain
 
 RESPONSE = 6
+ENTROPIES = torch.rand(len(example_batch().tokens), generator=torch.Generator().manual_seed(9))
 
 
 class RememberingTrainer:
@@ -33,8 +34,12 @@ class RememberingTrainer:
         self.asked.append(weights)
         return self.known[weights].clone()
 
+    def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append("policy with entropies")
+        return self.known["policy"].clone(), ENTROPIES
+
     def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
-        assert on_policy
+        assert on_policy == (batch.old_logprobs is None)
         self.trained.append(batch)
         order = [int(token) for token in batch.tokens]  # tokens of the example are numbered
         return self.known["policy"][order], {"train/loss": 0.0}
@@ -77,6 +82,12 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
             ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
         ),
         (
+            ["algorithm.is_weights=token", "algorithm.is_normalize=true", "algorithm.is_veto=0.9"],
+            ["policy"], ["train/is_weight_mean", "train/vetoed_fraction"],
+        ),
+        (["algorithm.distill_coef=0.2", "model.teacher_path=teacher"], ["policy", "teacher"], []),
+        (["algorithm.advantage=opo", "algorithm.objective=reinforce"], [], []),
+        (
             ["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"],
             ["policy"], ["train/masked_fraction"],
         ),
@@ -91,7 +102,7 @@ def test_one_step_gets_what_the_algorithm_needs_and_no_more(sets, asked, metrics
     assert measured["train/logprob_abs_diff_mean"] > 0 and "train/advantage_std" in measured
     (batch,) = trainer.trained
     torch.testing.assert_close(batch.advantages, expected_advantages(config), rtol=1e-5, atol=1e-6)
-    if config.algorithm.corrects_mismatch:
+    if config.algorithm.weights_policy_loss:
         factors = [value for sample in plain.is_weight(example_batch(), config.algorithm) for value in sample.values()]
         torch.testing.assert_close(batch.is_weights[batch.loss_mask > 0], torch.tensor(factors))
     else:
@@ -111,6 +122,47 @@ def test_optimizer_steps_share_one_whitening_and_have_their_own_reduction():
     assert first.num_samples + second.num_samples == 7 and not set(first.group_ids.tolist()) & set(
         second.group_ids.tolist()
     )
+
+
+@pytest.mark.parametrize("asked", [["policy"], []], ids=["trainer's old policy", "engines' old policy"])
+def test_each_epoch_trains_on_the_same_samples_against_the_same_old_policy(asked):
+    old = ["algorithm.old_logprobs=rollout"] if not asked else []
+    trainer, metrics, config = train("epochs_per_rollout=3", "optimizer_steps_per_rollout=2", *old)
+    assert trainer.asked == asked and config.updates_per_rollout == len(trainer.trained) == 6
+    assert config.policy_optimizer_steps == 600
+    for first, again in zip(trainer.trained[:4], trainer.trained[2:], strict=True):
+        for name in ("tokens", "advantages", "old_logprobs", "loss_weights"):
+            assert torch.equal(getattr(first, name), getattr(again, name)), name
+    assert metrics["train/grad_norm"] == 1.0
+
+
+def test_one_optimizer_step_in_two_epochs_is_not_on_policy():
+    trainer, _, _ = train("epochs_per_rollout=2")
+    assert trainer.asked == ["policy"] and trainer.trained[0].old_logprobs is not None
+
+
+def test_entropies_come_with_the_old_log_probabilities_and_mask_the_policy_loss():
+    trainer, metrics, config = train("algorithm.top_entropy_fraction=0.25", "optimizer_steps_per_rollout=2")
+    assert trainer.asked == ["policy with entropies"]
+    mask = example_batch().loss_mask
+    expected = (mask > 0) & (torch.quantile(ENTROPIES[mask > 0].double(), 0.75) <= ENTROPIES)
+    assert 0 < metrics["train/top_entropy_fraction"] < 0.5
+    for batch in trainer.trained:
+        assert torch.equal(batch.is_weights > 0, expected[batch.tokens])
+        torch.testing.assert_close(batch.advantages, expected_advantages(config)[batch.tokens], rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_are_ranked_over_the_whole_rollout_and_not_over_an_optimizer_step():
+    trainer, metrics, config = train(
+        "algorithm.kl_cov_fraction=0.2", "algorithm.kl_cov_coef=0.5", "optimizer_steps_per_rollout=2"
+    )
+    whole = plain.covariances(example_batch(), expected_advantages(config))
+    highest = sorted(whole, key=lambda t: -whole[t])[: int(0.2 * len(whole))]
+    found = {
+        int(t): float(c) for batch in trainer.trained for t, c in zip(batch.tokens, batch.kl_cov_coefs, strict=True)
+    }
+    assert {t for t, c in found.items() if c} == set(highest) and set(found.values()) == {0.0, 0.5}
+    assert metrics["train/covariance_mean"] == pytest.approx(sum(whole.values()) / len(whole), abs=1e-6)
 
 
 def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():

@@ -10,8 +10,9 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.staleness import mask_older_than
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.loader import load_config
-from rltool.config.train import AlgorithmConfig, TrainConfig
+from rltool.config.train import TrainConfig
 from rltool.megatron.loss import loss_rows, micro_batch_loss
 from rltool.templates import template_text
 from rltool.training.advantages import (
@@ -88,6 +89,8 @@ def test_an_infinite_cap_survives_json():
     assert AlgorithmConfig(**algorithm.model_dump(mode="json")) == algorithm
     assert AlgorithmConfig.model_validate_json(algorithm.model_dump_json()) == algorithm
     assert AlgorithmConfig().model_dump(mode="json")["is_cap"] == 2.0
+    unclipped = AlgorithmConfig(clip_low=1.0, clip_high=math.inf, reward_clip=(-1.0, 1.0))
+    assert AlgorithmConfig(**unclipped.model_dump(mode="json")) == unclipped
 
 
 def test_the_policy_loss_of_a_current_token_is_corrected_by_little_and_of_a_stale_one_by_much():

@@ -1,0 +1,277 @@
+"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/training/validate_algorithm.py says
+which of them belong together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
+
+from rltool.config.base import Config
+from rltool.config.rollout import OwnFunction
+
+
+def _inf_from_json(value: Any) -> Any:
+    """JSON has no infinity: AlgorithmConfig writes text."""
+    return math.inf if value == str(math.inf) else value
+
+
+Limit = Annotated[float, BeforeValidator(_inf_from_json)]
+"""A number for which inf, no limit, has a meaning."""
+
+
+class AlgorithmConfig(Config):
+    """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
+    init --algorithm`).
+
+    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
+    """
+
+    loss: Literal["policy", "sft"] = "policy"
+    """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines
+    needed."""
+
+    advantage: (
+        Literal["grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction
+    ) = "grpo"
+    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic
+    ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or
+    [T] per token; see rltool/algorithms/contracts.py."""
+    normalize_std: bool = True
+    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
+    normalize_std_over: Literal["group", "batch"] = "group"
+    """grpo with normalize_std: whose standard deviation, the group's or that of all rewards of the rollout."""
+    whiten_advantages: bool | None = None
+    """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
+    paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
+    distill_coef: float = Field(default=0.0, ge=0)
+    """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
+    whitening; needs model.teacher_path. 0: none."""
+    reward_clip: tuple[float, float] | None = None
+    """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
+    none."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """What a response of full length loses, in units of reward."""
+
+    objective: Literal["ppo", "cispo", "gmpo", "sapo", "reinforce"] | OwnFunction = "ppo"
+    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens,
+    algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
+    ratio: Literal["token", "sequence"] = "token"
+    """ppo and cispo: probability ratio new / old of each token, or the geometric mean over its sample's tokens (GSPO),
+    whose gradient goes to each token by itself (GSPO-token)."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """See clip_high."""
+    clip_high: Limit = Field(default=0.2, gt=0, allow_inf_nan=True)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; inf: no upper limit. GSPO's are near 3e-4."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
+    limit."""
+    sapo_temperature_pos: float = Field(default=1.0, gt=0)
+    """sapo: how fast the pull of a token with a positive advantage fades as its ratio leaves 1."""
+    sapo_temperature_neg: float = Field(default=1.05, gt=0)
+    """sapo: the same for all other tokens."""
+    off_policy_mask_threshold: float | None = Field(default=None, gt=0)
+    """No policy loss on tokens with a negative advantage in samples whose mean log(p_engine / p), now in training, is
+    above this, in nats (DeepSeek-V3.2); None: no mask."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus, in nats. With entropy_target the weight that the run begins with."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy in nats below which there is a bonus; its weight grows by entropy_coef_step after each step that ends
+    below, and falls by as much after one above. None: entropy_coef throughout."""
+    entropy_coef_step: float = Field(default=0.005, gt=0)
+    """See entropy_target."""
+    top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
+    """Policy loss only on this share of the rollout's tokens, those where the old policy has the highest entropy; 1:
+    on all."""
+    clip_cov_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """Clip-Cov: no policy loss on this share of the rollout's tokens, drawn from those whose covariance of
+    log-probability and advantage lies between clip_cov_low and clip_cov_high. 0: none."""
+    clip_cov_low: float = 1.0
+    """See clip_cov_fraction."""
+    clip_cov_high: float = 5.0
+    """See clip_cov_fraction; above clip_cov_low."""
+    kl_cov_fraction: float = Field(default=0.0, ge=0, lt=1)
+    """KL-Cov: kl_cov_coef times |log p - log p_old| in the loss of this share of the rollout's tokens, those of the
+    highest covariance of log-probability and advantage. 0: none."""
+    kl_cov_coef: float = Field(default=1.0, gt=0)
+    """See kl_cov_fraction."""
+    loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
+    """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean;
+    group: mean over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr.
+    GRPO)."""
+    loss_length: int | None = Field(default=None, ge=1)
+    """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the estimate of KL(policy || reference); 0 needs no reference model. With kl_target the weight that the
+    run begins with."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """Mean of the estimate per token, in nats, that the weight is steered towards after each step (Ziegler et al.
+    2019); None: kl_coef throughout."""
+    kl_gain: float = Field(default=0.1, gt=0)
+    """kl_target: the weight changes by at most a fifth of this, relatively, in one step."""
+    reference_update_steps: int = Field(default=0, ge=0)
+    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
+    loaded first."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r, at most 10
+    (rltool/algorithms/kl.py)."""
+    kl_unbiased: bool = False
+    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the
+    policy."""
+
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
+    first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
+    the weights that sampled each token."""
+    mask_tokens_older_than: int | None = Field(default=None, ge=0)
+    """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
+
+    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
+    is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
+    is_cap: Limit = Field(default=2.0, gt=0, allow_inf_nan=True)
+    """Where the importance weight is truncated; inf: nowhere."""
+    is_floor: float = Field(default=0.0, ge=0)
+    """Importance weights below this are raised to it; below is_cap."""
+    is_normalize: bool = False
+    """Divide the importance weights by their mean over the rollout's tokens (over its samples where a sample's tokens
+    share one weight), so that they correct the direction and not the size of the gradient."""
+    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
+    otherwise."""
+    is_mask_low: float = Field(default=0.5, ge=0)
+    """See is_mask."""
+    is_mask_high: float = Field(default=2.0, gt=0)
+    """See is_mask; above is_mask_low."""
+    is_veto: float | None = Field(default=None, gt=0, lt=1)
+    """No policy loss on samples in which the ratio of any single token is below this, 1e-4 for example: the engine
+    sampled what the trainer finds all but impossible. None: no veto."""
+
+    @model_validator(mode="after")
+    def _ranges(self) -> AlgorithmConfig:
+        if self.is_mask_low >= self.is_mask_high:
+            raise ValueError(
+                f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would "
+                "be masked"
+            )
+        if self.is_floor >= self.is_cap:
+            raise ValueError(
+                f"is_floor {self.is_floor:g} is not below is_cap {self.is_cap:g}: every weight would be the same"
+            )
+        if self.clip_cov_low >= self.clip_cov_high:
+            raise ValueError(
+                f"clip_cov_low {self.clip_cov_low:g} is not below clip_cov_high {self.clip_cov_high:g}: no token lies "
+                "between"
+            )
+        if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
+            low, high = self.reward_clip
+            raise ValueError(f"reward_clip = [{low:g}, {high:g}] would make all rewards equal; the first is the lower")
+        return self
+
+    @field_serializer("is_cap", "clip_high", when_used="json")
+    def _inf_in_json(self, value: float) -> float | str:
+        # _inf_from_json reads the text back.
+        return value if math.isfinite(value) else str(value)
+
+    @property
+    def own_advantage(self) -> bool:
+        """`advantage` is an import path."""
+        return ":" in self.advantage
+
+    @property
+    def own_objective(self) -> bool:
+        """`objective` is an import path."""
+        return ":" in self.objective
+
+    def logits_temperature(self, sampling_temperature: float) -> float:
+        """What the trainer divides its logits by: the temperature that its tokens were sampled at.
+
+        1 for supervised training, whose targets nobody sampled.
+        """
+        return 1.0 if self.loss == "sft" else sampling_temperature
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.loss == "policy" and self.advantage == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.loss == "policy" and self.kl_coef > 0
+
+    @property
+    def clips_ratio(self) -> bool:
+        """The objective limits the ratio to [1 - clip_low, 1 + clip_high]."""
+        return self.objective in ("ppo", "cispo", "gmpo")
+
+    @property
+    def uses_teacher(self) -> bool:
+        """The teacher's log-probabilities are part of the advantages, or may be."""
+        own = self.own_advantage or self.own_objective
+        return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
+        return self.is_weights != "none" or self.is_mask != "none" or self.is_veto is not None
+
+    @property
+    def selects_by_entropy(self) -> bool:
+        """The old policy's entropy says which tokens have a policy loss."""
+        return self.top_entropy_fraction < 1
+
+    @property
+    def selects_by_covariance(self) -> bool:
+        """The covariance of log-probability and advantage picks tokens out."""
+        return self.clip_cov_fraction > 0 or self.kl_cov_fraction > 0
+
+    @property
+    def weights_policy_loss(self) -> bool:
+        """Each token's policy loss has a factor that was made before the training forward."""
+        return self.corrects_mismatch or self.selects_by_entropy or self.clip_cov_fraction > 0
+
+    @property
+    def adapts_coefficients(self) -> bool:
+        """kl_coef or entropy_coef follow what was measured."""
+        return self.kl_target is not None or self.entropy_target is not None
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
+        forward."""
+        kl_in_reward = self.uses_reference and self.kl_in == "reward"
+        distills = self.advantage == "distill" or self.distill_coef > 0
+        selects = self.selects_by_entropy or self.selects_by_covariance
+        return self.loss == "policy" and (
+            self.corrects_mismatch or kl_in_reward or distills or selects or self.own_advantage
+        )
+
+
+class CriticConfig(Config):
+    """The critic of algorithm.advantage = "gae": a model of its own on the trainer's ranks, in the trainer's layout and
+    dtype, with gradients and an optimizer of its own. It costs the memory of a second trained model. Betas, eps and
+    weight decay are [optimizer]'s."""
+
+    path: Path | None = None
+    """Weights that it starts from, with a value head of 0 on top: a Hugging Face directory or a checkpoint of ours with
+    the policy's vocabulary; None: model.path."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate, constant."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Limit of the gradient norm of the critic; 0 does not clip."""
+    warmup_rollouts: int = Field(default=0, ge=0)
+    """In the first so many steps of the run only the critic trains."""
+    updates_per_optimizer_step: int = Field(default=1, ge=1)
+    """Updates of the critic on the samples of each optimizer step of the policy."""
