@@ -137,6 +137,7 @@ class SglangDialect:
             plugin=False,
             paused=replies["ready"] == 503,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
+            model_path=model.get("model_path"),
         )
 
     def health(self) -> HttpRequest:

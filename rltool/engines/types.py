@@ -136,6 +136,8 @@ class EngineInfo:
     lease: Lease | None = None
     """Of the run that controls the engine; None too where the engine knows no leases."""
     model_config: dict[str, Any] = field(default_factory=dict)
+    model_path: str | None = None
+    """The directory that it was started with, on its own host."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"
