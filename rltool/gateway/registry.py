@@ -96,7 +96,9 @@ class Sessions:
         oldest = self._clock() - self._idle
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
         asleep = [name for name, written in self._asleep.items() if written < oldest]
-        late += [self.find(name) for name in asleep]
+        for name in asleep:
+            del self._asleep[name]  # first: a damaged file must not come up each time
+            late.append(self.find(name))
         for session in late:
             self.end(session, f"timed out after {self._idle:g} s without a turn")
         self.counts["timed_out"] += len(late)

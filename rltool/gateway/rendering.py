@@ -16,7 +16,7 @@ from rltool.errors import UsageError
 from rltool.gateway.conversation import Conversation, Message, ToolCall, template_messages
 from rltool.gateway.errors import BadRequest
 from rltool.gateway.parsers.parsed import Parser
-from rltool.rollout.tokenizer import TemplateFailed, Tokenizer
+from rltool.rollout.tokenizer import Tokenizer
 
 SENTINEL = "Xq7sentinel7qX"
 """A word that no template writes by itself and none changes: what stands behind it closes an assistant's turn."""
@@ -79,7 +79,7 @@ class Renderer:
             return self._tokenizer.render_messages(
                 template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
             )
-        except TemplateFailed as error:
+        except UsageError as error:
             raise BadRequest(str(error), field="messages", code="template_failed") from error
 
     def _find_closing(self) -> str:

@@ -120,14 +120,14 @@ class GatewayServer:
         )
 
     async def _show(self, request: web.Request) -> web.Response:
-        return web.json_response(self._owned(request).to_json())
+        return await _record(self._owned(request))
 
     async def _end(self, request: web.Request) -> web.Response:
         session = self._owned(request)
         if session.ended is None:
             session = self._sessions.find(session.id)
             self._sessions.end(session, "deleted")
-        return web.json_response(session.to_json())
+        return await _record(session)
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._sessions.find(request.match_info["id"])
@@ -196,6 +196,12 @@ class GatewayServer:
             return web.json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
 
         return handle
+
+
+async def _record(session: Session) -> web.Response:
+    """In a thread: a record may have millions of tokens."""
+    text = await asyncio.to_thread(lambda: json.dumps(session.to_json()))
+    return web.Response(text=text, content_type="application/json")
 
 
 async def _stream(

@@ -95,8 +95,8 @@ class Session:
         trajectory = self.trajectories[record.trajectory]
         trajectory.add_context(record.context_ids)
         trajectory.add_sampled(record)
-        self.turns.append(_without_tokens(record))
         self.places[record.id] = self._place_after(record, len(trajectory.token_ids))
+        self.turns.append(_without_tokens(record))
 
     def _place_after(self, record: TurnRecord, end: int) -> Turn:
         base = self.places[record.base] if record.base is not None else None

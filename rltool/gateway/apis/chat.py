@@ -43,9 +43,8 @@ class ChatApi:
 
     def body(self, answer: Answer) -> dict[str, Any]:
         said = answer.reply.message
-        message: dict[str, Any] = {"role": "assistant", "content": said.text or None, "refusal": None}
-        if not said.tool_calls:
-            message["content"] = said.text
+        content = None if said.tool_calls and not said.text else said.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.tool_calls:
