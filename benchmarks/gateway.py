@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -67,7 +66,9 @@ def gateway(root: Path, endpoints: list[Any], max_model_len: int) -> Iterator[tu
         process.wait(30)
 
 
-async def timed(client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str | None = None) -> tuple[float, Any]:
+async def timed(
+    client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str | None = None
+) -> tuple[float, Any]:
     started = time.perf_counter()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with client.post(url, json=body, headers=headers) as response:
@@ -113,17 +114,20 @@ async def measure(url: str, process: psutil.Process, engines: list[str], options
         )
         cpu, memory = sum(process.cpu_times()[:2]) - cpu, process.memory_info().rss - memory
     engine_times, times = (sorted(t for row in rows for t in row) for rows in (alone, through))
-    p99 = round(0.99 * len(times)) - 1
+
+    def milliseconds(rows: list[float]) -> list[float]:
+        return [round(1000 * rows[round(share * len(rows)) - 1], 1) for share in (0.5, 0.99)]
+
+    engine, through_gateway = milliseconds(engine_times), milliseconds(times)
     return {
         "turns": len(times),
-        "engine alone, median and p99, ms": [round(1000 * statistics.median(engine_times), 1), round(1000 * engine_times[p99], 1)],
-        "through the gateway, median and p99, ms": [round(1000 * statistics.median(times), 1), round(1000 * times[p99], 1)],
-        "added at the median, ms": round(1000 * (statistics.median(times) - statistics.median(engine_times)), 1),
-        "added at the p99, ms": round(1000 * (times[p99] - engine_times[p99]), 1),
+        "turns a second": round(count / options.seconds),
+        "engine alone, median and p99, ms": engine,
+        "through the gateway, median and p99, ms": through_gateway,
+        "added, median and p99, ms": [round(b - a, 1) for a, b in zip(engine, through_gateway, strict=True)],
         "CPU of the gateway a turn, ms": round(1000 * cpu / len(times), 2),
         "memory a session, KiB": round(memory / count / 1024, 1),
-        "turns a second": round(count / options.seconds),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -37,8 +37,8 @@ The right side of `--set` is read as a TOML value; what is not one is taken as t
 names the nearest known one. `rltool init` writes a commented file; `rltool train --dry-run` prints the resolved value
 of every key and where it came from.
 
-`serve-engines`, `router` and `gateway` have no configuration file: their keys are set by the flags of the same name, with
-`-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout` and
+`serve-engines`, `router` and `gateway` have no configuration file: their keys are set by the flags of the same name,
+with `-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout` and
 `health_check_interval`. A key whose default is *required* must be given.
 """
 

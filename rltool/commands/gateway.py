@@ -70,7 +70,7 @@ def gateway(
     turn_timeout: Annotated[float | None, typer.Option(help="Seconds for one turn (default: 600).")] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until it must serve (default: 120).")] = None,
 ) -> None:
-    """Start a gateway: agents speak OpenAI's or Anthropic's API to it, and it records the exact tokens of each session."""
+    """Start a gateway: agents speak OpenAI's or Anthropic's API to it, and it records each session's exact tokens."""
     given = {
         "host": host, "port": port, "key_file": key_file, "engine_key_file": engine_key_file, "model": model,
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
@@ -88,9 +88,8 @@ def gateway(
     def bring_up(group: ProcessGroup) -> None:
         url, parts = start_gateway(config, plan, group, report=_say)
         if not is_loopback(config.host):
-            console.print(
-                f"[yellow]listening on {config.host}: reachable from other hosts, guarded by keys, not encrypted[/yellow]"
-            )
+            where = f"listening on {config.host}: reachable from other hosts, guarded by keys, not encrypted"
+            console.print(f"[yellow]{where}[/yellow]", soft_wrap=True)
         where = f"through {plan.router_url}" if plan.router_url else f"{len(plan.engines)} engine(s)"
         _say(f"gateway ready: {url}, model {parts.served_name}, {where}, run {plan.run.name}")
         _say(f'open a session: curl -X POST {url}/sessions -H "Authorization: Bearer $(cat {parts.key_file})"')

@@ -5,6 +5,7 @@ Each translator (apis/) makes one of these from its request; the chat template g
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -55,8 +56,8 @@ class Conversation:
 
     @property
     def tools_key(self) -> str:
-        """Equal where the tools are equal, which the chat template writes before everything else."""
-        return json.dumps(self.tools, sort_keys=True)
+        """Equal where the tools are equal, which the chat template writes before everything else; "" without any."""
+        return hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest() if self.tools else ""
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,7 @@ def _router_url(text: str) -> str:
     return addresses[0].url
 
 
-def _probed(
-    engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]
-) -> list[EngineInfo]:
+def _probed(engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]) -> list[EngineInfo]:
     if not engines:
         return []
     with (

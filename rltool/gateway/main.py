@@ -1,4 +1,4 @@
-"""`python -m rltool.gateway.main`: the gateway's own process. What it is told stands in argv as JSON; keys are in files."""
+"""`python -m rltool.gateway.main`: the gateway's own process. Its settings are JSON in argv; keys are in files."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ AFTER_STOP = "the prompt goes on where the model had stopped: its stop token is 
 
 @dataclass(frozen=True)
 class Plan:
-    """prompt_ids: what the engine is sent; the first `cut` of them are recorded tokens of `base`. reason: why this is no
-    plain extension, or ""."""
+    """prompt_ids: what the engine is sent; the first `cut` of them are recorded tokens of `base`. reason: why this is
+    no plain extension, or ""."""
 
     prompt_ids: array[int]
     base: Turn | None

@@ -19,7 +19,8 @@ _KEY_BYTES = 32
 
 
 class Sessions:
-    """clock: seconds since the epoch; on_end: called with the id of a session that has ended. Sessions of an earlier gateway are read from disk when somebody asks for them."""
+    """clock: seconds since the epoch; on_end: called with the id of a session that has ended. Sessions of an earlier
+    gateway are read from disk when somebody asks for them."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
 """The gateway's HTTP side: sessions, the APIs below each of them, keys, errors.
 
-    POST   /sessions {"metadata": {...}}           a new session: id, key, base URLs            the gateway's key
-    GET    /sessions/ID                            its record: tokens, masks, versions          the gateway's or its own
-    DELETE /sessions/ID                            ends it, and gives the record                the gateway's or its own
-    GET    /status                                 counts                                       the gateway's
-    GET    /health                                 200                                          none
-    GET    /sessions/ID/v1/models                  the model's name                             the session's
-    POST   /sessions/ID/v1/chat/completions, /completions, /responses, /messages                the session's
+POST   /sessions {"metadata": {...}}           a new session: id, key, base URLs            the gateway's key
+GET    /sessions/ID                            its record: tokens, masks, versions          the gateway's or its own
+DELETE /sessions/ID                            ends it, and gives the record                the gateway's or its own
+GET    /status                                 counts                                       the gateway's
+GET    /health                                 200                                          none
+GET    /sessions/ID/v1/models                  the model's name                             the session's
+POST   /sessions/ID/v1/chat/completions, /completions, /responses, /messages                the session's
 """
 
 from __future__ import annotations
@@ -211,9 +211,7 @@ async def _stream(
     await asyncio.wait((turn,), timeout=PING_SECONDS)
     if turn.done():
         headers = headers | _branch_headers(turn.result())
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-    )
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
     while not turn.done():
         await response.write(api.ping())

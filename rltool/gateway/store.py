@@ -48,9 +48,7 @@ class SessionStore:
         """Sessions that have not ended -> when their file was last written, in seconds since the epoch."""
         files = ((file, file.stem) for file in self.directory.glob("*.jsonl"))
         return {
-            name: file.stat().st_mtime
-            for file, name in files
-            if SESSION_ID.fullmatch(name) and not _has_ended(file)
+            name: file.stat().st_mtime for file, name in files if SESSION_ID.fullmatch(name) and not _has_ended(file)
         }
 
     def load(self, session_id: str) -> Session | None:

@@ -42,7 +42,7 @@ class TurnRecord:
     stopped: bool
     engine: str | None = None
     not_followed: tuple[str, ...] = ()
-    tools_key: str = "[]"
+    tools_key: str = ""
     messages: tuple[Message, ...] = ()
     reply: Message | None = None
     raw_prompt: str | None = None

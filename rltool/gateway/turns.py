@@ -1,4 +1,4 @@
-"""One turn: limits, the plan, an engine, what was said, the record. What the agent sees of it is the translators' matter."""
+"""One turn: limits, the plan, an engine, what was said, the record. What an agent sees of it is for the translators."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Turns:
             stopped=bool(completion.token_ids) and completion.token_ids[-1] in self._renderer.stop_ids,
             engine=sampled.engine,
             not_followed=not_followed,
-            tools_key=chat.tools_key if chat else "[]",
+            tools_key=chat.tools_key if chat else "",
             messages=plan.new_messages,
             reply=message if chat else None,
             raw_prompt=plan.raw_prompt,

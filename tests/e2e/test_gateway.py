@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -131,13 +132,11 @@ def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
     record = next(record for _ in range(ATTEMPTS) for called, record in [two_turns(gateway, key)] if called)
     [trajectory] = record["trajectories"]
     ids, mask = torch.tensor([trajectory["token_ids"]]), trajectory["loss_mask"]
-    assert sum(a != b for a, b in zip(mask, mask[1:], strict=False)) == 3  # prompt, call, tool, answer
+    assert sum(a != b for a, b in itertools.pairwise(mask)) == 3  # prompt, call, tool, answer
     model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    differences = [
-        abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss
-    ]
+    differences = [abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss]
     assert len(differences) > 20
     assert max(differences) < 1e-4
     assert sum(span["end"] - span["start"] for span in trajectory["versions"]) == sum(mask)

@@ -23,6 +23,11 @@ def chat(**fields):
     return ChatApi().parse({"model": "policy", "messages": [{"role": "user", "content": "hi"}], **fields})
 
 
+def called_with(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "x", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 def anthropic(**fields):
     sent = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
     return AnthropicApi().parse(sent | fields)
@@ -123,8 +128,8 @@ def test_images_are_refused_by_name(ask, field):
         lambda: chat(messages=[{"role": "user"}]),
         lambda: chat(messages=[{"role": "user", "content": 1}]),
         lambda: chat(messages=[{"role": "user", "content": "hi", "tool_calls": [{}]}]),
-        lambda: chat(messages=[{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "x", "arguments": "{"}}]}]),
-        lambda: chat(messages=[{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "x", "arguments": "[]"}}]}]),
+        lambda: chat(messages=[called_with("{")]),
+        lambda: chat(messages=[called_with("[]")]),
         lambda: chat(tools=[{"type": "web_search"}]),
         lambda: chat(tools=[{"type": "function", "function": {"name": ""}}]),
         lambda: chat(tools=[{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]),

@@ -28,6 +28,10 @@ def said(text, **fields):
     return Message("assistant", text, **fields)
 
 
+def called(call_id, **arguments):
+    return said("", tool_calls=(ToolCall(call_id, "f", arguments),))
+
+
 def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None, stopped=True, **fields):
     """Record one turn, as Turns does."""
     place = session.places[base] if base else None
@@ -138,9 +142,9 @@ def test_the_longest_history_is_continued_and_of_equal_ones_the_newest():
         (said("b", reasoning="why"), said("b", reasoning="else"), False),
         (said(" b\n"), said("b"), True),
         (said("b"), said("c"), False),
-        (said("", tool_calls=(ToolCall("1", "f", {"a": 1}),)), said("", tool_calls=(ToolCall("2", "f", {"a": 1}),)), True),
-        (said("", tool_calls=(ToolCall("1", "f", {"a": 1}),)), said("", tool_calls=(ToolCall("1", "f", {"a": 2}),)), False),
-        (said("", tool_calls=(ToolCall("1", "f", {}),)), said(""), False),
+        (called("1", a=1), called("2", a=1), True),
+        (called("1", a=1), called("1", a=2), False),
+        (called("1"), said(""), False),
         (said("b"), user("b"), False),
     ],
 )  # fmt: skip
@@ -191,7 +195,9 @@ def written_session(tmp_path):
     first = turn(session, [1, 2], [3, 9], messages=(user("a"),), reply=reply, not_followed=("stop",))
     store.turn(session.id, first)
     for last in (4, 5):
-        record = turn(session, [1, 2, 3, 9, last], [6], base=first.id, cut=4, messages=(user(str(last)),), reply=said("d"))
+        record = turn(
+            session, [1, 2, 3, 9, last], [6], base=first.id, cut=4, messages=(user(str(last)),), reply=said("d")
+        )
         store.turn(session.id, record)
     return session, key
 

@@ -1,1 +1,1 @@
-"""One file per API: a request's body -> what is asked; a reply -> the API's body and stream; errors in its form. Pure."""
+"""One file per API: what a request asks; a reply as the API says it, whole or streamed; its errors. Pure."""

@@ -1,6 +1,6 @@
 """OpenAI Chat Completions: POST /v1/chat/completions.
 
-Source: https://platform.openai.com/docs/api-reference/chat. Reasoning is `reasoning_content`, as vLLM and SGLang have it.
+Source: https://platform.openai.com/docs/api-reference/chat. Reasoning is `reasoning_content`, as in vLLM and SGLang.
 """
 
 from __future__ import annotations

@@ -57,7 +57,9 @@ def _prompt(prompt: Any) -> str | tuple[int, ...]:
         return base.text(prompt, "prompt")
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return tuple(prompt)
-    raise BadRequest("prompt must be one text, or one list of token ids (several prompts: several requests)", field="prompt")
+    raise BadRequest(
+        "prompt must be one text, or one list of token ids (several prompts: several requests)", field="prompt"
+    )
 
 
 def _envelope(answer: Answer, text: str, finish: str | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The format of Hermes and Qwen: `<think>` reasoning, and each tool call as JSON between `<tool_call>` tags.
 
-    <think>...</think>text<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+<think>...</think>text<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def parse(text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
-    """tools: whether the agent has declared any; without, tags are text. reasoning_open: the prompt ended with `<think>`.
+    """tools: whether the agent has declared any; without, tags are text. reasoning_open: the prompt ended in `<think>`.
 
     Reasoning that was cut has no end, and is all there is. What stands between the tags and is no call (not JSON, no
     name) stays in the text: the agent sees what the model wrote.

@@ -52,7 +52,15 @@ def test_unknown_sessions_foreign_keys_and_broken_bodies_in_each_apis_form(gatew
         (gateway.http("POST", f"/sessions/{session['id']}/v1{path}", key=None, json=HI), 401),
         (post(gateway, session, path, data=b"{"), 400),
         (post(gateway, session, path, data=b"[]"), 400),
-        (post(gateway, session, path, data=b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}'), 400),
+        (
+            post(
+                gateway,
+                session,
+                path,
+                data=b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+            ),
+            400,
+        ),
         (post(gateway, session, path, data=b'{"model": "policy", "temperature": NaN}'), 400),
         (post(gateway, session, path, json={}), 400),
     ]
@@ -185,7 +193,9 @@ def test_an_engine_that_dies_in_a_turn_costs_the_agent_nothing(engines, tokenize
 
         def stream():
             with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
-                texts.append("".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**HI, stream=True)))
+                texts.append(
+                    "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**HI, stream=True))
+                )
 
         agent = threading.Thread(target=stream)
         agent.start()
@@ -221,7 +231,11 @@ def test_without_an_engine_a_turn_fails_within_its_time(engine, tokenizer_dir, t
     with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.5}) as gateway:
         session = gateway.open()
         engine.die()
-        for path, body in (("/chat/completions", HI), ("/messages", CLAUDE_HI), ("/chat/completions", HI | {"stream": True})):
+        for path, body in (
+            ("/chat/completions", HI),
+            ("/messages", CLAUDE_HI),
+            ("/chat/completions", HI | {"stream": True}),
+        ):
             reply = post(gateway, session, path, json=body)
             assert (reply.status_code, "turn-timeout" in reply.text) == (503, True)
         assert gateway.record(session)["turns"] == []
@@ -255,9 +269,13 @@ def test_the_session_is_the_routing_key(gateway, session, monkeypatch):
 
 def test_an_agent_that_goes_away_loses_nothing_that_is_sampled(gateway, session, engine):
     engine.seconds = 100.0  # for 1024 tokens: half a second for these
-    with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=0.1) as client:
-        with pytest.raises(openai.APITimeoutError):
-            client.chat.completions.create(**HI)
+    with (
+        openai.OpenAI(
+            base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=0.1
+        ) as client,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        client.chat.completions.create(**HI)
     deadline = time.monotonic() + 30
     while not (turns := gateway.record(session)["turns"]) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -275,11 +293,18 @@ def test_a_gateway_that_was_killed_resumes_its_sessions(engine, tokenizer_dir, t
     with Gateway(tmp_path, tokenizer_dir, [engine], port=first.port) as second:
         assert second.http("GET", "/status").json()["sessions"]["resumable"] == 1
         assert second.record(session) == record
-        messages = [*HI["messages"], {"role": "assistant", "content": said["content"]}, {"role": "user", "content": "on"}]
+        messages = [
+            *HI["messages"],
+            {"role": "assistant", "content": said["content"]},
+            {"role": "user", "content": "on"},
+        ]
         reply = post(second, session, json=HI | {"messages": messages})
         assert reply.headers["X-Rltool-Trajectory"] == "0"
         [trajectory] = second.record(session)["trajectories"]
-        assert trajectory["token_ids"][: len(record["trajectories"][0]["token_ids"])] == record["trajectories"][0]["token_ids"]
+        assert (
+            trajectory["token_ids"][: len(record["trajectories"][0]["token_ids"])]
+            == record["trajectories"][0]["token_ids"]
+        )
         assert engine.asked()[-1][: len(engine.asked()[0])] == engine.asked()[0]
 
 
@@ -313,6 +338,8 @@ def test_a_failure_within_a_stream_is_an_event_of_it(engine, tokenizer_dir, tmp_
         last = reply.text.strip().split("\n\n")[-1]
         assert last.startswith("event: error")
         assert json.loads(last.partition("data: ")[2])["error"]["type"] == "overloaded_error"
-        with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
-            with pytest.raises(openai.APIError, match="no engine has finished this turn"):
-                list(client.chat.completions.create(**HI, stream=True))
+        with (
+            openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client,
+            pytest.raises(openai.APIError, match="no engine has finished this turn"),
+        ):
+            list(client.chat.completions.create(**HI, stream=True))

@@ -80,9 +80,13 @@ def test_a_gateway_that_dies_while_starting_says_why(run, engine, tmp_path):
 
 def test_the_router_of_endpoints_json_or_of_the_flag_is_where_turns_go(run, engine):
     engines = (EngineEndpoint(url=engine.url),)
-    Endpoints(models={"policy": ModelEndpoints(engines=engines, data_url="http://127.0.0.1:9")}).save(run.endpoints_file)
+    Endpoints(models={"policy": ModelEndpoints(engines=engines, data_url="http://127.0.0.1:9")}).save(
+        run.endpoints_file
+    )
     assert plan_gateway([], None, "agents").router_url == "http://127.0.0.1:9"
-    assert plan_gateway([f"@{run.endpoints_file}"], "127.0.0.1:8", None) == GatewayPlan(run, engines, "http://127.0.0.1:8")
+    assert plan_gateway([f"@{run.endpoints_file}"], "127.0.0.1:8", None) == GatewayPlan(
+        run, engines, "http://127.0.0.1:8"
+    )
     assert plan_gateway([engine.url], None, "agents").router_url is None
     assert plan_gateway([], "127.0.0.1:8", "agents").engines == ()
     with pytest.raises(UsageError, match="--router is one URL"):

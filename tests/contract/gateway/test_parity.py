@@ -14,7 +14,7 @@ from tests.contract.fakes.vllm import _logprob
 from tests.contract.gateway.running import Gateway
 
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
-SCRIPTS = ("hello there", "naïve café — 東京 🙂", "zwölf Boxkämpfer\njagen", "  spaces  ", "", "<b>&amp;\\n\"quoted\"")
+SCRIPTS = ("hello there", "naïve café — 東京 🙂", "zwölf Boxkämpfer\njagen", "  spaces  ", "", '<b>&amp;\\n"quoted"')
 
 
 class Agent:
@@ -28,9 +28,7 @@ class Agent:
     def ask(self, *messages):
         self.messages += messages
         more = {"tools": self.tools} if self.tools else {}
-        reply = self.client.chat.completions.with_raw_response.create(
-            model="policy", messages=self.messages, **more
-        )
+        reply = self.client.chat.completions.with_raw_response.create(model="policy", messages=self.messages, **more)
         self.headers = reply.headers
         message = reply.parse().choices[0].message
         said = {"role": "assistant", "content": message.content}
@@ -72,7 +70,9 @@ def check(record, engine, answers):
     assert losses == sum(sum(t["loss_mask"]) for t in record["trajectories"])
     for trajectory in record["trajectories"]:
         assert all(
-            logprob == 0.0 for logprob, loss in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True) if not loss
+            logprob == 0.0
+            for logprob, loss in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True)
+            if not loss
         )
         assert sum(span["end"] - span["start"] for span in trajectory["versions"]) == sum(trajectory["loss_mask"])
 
@@ -128,7 +128,9 @@ def test_a_reply_that_was_cut_is_closed_by_the_template(gateway, session, engine
     assert words.text(between).startswith("<|im_end|>\n<|im_start|>user\nb")
 
 
-def test_another_stop_token_than_the_templates_stays_and_the_turn_is_closed(gateway, session, engine, words, tokenizer_dir):
+def test_another_stop_token_than_the_templates_stays_and_the_turn_is_closed(
+    gateway, session, engine, words, tokenizer_dir
+):
     other = words.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     config = tokenizer_dir / "generation_config.json"
     before = config.read_text()
@@ -151,7 +153,11 @@ def test_reasoning_is_kept_within_a_tool_loop_and_dropped_for_the_next_user(gate
     call = '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>'
     answers = [
         words.spell(text)
-        for text in (f"<think>\nhm\n</think>\n\n{call}", "<think>\naha\n</think>\n\nfound", "<think>\nso\n</think>\n\nbye")
+        for text in (
+            f"<think>\nhm\n</think>\n\n{call}",
+            "<think>\naha\n</think>\n\nfound",
+            "<think>\nso\n</think>\n\nbye",
+        )
     ]
     engine.script += answers
     agent = Agent(gateway, session, tools=[TOOL])
@@ -172,7 +178,7 @@ def test_reasoning_is_kept_within_a_tool_loop_and_dropped_for_the_next_user(gate
 @pytest.mark.parametrize(
     ("edit", "branches"),
     [
-        (lambda m: m[:1] + [user("summary of all that")], True),
+        (lambda m: [*m[:1], user("summary of all that")], True),
         (lambda m: m[2:], True),
         (lambda m: [{"role": "system", "content": "sub-agent"}, *m], True),
         (lambda m: m[:2], False),  # back to an earlier turn: another continuation of it
