@@ -38,8 +38,8 @@ names the nearest known one. `rltool init` writes a commented file; `rltool trai
 of every key and where it came from.
 
 `serve-engines`, `router` and `gateway` have no configuration file: their keys are set by the flags of the same name,
-with `-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout` and
-`health_check_interval`. A key whose default is *required* must be given.
+with `-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout`
+and `health_check_interval`. A key whose default is *required* must be given.
 """
 
 SECTIONS = (
@@ -51,8 +51,8 @@ SECTIONS = (
 
 
 FLAGLESS = frozenset({"extra_args", "served_name", "request_timeout", "health_check_interval"})
-"""Keys of serve-engines, router and gateway without a flag of their name; HEAD says so, and a test compares both with the
-commands."""
+"""Keys of serve-engines, router and gateway without a flag of their name; HEAD says so, and a test compares both with
+the commands."""
 
 
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:

@@ -24,8 +24,8 @@ LEVELS = (
     {"__main__"},
 )
 """commands -> {training, gateway} -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms,
-models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of
-its own level."""
+models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it,
+and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
