@@ -107,6 +107,8 @@ async def measure(url: str, process: psutil.Process, engines: list[str], options
         alone = await asyncio.gather(
             *(direct(client, engines[i % len(engines)], turns, start) for i, start in enumerate(starts))
         )
+        warm = (await timed(client, f"{url}/sessions", {}, KEY))[1]
+        await agent(client, warm, 2, 0.0)  # what transformers imports at its first use is no turn's cost
         sessions = [(await timed(client, f"{url}/sessions", {}, KEY))[1] for _ in range(count)]
         memory, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
         through = await asyncio.gather(
