@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from rltool.config.base import Config
+from rltool.config.gateway import GatewayConfig
 from rltool.config.rollout import OwnFunction
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
@@ -37,21 +38,22 @@ The right side of `--set` is read as a TOML value; what is not one is taken as t
 names the nearest known one. `rltool init` writes a commented file; `rltool train --dry-run` prints the resolved value
 of every key and where it came from.
 
-`serve-engines` and `router` have no configuration file: their keys are set by the flags of the same name, with `-` for
-`_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout` and
-`health_check_interval`. A key whose default is *required* must be given.
+`serve-engines`, `router` and `gateway` have no configuration file: their keys are set by the flags of the same name,
+with `-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout`
+and `health_check_interval`. A key whose default is *required* must be given.
 """
 
 SECTIONS = (
     ("Training", TrainConfig, "`rltool train`, `rltool debug rollout-only`, `rltool debug train-only`"),
     ("Serving engines", ServeConfig, "`rltool serve-engines`"),
     ("Router", RouterConfig, "`rltool router`"),
+    ("Gateway", GatewayConfig, "`rltool gateway`"),
 )
 
 
 FLAGLESS = frozenset({"extra_args", "served_name", "request_timeout", "health_check_interval"})
-"""Keys of serve-engines and router without a flag of their name; HEAD says so, and a test compares both with the
-commands."""
+"""Keys of serve-engines, router and gateway without a flag of their name; HEAD says so, and a test compares both with
+the commands."""
 
 
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:

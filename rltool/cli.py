@@ -39,6 +39,9 @@ VERBS: dict[str, Verb] = {
     "router": Verb(
         "rltool.commands.router:app", "Start a router in front of engines; add, remove or list its workers."
     ),
+    "gateway": Verb(
+        "rltool.commands.gateway:gateway", "Serve agents in the API that they are written for, and record their tokens."
+    ),
     "convert-ckpt": Verb(
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),

@@ -55,7 +55,8 @@ def start(
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default: a free one).")] = None,
     policy: Annotated[
-        str | None, typer.Option(help="random, round_robin, cache_aware or power_of_two (default: cache_aware).")
+        str | None,
+        typer.Option(help="random, round_robin, cache_aware, power_of_two or manual (default: cache_aware)."),
     ] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as URLs.")] = None,
     ready_timeout: Annotated[

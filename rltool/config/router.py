@@ -15,8 +15,9 @@ class RouterConfig(Config):
     """Address to listen on; some of the router's routes demand no key (docs/security.md)."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port."""
-    policy: Literal["random", "round_robin", "cache_aware", "power_of_two"] = "cache_aware"
-    """How sglang-router picks a worker; cache_aware sends equal prefixes to one worker while the load is even."""
+    policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = "cache_aware"
+    """How sglang-router picks a worker; cache_aware sends equal prefixes to one worker while the load is even; manual
+    keeps each session of a gateway on one worker."""
     key_file: Path | None = None
     """Bearer key that the router demands of clients and presents to workers."""
     ready_timeout: float = Field(default=120.0, gt=0)

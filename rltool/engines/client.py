@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -96,10 +96,12 @@ class EngineClient:
         retry: bool,
         attempts: int | None = None,
         answered_by: set[str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
         answered_by: receives the boot ids of the processes that answered, errors included, where their replies tell.
+        headers: further ones, for a router.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
         or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
@@ -115,7 +117,9 @@ class EngineClient:
                 for attempt in range(attempts):
                     tried = attempt + 1
                     try:
-                        return await self._send(base_url, request, key, what, reuse=retry, answered_by=answered_by)
+                        return await self._send(
+                            base_url, request, key, what, reuse=retry, answered_by=answered_by, headers=headers
+                        )
                     except _Temporary as error:
                         failure, cause = error.failure, error.__cause__
                         if tried < attempts:
@@ -140,20 +144,21 @@ class EngineClient:
         *,
         reuse: bool,
         answered_by: set[str] | None,
+        headers: Mapping[str, str] | None,
     ) -> Any:
         session = self._reusing if reuse else self._fresh
         if session is None:
             raise RuntimeError("EngineClient is used outside `async with`")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        sent = dict(headers or {}) | ({"Authorization": f"Bearer {key}"} if key else {})
         if self.run_id is not None:
-            headers[RUN_HEADER] = self.run_id
+            sent[RUN_HEADER] = self.run_id
         try:
             async with session.request(
                 request.method,
                 base_url + request.path,
                 json=request.body,
                 params=request.query,
-                headers=headers,
+                headers=sent,
                 allow_redirects=False,
             ) as response:
                 if answered_by is not None and BOOT_ID_HEADER in response.headers:
@@ -176,11 +181,12 @@ class EngineClient:
         timeout: float,
         attempts: int | None = None,
         answered_by: set[str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> list[Completion]:
         """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
 
         attempts: how often each HTTP request is sent at most; None: as the client's RetryPolicy says. A caller that
-        knows other engines tries once here and then elsewhere: attempts=1. answered_by: as in `request`.
+        knows other engines tries once here and then elsewhere: attempts=1. answered_by, headers: as in `request`.
 
         Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which
         makes the engine abort them.
@@ -189,7 +195,14 @@ class EngineClient:
         key = endpoint.read_key()
         replies = await all_of(
             self.request(
-                endpoint.url, http, key=key, timeout=timeout, retry=True, attempts=attempts, answered_by=answered_by
+                endpoint.url,
+                http,
+                key=key,
+                timeout=timeout,
+                retry=True,
+                attempts=attempts,
+                answered_by=answered_by,
+                headers=headers,
             )
             for http in speaks.generate(request)
         )

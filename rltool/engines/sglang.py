@@ -133,6 +133,7 @@ class SglangDialect:
             device=server.get("device"),
             paused=replies["ready"] == 503,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
+            model_path=model.get("model_path"),
         )
 
     def health(self) -> HttpRequest:

@@ -140,6 +140,8 @@ class EngineInfo:
     model_config: dict[str, Any] = field(default_factory=dict)
     dp_size: int = 1
     """Data-parallel replicas behind its one address, where it tells."""
+    model_path: str | None = None
+    """The directory that it was started with, on its own host."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

@@ -153,6 +153,7 @@ class VllmDialect:
             paused=(replies["paused?"] or {}).get("is_paused"),
             lease=Lease.from_json(facts.get("lease")),
             model_config=config,
+            model_path=model.get("root"),
         )
 
     def health(self) -> HttpRequest:

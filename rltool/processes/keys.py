@@ -1,10 +1,25 @@
-"""Reading a bearer key from its file."""
+"""Bearer keys in files: reading one, and making a new one."""
 
 from __future__ import annotations
 
+import os
+import secrets
 from pathlib import Path
 
 from rltool.errors import UsageError
+
+_KEY_BYTES = 32
+
+
+def make_key(file: Path) -> Path:
+    """`file` (0600), with a fresh random key at the first call; one that is there is left as it is."""
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return file
+    with os.fdopen(descriptor, "w") as opened:
+        opened.write(secrets.token_urlsafe(_KEY_BYTES))
+    return file
 
 
 def read_key(file: Path, whose: str) -> str:

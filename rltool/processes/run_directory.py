@@ -1,7 +1,7 @@
 """The directory that all commands of one run share: where everything is, and nothing about what is in it.
 
     runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
-                rollouts/  checkpoints/step_N/  metrics.jsonl  report.html
+                rollouts/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from rltool import __version__
 from rltool.errors import UsageError
 from rltool.processes.files import replace_symlink, write_json_atomic
+from rltool.processes.keys import make_key
 
 RUNS_VARIABLE = "RLTOOL_RUNS"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _LONGEST_NAME = 128
 """Below what any file system takes (255 bytes), with room for what is put before and behind it in names of files."""
-_KEY_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,15 @@ class RunDirectory:
     def key_file(self) -> Path:
         """The bearer key of the run's engines and router; ensure_key() writes it."""
         return self.state_dir / "key"
+
+    @property
+    def gateway_key_file(self) -> Path:
+        """The key that opens sessions of the run's gateway; not that of its engines, for agents' hosts have it."""
+        return self.state_dir / "gateway.key"
+
+    @property
+    def sessions_dir(self) -> Path:
+        return self.path / "sessions"
 
     @property
     def logs_dir(self) -> Path:
@@ -91,13 +100,7 @@ class RunDirectory:
 
     def ensure_key(self) -> Path:
         """The key file (0600), written at the first call with a fresh random key and never changed."""
-        try:
-            descriptor = os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return self.key_file
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_urlsafe(_KEY_BYTES))
-        return self.key_file
+        return make_key(self.key_file)
 
     def new_log(self, role: str) -> Path:
         """A fresh, empty log file for a process that is about to start.

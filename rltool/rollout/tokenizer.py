@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
+
+
+class TemplateFailed(UsageError):
+    """A chat template does not take these messages."""
 
 
 class Tokenizer:
@@ -40,15 +44,41 @@ class Tokenizer:
             ids.pop()
         return ids
 
-    def render_messages(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The chat template's text, ending where the assistant begins to speak.
-        UsageError if the model has no template."""
-        if not self._hf.chat_template:
+    @property
+    def has_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def render_messages(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        ask: bool = True,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat template's text; with `ask` it ends where the assistant begins to speak.
+
+        tools: OpenAI's form; arguments: further ones of the template. UsageError if the model has no template;
+        TemplateFailed, with the template's own words, if it does not take these messages.
+        """
+        if not self.has_template:
             raise UsageError(
                 "this model's tokenizer has no chat template: "
                 "give `prompt` (text) instead of `messages`, or set data.apply_chat_template = false"
             )
-        return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        from jinja2 import TemplateError
+
+        try:
+            return self._hf.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=ask,
+                **(arguments or {}),
+            )
+        # A template indexes and concatenates what it is given: what is missing or of another type ends as one of these.
+        except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
+            raise TemplateFailed(f"the model's chat template refuses these messages: {error}") from error
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a text that a chat template wrote. The template writes BOS itself:
@@ -64,6 +94,10 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens; spaces are kept as the tokens have them."""
         return self._hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def decode_everything(self, token_ids: Sequence[int]) -> str:
+        """Text with special tokens: a format of tool calls or reasoning may be written with some."""
+        return self._hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def load_tokenizer(

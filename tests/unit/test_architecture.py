@@ -17,15 +17,15 @@ LEVELS = (
     {"engines", "router", "algorithms", "models"},
     {"megatron"},
     {"rollout", "weights", "checkpoints"},
-    {"training"},
+    {"training", "gateway"},
     {"quickstart", "doctor"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
-"""commands -> training -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms, models} ->
-{config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it, and none of
-its own level."""
+"""commands -> {training, gateway} -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms,
+models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it,
+and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
@@ -59,10 +59,24 @@ OWNERS = {
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
-    "aiohttp": {"engines/client.py": "generation and control calls", "training/run_server.py": "the driver's endpoint"},
+    "aiohttp": {
+        "engines/client.py": "generation and control calls",
+        "training/run_server.py": "the driver's endpoint",
+        "gateway/server.py": "what agents speak to",
+        "gateway/main.py": "its process",
+    },
     "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
+
+GATEWAY_IMPORTS = {
+    "config": "its settings",
+    "engines": "addresses, requests and replies, the HTTP client",
+    "errors": "",
+    "processes": "run directory, keys, starting",
+    "rollout": "the tokenizer",
+}
+"""Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
 LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
@@ -218,6 +232,12 @@ def test_the_plugin_needs_nothing_of_the_trainer():
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
     shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl")
     assert {module for module in found if not module.startswith(shared)} <= allowed
+
+
+def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_alone():
+    found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
+    assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
+    assert {i.module for i in found if i.module.startswith("rltool.rollout")} == {"rltool.rollout.tokenizer"}
 
 
 @pytest.mark.parametrize(

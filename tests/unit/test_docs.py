@@ -14,6 +14,7 @@ import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.cli import VERBS, load_command
+from rltool.config.gateway import GatewayConfig
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
@@ -212,7 +213,8 @@ def test_every_setting_has_a_meaning_in_the_reference():
 
 def test_settings_without_a_flag_are_those_that_the_reference_names():
     without = set()
-    for verb, model in ((["serve-engines"], ServeConfig), (["router", "start"], RouterConfig)):
+    verbs = ((["serve-engines"], ServeConfig), (["router", "start"], RouterConfig), (["gateway"], GatewayConfig))
+    for verb, model in verbs:
         command, _ = leaf(verb)
         without |= set(model.model_fields) - {parameter.name for parameter in command.params}
     assert without == generator().FLAGLESS

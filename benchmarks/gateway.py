@@ -1,0 +1,151 @@
+"""What the gateway adds to a turn: fake engines that answer by the clock, many sessions at once, each with its history.
+
+    python -m benchmarks.gateway --sessions 1000 --turns 5 --seconds 5
+
+The same client first sends its prompts to the engines directly, then talks to the gateway; the difference of the two is
+what the gateway adds. Each session keeps one turn in flight, so sessions / seconds turns come each second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from benchmarks.rollout_manager import fake_engines
+from rltool.config.gateway import GatewayConfig
+from rltool.gateway.parts import Parts
+from rltool.processes.ports import reserved_ports
+from rltool.quickstart.tiny_model import make_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ':' + m.content + '.' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+KEY = "benchmark"
+SYSTEM = "you are a careful agent. " * 40
+"""One thousand tokens."""
+
+
+@contextmanager
+def gateway(root: Path, endpoints: list[Any], max_model_len: int) -> Iterator[tuple[str, psutil.Process]]:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "tokenizer")
+    (root / "key").write_text(KEY)
+    parts = Parts(
+        served_name="policy",
+        max_model_len=max_model_len,
+        tokenizer=root / "tokenizer",
+        endpoints=tuple(endpoints),
+        sessions=root / "sessions",
+        key_file=root / "key",
+    )
+    with reserved_ports(1) as reserved:
+        port = reserved.ports[0]
+        reserved.release()
+    config = GatewayConfig(port=port)
+    argv = [sys.executable, "-m", "rltool.gateway.main", "--config", config.model_dump_json()]
+    process = subprocess.Popen([*argv, "--parts", parts.model_dump_json()], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None and "serving" in process.stdout.readline()
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+async def timed(
+    client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str | None = None
+) -> tuple[float, Any]:
+    started = time.perf_counter()
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with client.post(url, json=body, headers=headers) as response:
+        reply = await response.json()
+        assert response.status < 300, reply
+    return time.perf_counter() - started, reply
+
+
+async def direct(client: aiohttp.ClientSession, engine: str, turns: int, start: float) -> list[float]:
+    """The engine's own share: prompts as long as those that the gateway sends."""
+    await asyncio.sleep(start)
+    times = []
+    for turn in range(turns):
+        body = {"token_ids": [5] * (1100 + 50 * turn), "sampling_params": {"n": 1, "max_tokens": 16}}
+        times.append((await timed(client, f"{engine}/inference/v1/generate", body))[0])
+    return times
+
+
+async def agent(client: aiohttp.ClientSession, session: dict[str, Any], turns: int, start: float) -> list[float]:
+    await asyncio.sleep(start)
+    times, messages = [], [{"role": "system", "content": SYSTEM}]
+    for _ in range(turns):
+        messages.append({"role": "user", "content": "what is next?"})
+        url = f"{session['openai_base_url']}/chat/completions"
+        took, reply = await timed(client, url, {"model": "policy", "messages": messages}, session["key"])
+        times.append(took)
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+    return times
+
+
+async def measure(url: str, process: psutil.Process, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    count, turns = options.sessions, options.turns
+    starts = [options.seconds * i / count for i in range(count)]  # not all at the same moment
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as client:
+        alone = await asyncio.gather(
+            *(direct(client, engines[i % len(engines)], turns, start) for i, start in enumerate(starts))
+        )
+        warm = (await timed(client, f"{url}/sessions", {}, KEY))[1]
+        await agent(client, warm, 2, 0.0)  # what transformers imports at its first use is no turn's cost
+        sessions = [(await timed(client, f"{url}/sessions", {}, KEY))[1] for _ in range(count)]
+        memory, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
+        through = await asyncio.gather(
+            *(agent(client, session, turns, start) for session, start in zip(sessions, starts, strict=True))
+        )
+        cpu, memory = sum(process.cpu_times()[:2]) - cpu, process.memory_info().rss - memory
+    engine_times, times = (sorted(t for row in rows for t in row) for rows in (alone, through))
+
+    def milliseconds(rows: list[float]) -> list[float]:
+        return [round(1000 * rows[round(share * len(rows)) - 1], 1) for share in (0.5, 0.99)]
+
+    engine, through_gateway = milliseconds(engine_times), milliseconds(times)
+    return {
+        "turns": len(times),
+        "turns a second": round(count / options.seconds),
+        "engine alone, median and p99, ms": engine,
+        "through the gateway, median and p99, ms": through_gateway,
+        "added, median and p99, ms": [round(b - a, 1) for a, b in zip(engine, through_gateway, strict=True)],
+        "CPU of the gateway a turn, ms": round(1000 * cpu / len(times), 2),
+        "memory a session, KiB": round(memory / count / 1024, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=1000)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=5.0, help="what an engine takes for a turn")
+    parser.add_argument("--engines", type=int, default=2)
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as root,
+        fake_engines(options.engines, seconds=options.seconds, tokens=16) as endpoints,
+        gateway(Path(root), endpoints, max_model_len=4096) as (url, process),
+    ):
+        print(json.dumps(asyncio.run(measure(url, process, [e.url for e in endpoints], options)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

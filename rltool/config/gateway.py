@@ -1,0 +1,59 @@
+"""Configuration of `rltool gateway`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rltool.config.base import Config
+
+
+class GatewayConfig(Config):
+    host: str = "127.0.0.1"
+    """Address to listen on; agents on other hosts need another one than loopback."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 picks a free port. Agents find a gateway that was started again only where it has the same port."""
+    key_file: Path | None = None
+    """File with the key that opens sessions; default: state/gateway.key of the run, which is made. Each session has a
+    key of its own."""
+    engine_key_file: Path | None = None
+    """File with the key of engines or a router given as URLs; engines of an endpoints.json have theirs named there."""
+    model: Path | None = None
+    """Hugging Face directory with tokenizer and chat template; default: the directory that the engine names."""
+    aliases: tuple[str, ...] = ()
+    """Names of other models that are answered by this one, for agents that cannot be told a name."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest sequence in tokens; default: what the engine tells. A router tells none."""
+    tool_parser: Literal["hermes", "none"] = "hermes"
+    """How the model writes tool calls and reasoning; hermes is Qwen's form too."""
+    template_arguments: dict[str, Any] = {}
+    """Further arguments of the chat template, as JSON, such as {"enable_thinking": false}."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of every request, whatever the agent asks; the trainer's `sampling.temperature` must be the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Of every request; as the trainer's."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Of every request; -1 keeps all tokens."""
+    max_response_tokens: int = Field(default=1024, ge=1)
+    """Of one turn; an agent may ask for fewer."""
+    on_sampling: Literal["override", "refuse"] = "override"
+    """What happens to a request that would change the distribution (temperature, penalties, a forced schema or tool):
+    it is served with the settings above and a header that names what was not followed, or refused."""
+    max_sessions: int = Field(default=10_000, ge=1)
+    """Sessions that are open at once."""
+    max_turns: int = Field(default=1000, ge=1)
+    """Turns of one session."""
+    max_session_tokens: int = Field(default=4_000_000, ge=1)
+    """Tokens that one session may record, prompts and responses of all its trajectories together."""
+    max_turns_at_once: int = Field(default=64, ge=1)
+    """Turns of one session that are in progress at once."""
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
+    """Of one request."""
+    idle_timeout: float = Field(default=3600.0, gt=0)
+    """Seconds without a turn after which a session is ended."""
+    turn_timeout: float = Field(default=600.0, gt=0)
+    """Seconds for one turn, over all engines that are tried."""
+    ready_timeout: float = Field(default=120.0, gt=0)
+    """Seconds until the gateway must serve."""

@@ -1,0 +1,200 @@
+"""Anthropic Messages: POST /v1/messages.
+
+Source: https://platform.claude.com/docs/en/api/messages (and messages-streaming, errors).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rltool.gateway.apis import base
+from rltool.gateway.apis.base import Answer, Asked, Event
+from rltool.gateway.conversation import Conversation, Message, ToolCall
+from rltool.gateway.errors import BadRequest, RequestError
+
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+SERVER_TOOLS = "only tools that the agent runs itself are served"
+
+
+class AnthropicApi:
+    """See rltool.gateway.apis.base.Api."""
+
+    name = "anthropic"
+    followed = frozenset({"model", "messages", "system", "tools", "stream", "max_tokens", "metadata", "service_tier"})
+
+    def parse(self, body: Mapping[str, Any]) -> Asked:
+        sent = base.items(body.get("messages"), "messages")
+        if not sent:
+            raise BadRequest("messages is empty", field="messages")
+        max_tokens = base.count(body, "max_tokens")
+        if max_tokens is None:
+            raise BadRequest("max_tokens is required", field="max_tokens")
+        system = _system(body.get("system"))
+        messages = [message for i, entry in enumerate(sent) for message in _messages(entry, f"messages[{i}]")]
+        tools = base.items(body.get("tools") or [], "tools")
+        thinking = body.get("thinking")
+        return Asked(
+            model=base.model_name(body),
+            prompt=Conversation(
+                (*system, *messages), tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
+            ),
+            stream=base.flag(body, "stream"),
+            max_tokens=max_tokens,
+            # An agent that has not asked for thinking takes the first block for the answer.
+            reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
+        )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        return self._message(answer, list(_blocks(answer)), _stop_reason(answer), answer.reply.sampled_tokens)
+
+    def events(self, answer: Answer) -> Iterator[Event]:
+        yield "message_start", {"type": "message_start", "message": self._message(answer, [], None, 0)}
+        for index, block in enumerate(_blocks(answer)):
+            start, deltas = _as_stream(block)
+            yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": start}
+            for delta in deltas:
+                yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
+            yield "content_block_stop", {"type": "content_block_stop", "index": index}
+        ended = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+        usage = {"output_tokens": answer.reply.sampled_tokens}
+        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
+        yield "message_stop", {"type": "message_stop"}
+
+    def ping(self) -> bytes:
+        return b'event: ping\ndata: {"type": "ping"}\n\n'
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        kind = ERROR_TYPES.get(error.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+    def error_event(self, error: RequestError) -> Event:
+        return "error", self.error(error)
+
+    def _message(
+        self, answer: Answer, content: list[dict[str, Any]], stop_reason: str | None, output_tokens: int
+    ) -> dict[str, Any]:
+        return {
+            "id": f"msg_{answer.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": None,
+            "usage": {"input_tokens": answer.reply.prompt_tokens, "output_tokens": output_tokens},
+        }
+
+
+def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
+    said = answer.reply.message
+    if said.reasoning and answer.asked.reasoning:
+        yield {"type": "thinking", "thinking": said.reasoning, "signature": ""}
+    if said.text or not said.tool_calls:
+        yield {"type": "text", "text": said.text}
+    for call in said.tool_calls:
+        yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
+
+
+def _as_stream(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block without its content, and the deltas that bring it."""
+    match block["type"]:
+        case "thinking":
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": ""},
+            ]
+            return block | {"thinking": ""}, deltas
+        case "text":
+            return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        case _:
+            sent = json.dumps(block["input"], ensure_ascii=False)
+            return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": sent}]
+
+
+def _stop_reason(answer: Answer) -> str:
+    if answer.reply.finish_reason == "length":
+        return "max_tokens"
+    return "tool_use" if answer.reply.message.tool_calls else "end_turn"
+
+
+def _system(system: Any) -> tuple[Message, ...]:
+    if system is None or system == []:
+        return ()
+    return (Message("system", _texts(system, "system")),)
+
+
+def _messages(entry: Any, field: str) -> Iterator[Message]:
+    """One message of Anthropic's is several where a user's holds tool results: each is a message of the tool's."""
+    sent = base.record(entry, field)
+    role, content = base.text(sent.get("role"), f"{field}.role"), sent.get("content")
+    if role not in ("user", "assistant"):
+        raise BadRequest(f"{field}.role is user or assistant, not {role!r}", field=f"{field}.role")
+    blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    named = [(base.record(block, f"{field}.content[{i}]"), f"{field}.content[{i}]") for i, block in enumerate(blocks)]
+    yield from (_assistant(named),) if role == "assistant" else _user(named)
+
+
+def _user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
+    texts: list[str] = []
+    for block, where in blocks:
+        if block.get("type") == "tool_result":
+            if texts:
+                yield Message("user", "".join(texts))
+                texts = []
+            call_id = base.text(block.get("tool_use_id"), f"{where}.tool_use_id")
+            yield Message("tool", _texts(block.get("content") or "", f"{where}.content"), tool_call_id=call_id)
+        else:
+            texts.append(_text(block, where))
+    if texts or not blocks:
+        yield Message("user", "".join(texts))
+
+
+def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> Message:
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    for block, where in blocks:
+        match block.get("type"):
+            case "thinking":
+                thoughts.append(base.text(block.get("thinking"), f"{where}.thinking"))
+            case "tool_use":
+                calls.append(
+                    ToolCall(
+                        id=base.text(block.get("id"), f"{where}.id"),
+                        name=base.text(block.get("name"), f"{where}.name"),
+                        arguments=base.record(block.get("input"), f"{where}.input"),
+                    )
+                )
+            case _:
+                texts.append(_text(block, where))
+    return Message("assistant", "".join(texts), "".join(thoughts), tuple(calls))
+
+
+def _texts(content: Any, field: str) -> str:
+    if not isinstance(content, list):
+        return base.text(content, field)
+    return "".join(_text(base.record(block, field), f"{field}[{i}]") for i, block in enumerate(content))
+
+
+def _text(block: dict[str, Any], field: str) -> str:
+    if block.get("type") != "text":
+        raise base.no_media(str(block.get("type")), field)
+    return base.text(block.get("text"), f"{field}.text")
+
+
+def _tool(entry: Any, field: str) -> dict[str, Any]:
+    sent = base.record(entry, field)
+    if sent.get("type", "custom") != "custom":
+        raise BadRequest(f"{field}: {sent['type']!r}: {SERVER_TOOLS}", field=field, code="invalid_tool")
+    if "input_schema" not in sent:
+        raise BadRequest(f"{field}.input_schema is missing", field=field, code="invalid_tool")
+    return base.function_tool(sent.get("name"), sent.get("description"), sent["input_schema"], field)

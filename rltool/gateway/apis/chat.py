@@ -1,0 +1,178 @@
+"""OpenAI Chat Completions: POST /v1/chat/completions.
+
+Source: https://platform.openai.com/docs/api-reference/chat. Reasoning is `reasoning_content`, as in vLLM and SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rltool.gateway.apis import base
+from rltool.gateway.apis.base import Answer, Asked, Event
+from rltool.gateway.conversation import Conversation, Message, Reply, ToolCall
+from rltool.gateway.errors import BadRequest, RequestError
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+class ChatApi:
+    """See rltool.gateway.apis.base.Api."""
+
+    name = "chat"
+    followed = frozenset(
+        {"model", "messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
+        | {"user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key"}
+    )
+
+    def parse(self, body: Mapping[str, Any]) -> Asked:
+        sent = base.items(body.get("messages"), "messages")
+        if not sent:
+            raise BadRequest("messages is empty", field="messages")
+        messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(sent))
+        tools = base.items(body.get("tools") or [], "tools")
+        options = base.record(body.get("stream_options") or {}, "stream_options")
+        return Asked(
+            model=base.model_name(body),
+            prompt=Conversation(messages, tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))),
+            stream=base.flag(body, "stream"),
+            max_tokens=base.count(body, "max_completion_tokens", "max_tokens"),
+            include_usage=base.flag(options, "include_usage"),
+        )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        said = answer.reply.message
+        content = None if said.tool_calls and not said.text else said.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if said.reasoning:
+            message["reasoning_content"] = said.reasoning
+        if said.tool_calls:
+            message["tool_calls"] = [_call(call) for call in said.tool_calls]
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(answer.reply)}
+        return _envelope(answer, "chat.completion", [choice]) | {"usage": usage(answer.reply)}
+
+    def events(self, answer: Answer) -> Iterator[Event]:
+        said = answer.reply.message
+
+        def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+            return None, _envelope(answer, "chat.completion.chunk", [choice])
+
+        yield chunk({"role": "assistant", "content": ""})
+        if said.reasoning:
+            yield chunk({"reasoning_content": said.reasoning})
+        if said.text:
+            yield chunk({"content": said.text})
+        for index, call in enumerate(said.tool_calls):
+            whole = _call(call)
+            started = whole | {"function": {"name": call.name, "arguments": ""}}
+            yield chunk({"tool_calls": [{"index": index, **started}]})
+            yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call.arguments_json()}}]})
+        yield chunk({}, finish_reason(answer.reply))
+        if answer.asked.include_usage:
+            yield None, _envelope(answer, "chat.completion.chunk", []) | {"usage": usage(answer.reply)}
+        yield None, "[DONE]"
+
+    def ping(self) -> bytes:
+        return base.PING_COMMENT
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        return base.openai_error(error)
+
+    def error_event(self, error: RequestError) -> Event:
+        return None, base.openai_error(error)
+
+
+def finish_reason(reply: Reply) -> str:
+    return "tool_calls" if reply.message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    prompt, sampled = reply.prompt_tokens, reply.sampled_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def parse_arguments(value: Any, field: str) -> dict[str, Any]:
+    """A tool call's arguments as the agent sends them back: JSON, in a text."""
+    try:
+        found = json.loads(base.text(value, field) or "{}")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"{field} is not JSON: {error}", field=field) from error
+    return base.record(found, field)
+
+
+def _envelope(answer: Answer, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{answer.id}",
+        "object": kind,
+        "created": answer.created,
+        "model": answer.model,
+        "choices": choices,
+    }
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments_json()},
+    }
+
+
+def _message(entry: Any, field: str) -> Message:
+    sent = base.record(entry, field)
+    role = ROLES.get(base.text(sent.get("role"), f"{field}.role"))
+    if role is None:
+        raise BadRequest(f"{field}.role is one of {', '.join(ROLES)}, not {sent['role']!r}", field=f"{field}.role")
+    calls = base.items(sent.get("tool_calls") or [], f"{field}.tool_calls")
+    if calls and role != "assistant":
+        raise BadRequest(f"{field}: tool_calls are an assistant's", field=field)
+    name, call_id = sent.get("name"), sent.get("tool_call_id")
+    reasoning = sent.get("reasoning_content") or "" if role == "assistant" else ""
+    return Message(
+        role=role,  # pyright: ignore[reportArgumentType]  # the values of ROLES
+        text=_content(sent.get("content"), f"{field}.content", may_miss=role == "assistant"),
+        reasoning=base.text(reasoning, f"{field}.reasoning_content"),
+        tool_calls=tuple(_sent_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)),
+        tool_call_id=base.text(call_id, f"{field}.tool_call_id") if call_id is not None else None,
+        name=base.text(name, f"{field}.name") if name is not None else None,
+    )
+
+
+def _content(content: Any, field: str, *, may_miss: bool) -> str:
+    if content is None and may_miss:
+        return ""
+    if not isinstance(content, list):
+        return base.text(content, field)
+    return "".join(_part(base.record(part, field), f"{field}[{i}]") for i, part in enumerate(content))
+
+
+def _part(part: dict[str, Any], field: str) -> str:
+    if part.get("type") != "text":
+        raise base.no_media(str(part.get("type")), field)
+    return base.text(part.get("text"), f"{field}.text")
+
+
+def _sent_call(entry: Any, field: str) -> ToolCall:
+    sent = base.record(entry, field)
+    function = base.record(sent.get("function"), f"{field}.function")
+    return ToolCall(
+        id=base.text(sent.get("id"), f"{field}.id"),
+        name=base.text(function.get("name"), f"{field}.function.name"),
+        arguments=parse_arguments(function.get("arguments"), f"{field}.function.arguments"),
+    )
+
+
+def _tool(entry: Any, field: str) -> dict[str, Any]:
+    sent = base.record(entry, field)
+    if sent.get("type") != "function":
+        raise BadRequest(
+            f"{field}: only tools of type function are served, not {sent.get('type')!r}",
+            field=field,
+            code="invalid_tool",
+        )
+    function = base.record(sent.get("function"), f"{field}.function")
+    return base.function_tool(
+        function.get("name"), function.get("description"), function.get("parameters"), f"{field}.function"
+    )

@@ -1,0 +1,190 @@
+"""OpenAI Responses: POST /v1/responses. Stateless: the agent sends its whole input with each request.
+
+Source: https://platform.openai.com/docs/api-reference/responses (and responses-streaming). The stream's events stand in
+responses_stream.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rltool.gateway.apis import base, responses_stream
+from rltool.gateway.apis.base import Answer, Asked, Event
+from rltool.gateway.apis.chat import ROLES, parse_arguments
+from rltool.gateway.conversation import Conversation, Message, Reply, ToolCall
+from rltool.gateway.errors import BadRequest, RequestError
+
+TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesApi:
+    """See rltool.gateway.apis.base.Api."""
+
+    name = "responses"
+    followed = frozenset(
+        {"model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "store", "include"}
+        | {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
+    )
+
+    def parse(self, body: Mapping[str, Any]) -> Asked:
+        for field in ("previous_response_id", "conversation", "prompt"):
+            if body.get(field) is not None:
+                raise BadRequest(
+                    f"{field} is not served: send the whole input with each request", field=field, code="unsupported"
+                )
+        instructions = body.get("instructions")
+        system = (Message("system", base.text(instructions, "instructions")),) if instructions else ()
+        messages = (*system, *_input(body.get("input")))
+        tools = base.items(body.get("tools") or [], "tools")
+        return Asked(
+            model=base.model_name(body),
+            prompt=Conversation(messages, tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))),
+            stream=base.flag(body, "stream"),
+            max_tokens=base.count(body, "max_output_tokens"),
+        )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        cut = answer.reply.finish_reason == "length"
+        return envelope(answer, "incomplete" if cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": output_items(answer),
+            "usage": _usage(answer.reply),
+        }
+
+    def events(self, answer: Answer) -> Iterator[Event]:
+        whole = self.body(answer)
+        started = envelope(answer, "in_progress") | {"incomplete_details": None, "output": [], "usage": None}
+        for number, event in enumerate(responses_stream.events(started, whole)):
+            yield event["type"], event | {"sequence_number": number}
+
+    def ping(self) -> bytes:
+        return base.PING_COMMENT
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        return base.openai_error(error)
+
+    def error_event(self, error: RequestError) -> Event:
+        said = {"code": error.code, "message": str(error), "param": error.field, "sequence_number": 0}
+        return "error", {"type": "error", **said}
+
+
+def envelope(answer: Answer, status: str) -> dict[str, Any]:
+    return {
+        "id": f"resp_{answer.id}",
+        "object": "response",
+        "created_at": answer.created,
+        "status": status,
+        "model": answer.model,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "store": False,
+    }
+
+
+def output_items(answer: Answer) -> list[dict[str, Any]]:
+    said, status = answer.reply.message, "completed"
+    found: list[dict[str, Any]] = []
+    if said.reasoning:
+        thought = {"type": "reasoning_text", "text": said.reasoning}
+        found.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": [thought]})
+    if said.text or not said.tool_calls:
+        content = [{"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}]
+        found.append(
+            {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": status, "content": content}
+        )
+    for index, call in enumerate(said.tool_calls):
+        called = {"call_id": call.id, "name": call.name, "arguments": call.arguments_json(), "status": status}
+        found.append({"id": f"fc_{answer.id}_{index}", "type": "function_call", **called})
+    return found
+
+
+def _usage(reply: Reply) -> dict[str, Any]:
+    return {
+        "input_tokens": reply.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": reply.sampled_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": reply.prompt_tokens + reply.sampled_tokens,
+    }
+
+
+def _input(sent: Any) -> list[Message]:
+    if isinstance(sent, str):
+        return [Message("user", base.text(sent, "input"))]
+    entries = base.items(sent, "input")
+    if not entries:
+        raise BadRequest("input is empty", field="input")
+    messages: list[Message] = []
+    for i, entry in enumerate(entries):
+        message = _item(base.record(entry, f"input[{i}]"), f"input[{i}]")
+        # What the model said at once, one message to the chat template, comes back as several items.
+        if message.role == "assistant" and messages and messages[-1].role == "assistant":
+            messages[-1] = _joined(messages[-1], message)
+        else:
+            messages.append(message)
+    return messages
+
+
+def _joined(first: Message, second: Message) -> Message:
+    return Message(
+        "assistant",
+        first.text + second.text,
+        first.reasoning + second.reasoning,
+        first.tool_calls + second.tool_calls,
+    )
+
+
+def _item(item: dict[str, Any], field: str) -> Message:
+    match item.get("type", "message"):
+        case "message":
+            role = ROLES.get(base.text(item.get("role"), f"{field}.role"))
+            if role is None or role == "tool":
+                raise BadRequest(f"{field}.role {item['role']!r} is not known", field=f"{field}.role")
+            return Message(role, _content(item.get("content"), f"{field}.content"))  # pyright: ignore[reportArgumentType]
+        case "function_call":
+            call = ToolCall(
+                id=base.text(item.get("call_id"), f"{field}.call_id"),
+                name=base.text(item.get("name"), f"{field}.name"),
+                arguments=parse_arguments(item.get("arguments"), f"{field}.arguments"),
+            )
+            return Message("assistant", "", tool_calls=(call,))
+        case "function_call_output":
+            call_id = base.text(item.get("call_id"), f"{field}.call_id")
+            return Message("tool", _content(item.get("output"), f"{field}.output"), tool_call_id=call_id)
+        case "reasoning":
+            parts = base.items(item.get("content") or [], f"{field}.content")
+            thoughts = [
+                base.text(base.record(part, field).get("text"), f"{field}.content[{i}].text")
+                for i, part in enumerate(parts)
+            ]
+            return Message("assistant", "", reasoning="".join(thoughts))
+        case kind:
+            raise BadRequest(f"{field}: items of type {kind!r} are not served", field=field, code="unsupported_content")
+
+
+def _content(content: Any, field: str) -> str:
+    if not isinstance(content, list):
+        return base.text(content, field)
+    texts: list[str] = []
+    for i, entry in enumerate(content):
+        part = base.record(entry, f"{field}[{i}]")
+        if part.get("type") not in TEXT_PARTS:
+            raise base.no_media(str(part.get("type")), f"{field}[{i}]")
+        texts.append(base.text(part.get("text"), f"{field}[{i}].text"))
+    return "".join(texts)
+
+
+def _tool(entry: Any, field: str) -> dict[str, Any]:
+    sent = base.record(entry, field)
+    if sent.get("type") != "function":
+        raise BadRequest(
+            f"{field}: only tools of type function are served, not {sent.get('type')!r}",
+            field=field,
+            code="invalid_tool",
+        )
+    return base.function_tool(sent.get("name"), sent.get("description"), sent.get("parameters"), field)

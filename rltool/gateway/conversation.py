@@ -1,0 +1,123 @@
+"""What an agent asks, whatever the API that it was written for: messages and tools. Pure values.
+
+Each translator (apis/) makes one of these from its request; the chat template gets it as `template_messages` says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """The model's wish to call a function. arguments: a JSON object; id: what the tool's answer refers to."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+
+    def arguments_json(self) -> str:
+        return json.dumps(self.arguments, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Message:
+    """reasoning and tool_calls: of assistants only; tool_call_id: of a tool's answer."""
+
+    role: Role
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value not in (None, "", ()) or key == "text"}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Message:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "tool_calls": tuple(ToolCall(**call) for call in data.get("tool_calls", ()))})
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """tools: OpenAI's form, {"type": "function", "function": {"name", "description", "parameters"}}, which chat
+    templates take."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def tools_key(self) -> str:
+        """Equal where the tools are equal, which the chat template writes before everything else; "" without any."""
+        return hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest() if self.tools else ""
+
+
+@dataclass(frozen=True)
+class RawPrompt:
+    """OpenAI Completions: a text, or token ids, that no chat template is applied to."""
+
+    prompt: str | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the model, parsed. finish_reason: "stop" or "length". raw: the text of all its tokens but the
+    final stop token."""
+
+    message: Message
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+    sampled_tokens: int
+    raw: str
+
+
+def same_message(recorded: Message, sent: Message) -> bool:
+    """Whether an agent's message is the recorded one.
+
+    What the model said comes back as its framework keeps it: reasoning left out, white space around the text cut, the
+    ids of tool calls replaced, arguments written anew. Everything else is compared exactly, for the engine has read it.
+    """
+    if recorded.role != sent.role:
+        return False
+    if recorded.role != "assistant":
+        return recorded.text == sent.text and recorded.name == sent.name
+    return (
+        recorded.text.strip() == sent.text.strip()
+        and sent.reasoning.strip() in ("", recorded.reasoning.strip())
+        and [(call.name, call.arguments) for call in recorded.tool_calls]
+        == [(call.name, call.arguments) for call in sent.tool_calls]
+    )
+
+
+def starts_with(sent: Sequence[Message], recorded: Sequence[Message]) -> bool:
+    """Whether the agent's messages begin with those recorded."""
+    return len(sent) >= len(recorded) and all(map(same_message, recorded, sent))
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """As Hugging Face's chat templates take them: arguments as objects, reasoning as `reasoning_content`."""
+    return [_template_message(message) for message in messages]
+
+
+def _template_message(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    if message.reasoning:
+        found["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        found["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        found["name"] = message.name
+    return found

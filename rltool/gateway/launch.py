@@ -1,0 +1,164 @@
+"""Starting the gateway's process: which engines or router, which model, and that it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltool.config.gateway import GatewayConfig
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, files_in, parse_address, resolve
+from rltool.engines.sync_client import probe, send
+from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.errors import EngineError, UsageError
+from rltool.gateway.parts import Parts
+from rltool.processes.hosts import http_url
+from rltool.processes.keys import make_key, read_key
+from rltool.processes.ports import reserved_ports
+from rltool.processes.readiness import NotReady, wait_until_ready
+from rltool.processes.run_directory import RunDirectory, list_runs, open_run
+from rltool.processes.spawn import ProcessSpec
+from rltool.processes.supervise import ProcessGroup
+from rltool.processes.waiting import waiting
+
+ROLE = "gateway"
+
+_PROBES_SIDE_BY_SIDE = 32
+_CALL_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class GatewayPlan:
+    """What a command line means. router_url: where turns go; None: to the engines, each by itself."""
+
+    run: RunDirectory
+    engines: tuple[EngineEndpoint, ...]
+    router_url: str | None
+
+
+def plan_gateway(addresses: Sequence[str], router: str | None, run_name: str | None) -> GatewayPlan:
+    """Engines, router and run. Without addresses and router: the endpoints.json of the run. With @FILE of a run
+    directory and no run name, that run; else the named or newest run, or a fresh one. Raises UsageError."""
+    files = files_in(addresses)
+    if not addresses and router is None:
+        run = open_run(run_name, create=False)
+        addresses = [f"@{run.endpoints_file}"]
+    elif run_name is None and files and (files[0].absolute().parent / "state" / "run.json").exists():
+        run = RunDirectory(files[0].absolute().parent)
+    else:
+        run = open_run(run_name, create=run_name is not None or not list_runs())
+    model = resolve(addresses) if addresses else ModelEndpoints()
+    return GatewayPlan(run, model.engines, _router_url(router) if router is not None else model.data_url)
+
+
+def start_gateway(
+    config: GatewayConfig, plan: GatewayPlan, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None
+) -> tuple[str, Parts]:
+    """Start the gateway in `group` and wait until it serves; returns its URL and what it serves.
+
+    Raises UsageError for engines or a model that it cannot serve, ProcessFailed if it dies or is not ready in time.
+    """
+    engines = [
+        engine if engine.key_file else engine.model_copy(update={"key_file": config.engine_key_file})
+        for engine in plan.engines
+    ]
+    infos = _probed(engines, config.ready_timeout, report)
+    known = [
+        engine.model_copy(update={"dialect": info.dialect, "plugin": info.plugin})
+        for engine, info in zip(engines, infos, strict=True)
+    ]
+    parts = Parts(
+        served_name=_served_name(infos),
+        max_model_len=_max_model_len(config, infos),
+        tokenizer=_tokenizer(config, infos),
+        endpoints=_data_plane(config, plan, known),
+        sessions=plan.run.sessions_dir,
+        key_file=_key_file(config, plan.run),
+    )
+    with reserved_ports(1, host=config.host, first=config.port) as reserved:
+        port = reserved.ports[0]
+        url = http_url(config.host, port)
+        told = config.model_copy(update={"port": port}).model_dump_json()
+        # -P: it runs in the user's directory, whose modules it must not pick up.
+        argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", told, "--parts", parts.model_dump_json())
+        reserved.release()
+        process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
+
+    async def serves() -> None:
+        try:
+            await asyncio.to_thread(send, url, HttpRequest("GET", "/health"), timeout=_CALL_SECONDS)
+        except EngineError as error:
+            raise NotReady(str(error)) from error
+
+    with waiting(f"starting the gateway (--ready-timeout = {config.ready_timeout:g} s)", report):
+        asyncio.run(wait_until_ready(process, serves, timeout=config.ready_timeout))
+    return url, parts
+
+
+def _router_url(text: str) -> str:
+    addresses = parse_address(text)
+    if len(addresses) != 1 or addresses[0].url is None:
+        raise UsageError(f"--router is one URL, not {text!r}")
+    return addresses[0].url
+
+
+def _probed(engines: Sequence[EngineEndpoint], timeout: float, report: Callable[[str], None]) -> list[EngineInfo]:
+    if not engines:
+        return []
+    with (
+        waiting(f"asking {len(engines)} engine(s) for their model (--ready-timeout = {timeout:g} s)", report),
+        ThreadPoolExecutor(_PROBES_SIDE_BY_SIDE) as pool,
+    ):
+        return list(pool.map(lambda engine: probe(engine, timeout=timeout), engines))
+
+
+def _served_name(infos: Sequence[EngineInfo]) -> str:
+    """The engines' own name of the model, which serve-engines makes `policy`."""
+    names = sorted({info.model_id for info in infos})
+    if len(names) > 1:
+        raise UsageError(f"the engines serve different models: {', '.join(names)}; one gateway serves one")
+    return names[0] if names else "policy"
+
+
+def _max_model_len(config: GatewayConfig, infos: Sequence[EngineInfo]) -> int:
+    told = [info.max_model_len for info in infos if info.max_model_len is not None]
+    if config.max_model_len is None and not told:
+        raise UsageError("nobody tells how long a sequence may be (a router does not): give --max-model-len TOKENS")
+    return min([*told, *([config.max_model_len] if config.max_model_len is not None else [])])
+
+
+def _tokenizer(config: GatewayConfig, infos: Sequence[EngineInfo]) -> Path:
+    if config.model is not None:
+        found = config.model.absolute()
+    else:
+        path = next((info.model_path for info in infos if info.model_path), None)
+        if path is None:
+            raise UsageError("no engine names the directory of its model: give --model DIRECTORY")
+        found = Path(path)
+    if not found.is_dir():
+        raise UsageError(
+            f"the model directory {found} is not on this host: give --model DIRECTORY, one with the tokenizer and its "
+            "chat template"
+        )
+    return found
+
+
+def _data_plane(
+    config: GatewayConfig, plan: GatewayPlan, engines: Sequence[EngineEndpoint]
+) -> tuple[EngineEndpoint, ...]:
+    if plan.router_url is None:
+        return tuple(engines)
+    router = ModelEndpoints(engines=tuple(engines), data_url=plan.router_url).data_endpoint()
+    assert router is not None  # it has a URL
+    if router.key_file is None:
+        router = router.model_copy(update={"key_file": config.engine_key_file})
+    return (router,)
+
+
+def _key_file(config: GatewayConfig, run: RunDirectory) -> Path:
+    file = config.key_file.absolute() if config.key_file is not None else make_key(run.gateway_key_file)
+    read_key(file, "the gateway")
+    return file

@@ -1,0 +1,82 @@
+"""`python -m rltool.gateway.main`: the gateway's own process. Its settings are JSON in argv; keys are in files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+
+from aiohttp import web
+
+from rltool.config.gateway import GatewayConfig
+from rltool.engines.client import EngineClient
+from rltool.gateway.engines import Engines
+from rltool.gateway.parsers.registry import PARSERS
+from rltool.gateway.parts import Parts
+from rltool.gateway.registry import Sessions
+from rltool.gateway.rendering import Renderer
+from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
+from rltool.gateway.store import SessionStore
+from rltool.gateway.turns import Model, Turns
+from rltool.processes.keys import read_key
+from rltool.rollout.tokenizer import load_tokenizer
+
+
+@asynccontextmanager
+async def gateway(config: GatewayConfig, parts: Parts) -> AsyncIterator[web.Application]:
+    """The gateway's application, while the block runs. Tests run it in their own loop."""
+    tokenizer = load_tokenizer(parts.tokenizer)
+    store = SessionStore(parts.sessions)
+    model = Model(parts.served_name, config.aliases, parts.max_model_len)
+    with ThreadPoolExecutor(1, "tokenizer") as cpu:
+        renderer = Renderer(tokenizer, PARSERS[config.tool_parser], config.template_arguments)
+        async with EngineClient() as client:
+            engines = Engines(client, parts.endpoints, deadline=config.turn_timeout)
+            sessions = Sessions(
+                store,
+                max_sessions=config.max_sessions,
+                idle_timeout=config.idle_timeout,
+                on_end=engines.balance.forget,
+            )
+            turns = Turns(config, model, renderer=renderer, engines=engines, sessions=sessions, store=store, cpu=cpu)
+            yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()
+
+
+async def serve(config: GatewayConfig, parts: Parts) -> None:
+    """Until it is cancelled."""
+    async with gateway(config, parts) as app:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, config.host, config.port).start()
+            print(f"serving on {config.host}:{config.port}", flush=True)
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+
+async def serve_until_terminated(config: GatewayConfig, parts: Parts) -> None:
+    """SIGTERM and SIGINT end it in order: turns in progress are recorded."""
+    loop = asyncio.get_running_loop()
+    serving = asyncio.ensure_future(serve(config, parts))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, serving.cancel)
+    with suppress(asyncio.CancelledError):
+        await serving
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="rltool.gateway.main")
+    parser.add_argument("--config", required=True, type=GatewayConfig.model_validate_json)
+    parser.add_argument("--parts", required=True, type=Parts.model_validate_json)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    asyncio.run(serve_until_terminated(arguments.config, arguments.parts))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How a model writes tool calls and reasoning into its text: one file per format. Pure."""

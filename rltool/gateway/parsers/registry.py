@@ -1,0 +1,8 @@
+"""Parsers by the name that --tool-parser takes."""
+
+from __future__ import annotations
+
+from rltool.gateway.parsers import hermes
+from rltool.gateway.parsers.parsed import Parser, plain
+
+PARSERS: dict[str, Parser] = {"hermes": hermes.parse, "none": plain}

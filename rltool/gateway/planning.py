@@ -1,0 +1,83 @@
+"""Which token ids a request is sent as, and how much of them is recorded already."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, replace
+
+from rltool.gateway.conversation import Conversation, Message, RawPrompt
+from rltool.gateway.errors import BadRequest
+from rltool.gateway.rendering import Renderer
+from rltool.gateway.session import Session
+from rltool.gateway.trajectory import Turn
+
+EDITED = "the messages do not continue any recorded turn: the agent edited its history, or another agent speaks"
+REWRITTEN = "the chat template writes earlier turns differently now, as templates that drop reasoning do"
+ANOTHER = "another continuation of a turn that was continued already"
+AFTER_STOP = "the prompt goes on where the model had stopped: its stop token is not part of it"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """prompt_ids: what the engine is sent; the first `cut` of them are recorded tokens of `base`. reason: why this is
+    no plain extension, or ""."""
+
+    prompt_ids: array[int]
+    base: Turn | None
+    cut: int
+    reason: str
+    reasoning_open: bool = False
+    new_messages: tuple[Message, ...] = ()
+    raw_prompt: str | None = None
+
+
+def plan_turn(session: Session, prompt: Conversation | RawPrompt, renderer: Renderer) -> Plan:
+    """Takes time with long conversations, and changes nothing. Raises BadRequest."""
+    plan = _plan_raw(session, prompt, renderer) if isinstance(prompt, RawPrompt) else _plan(session, prompt, renderer)
+    if not plan.prompt_ids:
+        raise BadRequest("the prompt has no token: an engine needs at least one")
+    return plan
+
+
+def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
+    if sent.messages[-1].role == "assistant":
+        raise BadRequest(
+            "the last message is the assistant's: an answer that the agent has begun itself (prefill) is not served",
+            field="messages",
+        )
+    base = session.continued_by(sent)
+    if base is None:
+        whole = renderer.prompt(sent)
+        reason = EDITED if session.turns else ""
+        return Plan(array("i", whole.token_ids), None, 0, reason, whole.reasoning_open, sent.messages)
+    recorded = base.history or ()
+    new = sent.messages[len(recorded) :]
+    # What the model said is taken from the record: the agent's copy lacks its reasoning, perhaps.
+    known = replace(sent, messages=(*recorded, *new))
+    suffix = renderer.extension(recorded, known, base.stop_id)
+    if suffix is None:
+        whole = renderer.prompt(known)
+        # Not based on that turn's tokens, but on its messages.
+        return Plan(array("i", whole.token_ids), base, 0, REWRITTEN, whole.reasoning_open, new)
+    prompt_ids = session.prefix(base, base.end) + array("i", suffix.token_ids)
+    reason = "" if session.is_leaf(base) else ANOTHER
+    return Plan(prompt_ids, base, base.end, reason, suffix.reasoning_open, new)
+
+
+def _plan_raw(session: Session, sent: RawPrompt, renderer: Renderer) -> Plan:
+    if not isinstance(sent.prompt, str):
+        outside = next((token for token in sent.prompt if not 0 <= token < renderer.vocab_size), None)
+        if outside is not None:
+            raise BadRequest(
+                f"token id {outside} is outside the model's vocabulary of {renderer.vocab_size}", field="prompt"
+            )
+        return Plan(array("i", sent.prompt), None, 0, EDITED if session.turns else "")
+    base = session.continued_by_text(sent.prompt)
+    if base is None:
+        ids = array("i", renderer.raw(sent.prompt, first=True))
+        return Plan(ids, None, 0, EDITED if session.turns else "", raw_prompt=sent.prompt)
+    text = sent.prompt[len(base.raw or "") :]
+    cut = base.end if base.stop_id is None else base.end - 1
+    reason = AFTER_STOP if base.stop_id is not None else "" if session.is_leaf(base) else ANOTHER
+    ids = session.prefix(base, cut) + array("i", renderer.raw(text, first=False))
+    return Plan(ids, base, cut, reason, raw_prompt=text)

@@ -1,0 +1,116 @@
+"""The sessions of a gateway: opened, found, ended, and taken up again after a restart."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rltool.gateway.errors import NotFound, TooMany, Unauthorized
+from rltool.gateway.session import Session
+from rltool.gateway.store import SESSION_ID, SessionStore
+
+_KEY_BYTES = 32
+
+
+class Sessions:
+    """clock: seconds since the epoch; on_end: called with the id of a session that has ended. Sessions of an earlier
+    gateway are read from disk when somebody asks for them."""
+
+    def __init__(
+        self,
+        store: SessionStore,
+        *,
+        max_sessions: int,
+        idle_timeout: float,
+        on_end: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._most, self._idle, self._clock = store, max_sessions, idle_timeout, clock
+        self._on_end = on_end
+        self._living: dict[str, Session] = {}
+        self._asleep = store.open_sessions()
+        """Those on disk that nobody has asked for yet, and when they were last written."""
+        self.counts: Counter[str] = Counter(resumable=len(self._asleep))
+        """Events since the start: opened, ended, timed_out; resumable: found at the start."""
+
+    @property
+    def open(self) -> int:
+        return len(self._living) + len(self._asleep)
+
+    @property
+    def turns_in_progress(self) -> int:
+        return sum(session.in_progress for session in self._living.values())
+
+    def create(self, metadata: Mapping[str, Any]) -> tuple[Session, str]:
+        """A session and its key, which is kept nowhere: its digest is. Raises TooMany."""
+        if self.open >= self._most:
+            raise TooMany(f"{self._most} sessions are open (--max-sessions): end some with DELETE /sessions/ID")
+        key = f"sk-rltool-{secrets.token_urlsafe(_KEY_BYTES)}"
+        now = self._clock()
+        session = Session(uuid.uuid4().hex, _digest(key), now, metadata, last_used=now)
+        self._store.create(session)
+        self._living[session.id] = session
+        self.counts["opened"] += 1
+        return session, key
+
+    def find(self, session_id: str) -> Session:
+        """An open session. Raises NotFound, which says so where it has ended."""
+        session = self._living.get(session_id)
+        if session is None:
+            session = self.look(session_id)
+            if session.ended is not None:
+                raise NotFound(f"session {session_id} has ended: {session.ended}")
+            self._asleep.pop(session_id, None)
+            self._living[session_id] = session
+        return session
+
+    def look(self, session_id: str) -> Session:
+        """A session, open or ended; an ended one is read from disk each time. Raises NotFound."""
+        living = self._living.get(session_id)
+        if living is not None:
+            return living
+        session = self._store.load(session_id) if SESSION_ID.fullmatch(session_id) else None
+        if session is None:
+            raise NotFound(f"there is no session {session_id[:64]!r} in this run: POST /sessions opens one")
+        return session
+
+    def touch(self, session: Session) -> None:
+        session.last_used = self._clock()
+
+    def end(self, session: Session, reason: str) -> None:
+        """Its record stays on disk."""
+        self._store.ended(session.id, reason, self._clock())
+        session.ended = reason
+        self._living.pop(session.id, None)
+        self._asleep.pop(session.id, None)
+        self._on_end(session.id)
+        self.counts["ended"] += 1
+
+    def expire(self) -> int:
+        """End what nobody has used for the idle time-out; how many those were."""
+        oldest = self._clock() - self._idle
+        late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
+        asleep = [name for name, written in self._asleep.items() if written < oldest]
+        for name in asleep:
+            del self._asleep[name]  # first: a damaged file must not come up each time
+            late.append(self.find(name))
+        for session in late:
+            self.end(session, f"timed out after {self._idle:g} s without a turn")
+        self.counts["timed_out"] += len(late)
+        return len(late)
+
+
+def demand_key(session: Session, given: str | None) -> None:
+    """Raises Unauthorized unless `given` is the key of this session."""
+    if given is None or not hmac.compare_digest(_digest(given), session.key_digest):
+        raise Unauthorized("the key is missing, or is not this session's: POST /sessions gave it")
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()

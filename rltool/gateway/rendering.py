@@ -1,0 +1,101 @@
+"""From a conversation to token ids, by the model's chat template, and from token ids to what the model said.
+
+A turn that goes on never tokenises what was recorded. The chat template is asked for two texts: the recorded
+conversation, and that conversation with what is new. Where the second begins with the first, the difference is what
+follows the recorded tokens. Where it does not (templates that drop earlier reasoning write the past differently once a
+user speaks again), there is no such continuation, and the turn opens a new trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rltool.errors import UsageError
+from rltool.gateway.conversation import Conversation, Message, ToolCall, template_messages
+from rltool.gateway.errors import BadRequest
+from rltool.gateway.parsers.parsed import Parser
+from rltool.rollout.tokenizer import Tokenizer
+
+SENTINEL = "Xq7sentinel7qX"
+"""A word that no template writes by itself and none changes: what stands behind it closes an assistant's turn."""
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """What follows recorded tokens. reasoning_open: the template has opened the model's reasoning itself."""
+
+    token_ids: tuple[int, ...]
+    reasoning_open: bool
+
+
+class Renderer:
+    """Not thread-safe, as transformers' tokenizers are not."""
+
+    def __init__(self, tokenizer: Tokenizer, parser: Parser, template_arguments: Mapping[str, Any]) -> None:
+        self.stop_ids = frozenset(tokenizer.stop_ids)
+        self.vocab_size = tokenizer.vocab_size
+        self._tokenizer, self._parser, self._arguments = tokenizer, parser, dict(template_arguments)
+        self._closing = self._find_closing() if tokenizer.has_template else None
+
+    def prompt(self, conversation: Conversation) -> Suffix:
+        """The whole conversation, ending where the assistant begins to speak."""
+        text = self._render(conversation.messages, conversation.tools, ask=True)
+        return Suffix(tuple(self._tokenizer.encode_rendered(text)), _opens_reasoning(text))
+
+    def extension(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix | None:
+        """What follows the tokens of `recorded`, with which the conversation begins; None where the template does not
+        continue them. stop_id: the stop token that the recorded tokens end with, None where the reply was cut."""
+        before = self._render(recorded, conversation.tools, ask=False)
+        whole = self._render(conversation.messages, conversation.tools, ask=True)
+        if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
+            return None
+        ids = self._tokenizer.encode_rendered(self._closing + whole[len(before) :])
+        if stop_id is not None and ids[:1] == [stop_id]:
+            ids = ids[1:]  # the model has said it itself
+        return Suffix(tuple(ids), _opens_reasoning(whole))
+
+    def raw(self, text: str, *, first: bool) -> tuple[int, ...]:
+        """Ids of a plain text; with BOS, where the tokenizer adds one, if it is the `first` of its sequence."""
+        encode = self._tokenizer.encode_prompt if first else self._tokenizer.encode_rendered
+        return tuple(encode(text))
+
+    def said(self, token_ids: Sequence[int]) -> str:
+        """All that was sampled as text, special tokens too, without the final stop token."""
+        stopped = bool(token_ids) and token_ids[-1] in self.stop_ids
+        return self._tokenizer.decode_everything(token_ids[:-1] if stopped else token_ids)
+
+    def message(self, text: str, *, turn: str, tools: bool, reasoning_open: bool) -> Message:
+        """The assistant's message in `text`; the ids of its tool calls are made of the turn's."""
+        parsed = self._parser(text, tools=tools, reasoning_open=reasoning_open)
+        calls = tuple(
+            ToolCall(f"call_{turn[:24]}{index}", call.name, call.arguments) for index, call in enumerate(parsed.calls)
+        )
+        return Message("assistant", parsed.text, parsed.reasoning, calls)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
+        try:
+            return self._tokenizer.render_messages(
+                template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
+            )
+        except UsageError as error:
+            raise BadRequest(str(error), field="messages", code="template_failed") from error
+
+    def _find_closing(self) -> str:
+        """What the template writes behind an assistant's text, such as "<|im_end|>\\n"."""
+        example = (Message("user", "Hello."), Message("assistant", SENTINEL))
+        try:
+            text = self._render(example, (), ask=False)
+        except BadRequest as error:
+            raise UsageError(f"the chat template of this model fails on the simplest conversation: {error}") from error
+        if text.count(SENTINEL) != 1:
+            raise UsageError(
+                f"the chat template of this model writes an assistant's text {text.count(SENTINEL)} times, not once: "
+                "the gateway cannot tell where a reply ends"
+            )
+        return text.partition(SENTINEL)[2]
+
+
+def _opens_reasoning(text: str) -> bool:
+    return text.rstrip().endswith("<think>")

@@ -1,0 +1,295 @@
+"""The gateway's HTTP side: sessions, the APIs below each of them, keys, errors.
+
+POST   /sessions {"metadata": {...}}           a new session: id, key, base URLs            the gateway's key
+GET    /sessions/ID                            its record: tokens, masks, versions          the gateway's or its own
+DELETE /sessions/ID                            ends it, and gives the record                the gateway's or its own
+GET    /status                                 counts                                       the gateway's
+GET    /health                                 200                                          none
+GET    /sessions/ID/v1/models                  the model's name                             the session's
+POST   /sessions/ID/v1/chat/completions, /completions, /responses, /messages                the session's
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from rltool.config.gateway import GatewayConfig
+from rltool.errors import RltoolError
+from rltool.gateway.apis.anthropic import AnthropicApi
+from rltool.gateway.apis.base import Api, Event
+from rltool.gateway.apis.chat import ChatApi
+from rltool.gateway.apis.completions import CompletionsApi
+from rltool.gateway.apis.responses import ResponsesApi
+from rltool.gateway.errors import BadRequest, NotFound, RequestError, TooLarge, Unauthorized
+from rltool.gateway.registry import Sessions, demand_key
+from rltool.gateway.sampling import not_followed
+from rltool.gateway.session import Session
+from rltool.gateway.turns import Ended, Turns
+
+PING_SECONDS = 10.0
+"""A turn that takes longer begins its stream before it has anything to say: clients and proxies give silent
+connections up. A failure before that is a plain HTTP error."""
+SHUTDOWN_SECONDS = 5.0
+"""For turns in progress, when the gateway is stopped."""
+EXPIRE_SECONDS = 30.0
+"""How often idle sessions are looked for."""
+
+APIS: dict[str, Api] = {
+    "/chat/completions": ChatApi(),
+    "/completions": CompletionsApi(),
+    "/responses": ResponsesApi(),
+    "/messages": AnthropicApi(),
+}
+OVERRIDDEN_HEADER = "X-Rltool-Not-Followed"
+TRAJECTORY_HEADER = "X-Rltool-Trajectory"
+BRANCH_HEADER = "X-Rltool-Branch"
+
+logger = logging.getLogger(__name__)
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class GatewayServer:
+    """key: the gateway's own, which opens sessions."""
+
+    def __init__(self, config: GatewayConfig, turns: Turns, sessions: Sessions, key: str) -> None:
+        self._config, self._turns, self._sessions = config, turns, sessions
+        self._key = key
+        self._running: set[asyncio.Future[Ended]] = set()
+        """Turns, also of agents that have gone: a task that nobody refers to may be collected."""
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._config.max_body_bytes)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/status", _in_form_of(ChatApi(), self._status))
+        app.router.add_post("/sessions", _in_form_of(ChatApi(), self._open))
+        app.router.add_get("/sessions/{id}", _in_form_of(ChatApi(), self._show))
+        app.router.add_delete("/sessions/{id}", _in_form_of(ChatApi(), self._end))
+        app.router.add_get("/sessions/{id}/v1/models", _in_form_of(ChatApi(), self._models))
+        for path, api in APIS.items():
+            app.router.add_post(f"/sessions/{{id}}/v1{path}", _in_form_of(api, self._turn_handler(api)))
+        app.router.add_route("*", "/{path:.*}", _in_form_of(ChatApi(), self._no_route))
+        app.cleanup_ctx.append(self._expiring)
+        app.on_shutdown.append(self._finish_turns)
+        return app
+
+    # -- sessions
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _status(self, request: web.Request) -> web.Response:
+        self._demand_gateway_key(request)
+        sessions, turns = self._sessions, self._turns
+        return web.json_response(
+            {
+                "model": turns.model.name,
+                "sessions_open": sessions.open,
+                "turns_in_progress": sessions.turns_in_progress,
+                "sessions": dict(sessions.counts),
+                "turns": dict(turns.counts),
+                "engines": dict(turns.engine_counts),
+            }
+        )
+
+    async def _open(self, request: web.Request) -> web.Response:
+        self._demand_gateway_key(request)
+        body = await _body(request) if request.can_read_body else {}
+        metadata = body.get("metadata") or {}
+        if set(body) - {"metadata"} or not isinstance(metadata, dict):
+            raise BadRequest('POST /sessions takes {"metadata": {...}}, and nothing else')
+        session, key = self._sessions.create(metadata)
+        url = f"{request.scheme}://{request.host}/sessions/{session.id}"
+        # The openai client puts its routes behind /v1, the anthropic client puts /v1 itself.
+        return web.json_response(
+            {
+                "id": session.id,
+                "key": key,
+                "openai_base_url": f"{url}/v1",
+                "anthropic_base_url": url,
+                "model": self._turns.model.name,
+            },
+            status=201,
+        )
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return await _record(self._owned(request))
+
+    async def _end(self, request: web.Request) -> web.Response:
+        session = self._owned(request)
+        if session.ended is None:
+            session = self._sessions.find(session.id)
+            self._sessions.end(session, "deleted")
+        return await _record(session)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        session = self._sessions.find(request.match_info["id"])
+        demand_key(session, _given_key(request))
+        model = self._turns.model
+        names = [{"id": n, "object": "model", "created": 0, "owned_by": "rltool"} for n in (model.name, *model.aliases)]
+        return web.json_response({"object": "list", "data": names})
+
+    async def _no_route(self, request: web.Request) -> web.Response:
+        raise NotFound(f"there is no route {request.method} {request.path} here (docs/agents.md lists them)")
+
+    def _owned(self, request: web.Request) -> Session:
+        """The session of the path, for its own key or the gateway's; ended ones too."""
+        session = self._sessions.look(request.match_info["id"])
+        if not self._has_gateway_key(request):
+            demand_key(session, _given_key(request))
+        return session
+
+    def _has_gateway_key(self, request: web.Request) -> bool:
+        given = _given_key(request) or ""
+        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._key.encode())
+
+    def _demand_gateway_key(self, request: web.Request) -> None:
+        if not self._has_gateway_key(request):
+            raise Unauthorized("the gateway's key is missing or wrong: it is in its key file")
+
+    async def _expiring(self, _: web.Application):
+        async def expire() -> None:
+            while True:
+                await asyncio.sleep(EXPIRE_SECONDS)
+                try:
+                    self._sessions.expire()
+                except RltoolError as error:  # a full disk, or a file that somebody damaged
+                    logger.error("%s", error)
+
+        task = asyncio.create_task(expire())
+        yield
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    async def _finish_turns(self, _: web.Application) -> None:
+        """Those whose agents have gone; the others' requests are waited for by the server."""
+        if self._running:
+            await asyncio.wait(self._running, timeout=SHUTDOWN_SECONDS)
+
+    # -- turns
+
+    def _turn_handler(self, api: Api) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            session = self._sessions.find(request.match_info["id"])
+            demand_key(session, _given_key(request))
+            body = await _body(request)
+            asked = api.parse(body)
+            ignored = not_followed(
+                body, followed=api.followed, sampling=self._turns.sampling, on_sampling=self._config.on_sampling
+            )
+            headers = {OVERRIDDEN_HEADER: _header_text(", ".join(ignored))} if ignored else {}
+            turn = asyncio.ensure_future(self._turns.run(session, api.name, asked, ignored))
+            self._running.add(turn)
+            turn.add_done_callback(self._running.discard)
+            if asked.stream:
+                return await _stream(request, api, turn, headers)
+            # An agent that goes away does not end the turn: what the engine samples is recorded.
+            ended = await asyncio.shield(turn)
+            return web.json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
+
+        return handle
+
+
+async def _record(session: Session) -> web.Response:
+    """In a thread: a record may have millions of tokens."""
+    text = await asyncio.to_thread(lambda: json.dumps(session.to_json()))
+    return web.Response(text=text, content_type="application/json")
+
+
+async def _stream(
+    request: web.Request, api: Api, turn: asyncio.Future[Ended], headers: dict[str, str]
+) -> web.StreamResponse:
+    """Server-sent events. They come when the turn has ended: an engine that dies meanwhile costs the agent nothing."""
+    await asyncio.wait((turn,), timeout=PING_SECONDS)
+    if turn.done():
+        headers = headers | _branch_headers(turn.result())
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    await response.prepare(request)
+    while not turn.done():
+        await response.write(api.ping())
+        await asyncio.wait((turn,), timeout=PING_SECONDS)
+    try:
+        answer = turn.result().answer
+    except Exception as error:
+        await response.write(_event_bytes(api.error_event(_as_request_error(error, request))))
+    else:
+        await response.write(b"".join(map(_event_bytes, api.events(answer))))
+    await response.write_eof()
+    return response
+
+
+def _event_bytes(event: Event) -> bytes:
+    name, data = event
+    text = data if isinstance(data, str) else json.dumps(data)
+    return (f"event: {name}\n" if name else "").encode() + f"data: {text}\n\n".encode()
+
+
+def _branch_headers(ended: Ended) -> dict[str, str]:
+    record = ended.record
+    found = {TRAJECTORY_HEADER: str(record.trajectory)}
+    if record.reason:
+        came_from = f"from trajectory {record.parent} at token {record.shared}" if record.parent is not None else "new"
+        found[BRANCH_HEADER] = f"{came_from}; {record.reason}"
+    return found
+
+
+def _in_form_of(api: Api, handler: Handler) -> Handler:
+    """Failures in this API's error format."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except ConnectionResetError:  # the agent has gone
+            raise
+        except Exception as error:
+            wrong = _as_request_error(error, request)
+            return web.json_response(api.error(wrong), status=wrong.status)
+
+    return handle
+
+
+def _as_request_error(error: Exception, request: web.Request) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return TooLarge("the body is larger than --max-body-bytes")
+    if not isinstance(error, RltoolError):
+        logger.error("%s %s", request.method, request.path, exc_info=error)
+    return RequestError(f"{type(error).__name__}: {error}" if not isinstance(error, RltoolError) else str(error))
+
+
+async def _body(request: web.Request) -> dict[str, Any]:
+    """The JSON object that was sent. Raises BadRequest."""
+    try:
+        sent = await request.read()
+        found = json.loads(sent, parse_constant=_no_constant)
+        if b"\\ud" in sent.lower():  # half of a surrogate pair is JSON, and no text that can be tokenised
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(found, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    return found
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _given_key(request: web.Request) -> str | None:
+    """OpenAI's clients send a bearer key, Anthropic's an x-api-key."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
+
+
+def _header_text(text: str) -> str:
+    """Names of fields are the agent's words: what a header cannot carry is replaced, and the rest cut."""
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in text)[:500]

@@ -1,0 +1,134 @@
+"""One agent's session: its trajectories, and where in them a request goes on. Pure.
+
+Requests that continue what was recorded extend a trajectory; what an agent has edited (a turn dropped or summarised, a
+sub-agent with another system prompt, the same question once more) opens a new one, a branch. Over all trajectories of a
+session each sampled token has loss mask 1 exactly once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rltool.gateway.conversation import Conversation, starts_with
+from rltool.gateway.trajectory import Trajectory, Turn, TurnRecord, common_prefix
+
+
+@dataclass
+class Session:
+    """id: 32 hex digits. key_digest: sha256 of its key, in hex. in_progress: turns that are being generated.
+    last_used: seconds of the registry's clock."""
+
+    id: str
+    key_digest: str
+    created: float
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    turns: list[TurnRecord] = field(default_factory=list)
+    places: dict[str, Turn] = field(default_factory=dict)
+    in_progress: int = 0
+    last_used: float = 0.0
+    ended: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Recorded tokens; those that a branch shares count again."""
+        return sum(len(trajectory.token_ids) for trajectory in self.trajectories)
+
+    def prefix(self, turn: Turn, tokens: int) -> array[int]:
+        return self.trajectories[turn.trajectory].token_ids[:tokens]
+
+    def is_leaf(self, turn: Turn) -> bool:
+        """Nothing follows it in its trajectory."""
+        return turn.end == len(self.trajectories[turn.trajectory].token_ids)
+
+    def continued_by(self, conversation: Conversation) -> Turn | None:
+        """The turn whose history the conversation begins with: the longest, and of equal ones the newest."""
+        key, sent = conversation.tools_key, conversation.messages
+        return next(
+            (
+                turn
+                for turn in self._newest_longest(lambda turn: len(turn.history or ()))
+                if turn.history and turn.tools_key == key and len(turn.history) < len(sent)
+                if starts_with(sent, turn.history)
+            ),
+            None,
+        )
+
+    def continued_by_text(self, prompt: str) -> Turn | None:
+        """As `continued_by`, for a prompt without a chat template."""
+        turns = self._newest_longest(lambda turn: len(turn.raw or ""))
+        return next((turn for turn in turns if turn.raw and prompt.startswith(turn.raw)), None)
+
+    def _newest_longest(self, length: Callable[[Turn], int]) -> list[Turn]:
+        """Most often the first of them is the one that goes on, so the rest is not compared. A list first: the planner
+        runs in a thread, and another turn may end meanwhile."""
+        return sorted(reversed(list(self.places.values())), key=length, reverse=True)
+
+    def longest_shared(self, token_ids: array[int]) -> tuple[int | None, int]:
+        """(trajectory, tokens) of the longest recorded beginning of `token_ids`; (None, 0) where nothing is shared."""
+        best: tuple[int | None, int] = (None, 0)
+        for index, trajectory in enumerate(self.trajectories):
+            least = best[1] + 1
+            if len(trajectory.token_ids) >= least and trajectory.token_ids[:least] == token_ids[:least]:
+                best = index, common_prefix(trajectory.token_ids, token_ids)
+        return best
+
+    def place(self, prompt_ids: array[int], base: Turn | None, cut: int) -> tuple[int, int | None, int]:
+        """(trajectory, parent, shared) of a turn with this prompt, of which the first `cut` tokens are those of `base`.
+
+        The trajectory's own tokens decide: where the prompt begins with all of them, it is extended.
+        """
+        parent, shared = (base.trajectory, cut) if base is not None and cut else self.longest_shared(prompt_ids)
+        whole = parent is not None and shared == len(self.trajectories[parent].token_ids)
+        return (parent if parent is not None and whole else len(self.trajectories)), parent, shared
+
+    def apply(self, record: TurnRecord) -> None:
+        """Add a turn: the only way in which a session grows."""
+        if record.trajectory == len(self.trajectories):
+            self.trajectories.append(Trajectory(record.parent, record.shared, record.reason))
+            if record.parent is not None:
+                shared = self.trajectories[record.parent].token_ids[: record.shared]
+                self.trajectories[-1].add_context(shared)
+        trajectory = self.trajectories[record.trajectory]
+        trajectory.add_context(record.context_ids)
+        trajectory.add_sampled(record)
+        self.places[record.id] = self._place_after(record, len(trajectory.token_ids))
+        self.turns.append(_without_tokens(record))
+
+    def _place_after(self, record: TurnRecord, end: int) -> Turn:
+        base = self.places[record.base] if record.base is not None else None
+        history, raw = None, None
+        if record.reply is not None:
+            history = (*((base.history if base else None) or ()), *record.messages, record.reply)
+        elif record.raw_prompt is not None and record.raw_reply is not None:
+            raw = ((base.raw if base else None) or "") + record.raw_prompt + record.raw_reply
+        stop_id = record.sampled_ids[-1] if record.stopped else None
+        return Turn(record.id, record.trajectory, end, stop_id, record.tools_key, history, raw)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record that GET /sessions/ID gives."""
+        return {
+            "id": self.id,
+            "created": self.created,
+            "metadata": dict(self.metadata),
+            "ended": self.ended,
+            "trajectories": [trajectory.to_json(i) for i, trajectory in enumerate(self.trajectories)],
+            "turns": list(self._turns_json()),
+        }
+
+    def _turns_json(self) -> Iterator[dict[str, Any]]:
+        for record in self.turns:
+            place = self.places[record.id]
+            shown = record.to_json()
+            for name in ("context_ids", "sampled_ids", "logprobs", "versions", "stopped", "tools_key"):
+                del shown[name]
+            yield shown | {"end": place.end}
+
+
+def _without_tokens(record: TurnRecord) -> TurnRecord:
+    """The tokens are in the trajectory: twice would be twice the memory."""
+    nothing: Sequence[int] = ()
+    return replace(record, context_ids=nothing, sampled_ids=nothing, logprobs=(), versions=())

@@ -1,0 +1,152 @@
+"""What a session records: token sequences as an engine has read and written them, and the turns that made them. Pure.
+
+A turn is one JSON line (store.py). A session is the sum of its turns: `Session.apply` is the one way in which a record
+grows, for a turn that has just ended and for one that is read back from the file.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rltool.engines.types import VersionSpan
+from rltool.gateway.conversation import Message
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """One request and its answer.
+
+    trajectory: its number; one above the last opens a new one, which begins with the first `shared` tokens of `parent`
+    (their loss is in the parent: their mask is 0 here). context_ids, sampled_ids: what follows, in this order; logprobs
+    and versions are of the sampled ones. stopped: the last of them is a stop token. base: the turn whose history
+    `messages` continue, or None; reason: why the turn does not simply extend a trajectory, or "".
+    raw_prompt, raw_reply: of OpenAI Completions, the text behind that of the base, and the text that was sampled.
+    """
+
+    id: str
+    time: float
+    api: str
+    trajectory: int
+    parent: int | None
+    shared: int
+    reason: str
+    base: str | None
+    context_ids: Sequence[int]
+    sampled_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str
+    stopped: bool
+    engine: str | None = None
+    not_followed: tuple[str, ...] = ()
+    tools_key: str = ""
+    messages: tuple[Message, ...] = ()
+    reply: Message | None = None
+    raw_prompt: str | None = None
+    raw_reply: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "context_ids": list(self.context_ids),
+            "sampled_ids": list(self.sampled_ids),
+            "logprobs": list(self.logprobs),
+            "versions": [[span.version, span.start, span.end] for span in self.versions],
+            "messages": [message.to_json() for message in self.messages],
+            "reply": self.reply.to_json() if self.reply else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TurnRecord:
+        """The inverse of `to_json`."""
+        return cls(
+            **{name: data[name] for name in _PLAIN if name != "not_followed"},
+            not_followed=tuple(data["not_followed"]),
+            context_ids=data["context_ids"],
+            sampled_ids=data["sampled_ids"],
+            logprobs=data["logprobs"],
+            versions=tuple(VersionSpan(*span) for span in data["versions"]),
+            messages=tuple(map(Message.from_json, data["messages"])),
+            reply=Message.from_json(data["reply"]) if data["reply"] else None,
+        )
+
+
+_PLAIN = (
+    "id", "time", "api", "trajectory", "parent", "shared", "reason", "base", "finish_reason", "stopped", "engine",
+    "not_followed", "tools_key", "raw_prompt", "raw_reply",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A place at which a trajectory can go on: after a reply, at `end` tokens.
+
+    history: all messages up to and with the reply; None for OpenAI Completions, whose whole text is `raw` (None where
+    the prompt was token ids).
+    """
+
+    id: str
+    trajectory: int
+    end: int
+    stop_id: int | None
+    tools_key: str
+    history: tuple[Message, ...] | None
+    raw: str | None
+
+
+@dataclass
+class Trajectory:
+    """One token sequence. loss_mask: 1 for what the model sampled in this trajectory, 0 for what it was given and for
+    what was sampled in its parent. Log-probabilities are 0.0 where the mask is 0."""
+
+    parent: int | None
+    shared: int
+    reason: str
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    loss_mask: bytearray = field(default_factory=bytearray)
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    versions: list[VersionSpan] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+
+    def add_context(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.loss_mask.extend(bytes(len(token_ids)))
+        self.logprobs.extend([0.0] * len(token_ids))
+
+    def add_sampled(self, record: TurnRecord) -> None:
+        shift = len(self.token_ids)
+        self.token_ids.extend(record.sampled_ids)
+        self.loss_mask.extend(b"\1" * len(record.sampled_ids))
+        self.logprobs.extend(record.logprobs)
+        self.versions.extend(VersionSpan(s.version, s.start + shift, s.end + shift) for s in record.versions)
+        self.finish_reasons.append(record.finish_reason)
+
+    def to_json(self, index: int) -> dict[str, Any]:
+        return {
+            "index": index,
+            "parent": self.parent,
+            "shared": self.shared,
+            "reason": self.reason,
+            "token_ids": self.token_ids.tolist(),
+            "loss_mask": list(self.loss_mask),
+            "logprobs": self.logprobs.tolist(),
+            "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in self.versions],
+            "finish_reasons": list(self.finish_reasons),
+        }
+
+
+def common_prefix(a: array[int], b: array[int]) -> int:
+    """How many leading tokens are equal. Slices are compared, which is C, not tokens one by one."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while high - low > 1:  # equal up to low, different within high
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

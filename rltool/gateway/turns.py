@@ -1,0 +1,188 @@
+"""One turn: limits, the plan, an engine, what was said, the record. What an agent sees of it is for the translators."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rltool.config.gateway import GatewayConfig
+from rltool.engines.types import Completion, SamplingParams
+from rltool.gateway.apis.base import Answer, Asked
+from rltool.gateway.conversation import Conversation, Message, Reply
+from rltool.gateway.engines import Engines, Sampled
+from rltool.gateway.errors import BadRequest, NotFound, TooMany
+from rltool.gateway.planning import ANOTHER, Plan, plan_turn
+from rltool.gateway.registry import Sessions
+from rltool.gateway.rendering import Renderer
+from rltool.gateway.session import Session
+from rltool.gateway.store import SessionStore
+from rltool.gateway.trajectory import TurnRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The policy as agents know it. max_model_len: tokens of prompt and response together."""
+
+    name: str
+    aliases: tuple[str, ...]
+    max_model_len: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A turn that is recorded."""
+
+    answer: Answer
+    record: TurnRecord
+
+
+class Turns:
+    """cpu: where templates and tokenizers run, one call at a time, so that a long conversation holds up nobody's
+    stream."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        model: Model,
+        *,
+        renderer: Renderer,
+        engines: Engines,
+        sessions: Sessions,
+        store: SessionStore,
+        cpu: Executor,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config, self.model, self._renderer, self._engines = config, model, renderer, engines
+        self._sessions, self._store, self._cpu, self._clock = sessions, store, cpu, clock
+        self.sampling = SamplingParams(
+            max_tokens=config.max_response_tokens,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            stop_token_ids=tuple(sorted(renderer.stop_ids)),
+        )
+        self.counts: Counter[str] = Counter()
+        """Since the start: turns, sampled_tokens, branches."""
+
+    @property
+    def engine_counts(self) -> Counter[str]:
+        return self._engines.counts
+
+    async def run(self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...]) -> Ended:
+        """Generate, record, answer; in this order. Raises RequestError."""
+        self._check(session, asked)
+        session.in_progress += 1
+        self._sessions.touch(session)
+        try:
+            plan = await self._on_cpu(plan_turn, session, asked.prompt, self._renderer)
+            sampled = await self._engines.generate(session.id, plan.prompt_ids, self._limited(plan, asked))
+            turn_id = uuid.uuid4().hex
+            text, message = await self._on_cpu(self._read, sampled.completion, plan, asked, turn_id)
+            record = self._record(session, api, turn_id, plan, sampled, asked, text, message, not_followed)
+        finally:
+            session.in_progress -= 1
+            self._sessions.touch(session)
+        reply = Reply(
+            message=message,
+            finish_reason="length" if record.finish_reason == "length" else "stop",
+            prompt_tokens=len(plan.prompt_ids),
+            sampled_tokens=len(record.sampled_ids),
+            raw=text,
+        )
+        return Ended(Answer(turn_id, self.model.name, int(record.time), asked, reply), record)
+
+    def _check(self, session: Session, asked: Asked) -> None:
+        config = self._config
+        if asked.model not in (self.model.name, *self.model.aliases):
+            raise NotFound(
+                f"there is no model {asked.model!r} here: this gateway serves {self.model.name!r} "
+                "(--aliases gives it further names)",
+                field="model",
+                code="model_not_found",
+            )
+        if session.in_progress >= config.max_turns_at_once:
+            raise TooMany(f"{session.in_progress} turns of this session are in progress (--max-turns-at-once)")
+        if len(session.turns) + session.in_progress >= config.max_turns:
+            raise BadRequest(f"this session has had its {config.max_turns} turns (--max-turns)", code="session_limit")
+        if session.tokens >= config.max_session_tokens:
+            raise BadRequest(
+                f"this session has recorded {session.tokens} tokens (--max-session-tokens)", code="session_limit"
+            )
+
+    def _limited(self, plan: Plan, asked: Asked) -> SamplingParams:
+        room = self.model.max_model_len - len(plan.prompt_ids)
+        if room < 1:
+            raise BadRequest(
+                f"the prompt has {len(plan.prompt_ids)} tokens, and the model's context is "
+                f"{self.model.max_model_len}: nothing can follow it",
+                field="messages" if isinstance(asked.prompt, Conversation) else "prompt",
+                code="context_length_exceeded",
+            )
+        return replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens, asked.max_tokens or room))
+
+    def _read(self, completion: Completion, plan: Plan, asked: Asked, turn_id: str) -> tuple[str, Message]:
+        text = self._renderer.said(completion.token_ids)
+        tools = isinstance(asked.prompt, Conversation) and bool(asked.prompt.tools)
+        message = self._renderer.message(text, turn=turn_id, tools=tools, reasoning_open=plan.reasoning_open)
+        return text, message
+
+    def _record(
+        self,
+        session: Session,
+        api: str,
+        turn_id: str,
+        plan: Plan,
+        sampled: Sampled,
+        asked: Asked,
+        text: str,
+        message: Message,
+        not_followed: tuple[str, ...],
+    ) -> TurnRecord:
+        """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await, so
+        that nothing comes between."""
+        if session.ended is not None:
+            raise NotFound(f"session {session.id} has ended while this turn was generated: {session.ended}")
+        prompt_ids: array[int] = plan.prompt_ids
+        index, parent, shared = session.place(prompt_ids, plan.base, plan.cut)
+        branches = index == len(session.trajectories) and bool(session.trajectories)
+        completion = sampled.completion
+        chat = asked.prompt if isinstance(asked.prompt, Conversation) else None
+        record = TurnRecord(
+            id=turn_id,
+            time=self._clock(),
+            api=api,
+            trajectory=index,
+            parent=parent,
+            shared=shared,
+            reason=(plan.reason or ANOTHER) if branches else "",
+            base=plan.base.id if plan.base else None,
+            context_ids=prompt_ids[shared:],
+            sampled_ids=completion.token_ids,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            finish_reason=completion.finish_reason,
+            stopped=bool(completion.token_ids) and completion.token_ids[-1] in self._renderer.stop_ids,
+            engine=sampled.engine,
+            not_followed=not_followed,
+            tools_key=chat.tools_key if chat else "",
+            messages=plan.new_messages,
+            reply=message if chat else None,
+            raw_prompt=plan.raw_prompt,
+            raw_reply=text if plan.raw_prompt is not None else None,
+        )
+        self._store.turn(session.id, record)
+        session.apply(record)
+        self.counts.update(turns=1, sampled_tokens=len(completion.token_ids), branches=int(branches))
+        return record
+
+    async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._cpu, function, *arguments)

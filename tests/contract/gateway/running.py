@@ -1,0 +1,107 @@
+"""A gateway on a real loopback socket in a thread of its own, in front of scripted engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import requests
+from aiohttp import web
+
+from rltool.config.gateway import GatewayConfig
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.gateway.main import gateway
+from rltool.gateway.parts import Parts
+from tests.contract.fakes.scripted import ScriptedVllm
+
+KEY = "gateway-test-key"
+START_SECONDS = 30.0
+
+
+@dataclass
+class Gateway:
+    """Context manager. `kill` is the end of a process that nobody asked: connections drop, nothing is wound up."""
+
+    directory: Path
+    tokenizer: Path
+    engines: list[ScriptedVllm]
+    options: dict[str, Any] = field(default_factory=dict)
+    port: int = 0
+
+    def __enter__(self) -> Self:
+        key_file = self.directory / "gateway.key"
+        key_file.write_text(KEY)
+        self._config = GatewayConfig(**self.options)
+        self._parts = Parts(
+            served_name="policy",
+            max_model_len=4096,
+            tokenizer=self.tokenizer,
+            endpoints=tuple(EngineEndpoint(url=e.url, dialect="vllm", plugin=True) for e in self.engines),
+            sessions=self.directory / "sessions",
+            key_file=key_file,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._failure: BaseException | None = None
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._started.wait(START_SECONDS)
+        if self._failure is not None:
+            raise self._failure
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ending.set)
+            self._thread.join(START_SECONDS)
+
+    def kill(self) -> None:
+        def end() -> None:
+            for task in asyncio.all_tasks(self._loop):
+                task.cancel()
+
+        self._loop.call_soon_threadsafe(end)
+        self._thread.join(START_SECONDS)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._run())
+        except BaseException as error:
+            self._failure = error
+            self._started.set()
+        finally:
+            self._loop.close()
+
+    async def _run(self) -> None:
+        self._ending = asyncio.Event()
+        async with gateway(self._config, self._parts) as app:
+            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+            await runner.setup()
+            try:
+                await web.TCPSite(runner, "127.0.0.1", self.port).start()
+                self.port = runner.addresses[0][1]
+                self._started.set()
+                await self._ending.wait()
+            finally:
+                await runner.cleanup()
+
+    # -- what a trainer does
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def http(self, method: str, path: str, *, key: str | None = KEY, **options: Any) -> requests.Response:
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return requests.request(method, self.url + path, headers=headers, timeout=30, **options)
+
+    def open(self, **metadata: Any) -> dict[str, Any]:
+        reply = self.http("POST", "/sessions", json={"metadata": metadata})
+        assert reply.status_code == 201, reply.text
+        return reply.json()
+
+    def record(self, session: dict[str, Any]) -> dict[str, Any]:
+        return self.http("GET", f"/sessions/{session['id']}").json()

@@ -1,0 +1,345 @@
+"""Bad requests, limits, engines and gateways that die."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import openai
+import pytest
+import requests
+
+from rltool.engines.client import EngineClient
+from rltool.gateway.engines import ROUTING_KEY_HEADER
+from rltool.gateway.errors import NotRecorded
+from rltool.gateway.store import SessionStore
+from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.gateway.running import Gateway
+
+HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+CLAUDE_HI = {**HI, "max_tokens": 9}
+
+
+def post(gateway, session, path="/chat/completions", *, key=None, **options):
+    return gateway.http("POST", f"/sessions/{session['id']}/v1{path}", key=key or session["key"], **options)
+
+
+def abort_all(engine, version=None):
+    """As a weight sync that aborts: what the engine has of its requests it gives back, then it goes on."""
+    requests.post(f"{engine.url}/pause", params={"mode": "abort"}, timeout=30)
+    if version is not None:
+        engine.version = version
+    requests.post(f"{engine.url}/resume", timeout=30)
+
+
+def error_of(reply):
+    return reply.json()["error"]
+
+
+@pytest.fixture
+def session(gateway):
+    return gateway.open()
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/messages"])
+def test_unknown_sessions_foreign_keys_and_broken_bodies_in_each_apis_form(gateway, session, path):
+    other = gateway.open()
+    unknown = {"id": "0" * 32, "key": "x"}
+    replies = [
+        (post(gateway, unknown, path, json=HI), 404),
+        (post(gateway, session, path, key=other["key"], json=HI), 401),
+        (gateway.http("POST", f"/sessions/{session['id']}/v1{path}", key=None, json=HI), 401),
+        (post(gateway, session, path, data=b"{"), 400),
+        (post(gateway, session, path, data=b"[]"), 400),
+        (
+            post(
+                gateway,
+                session,
+                path,
+                data=b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+            ),
+            400,
+        ),
+        (post(gateway, session, path, data=b'{"model": "policy", "temperature": NaN}'), 400),
+        (post(gateway, session, path, json={}), 400),
+    ]
+    for reply, status in replies:
+        assert reply.status_code == status, reply.text
+        if path == "/messages":
+            assert reply.json()["type"] == "error"
+        assert error_of(reply)["message"] and error_of(reply)["type"]
+    assert gateway.record(session)["turns"] == []
+
+
+def test_the_gateways_key_opens_and_the_sessions_does_not(gateway, session):
+    assert gateway.http("POST", "/sessions", key=session["key"]).status_code == 401
+    assert gateway.http("POST", "/sessions", key=None).status_code == 401
+    assert gateway.http("POST", "/sessions").status_code == 201
+    assert gateway.http("POST", "/sessions", json={"rewards": 1}).status_code == 400
+    assert gateway.http("GET", "/status", key=session["key"]).status_code == 401
+    assert gateway.http("GET", f"/sessions/{session['id']}", key=session["key"]).status_code == 200
+    assert gateway.http("GET", f"/sessions/{session['id']}", key="x").status_code == 401
+    assert gateway.http("GET", "/nothing").status_code == 404
+    assert gateway.http("GET", "/health", key=None).status_code == 200
+
+
+def test_a_deleted_session_gives_its_record_once_and_for_all(gateway, session):
+    post(gateway, session, json=HI)
+    record = gateway.http("DELETE", f"/sessions/{session['id']}").json()
+    assert len(record["turns"]) == 1
+    refused = post(gateway, session, json=HI)
+    assert (refused.status_code, "has ended: deleted" in refused.text) == (404, True)
+    assert gateway.http("DELETE", f"/sessions/{session['id']}").json() == gateway.record(session)
+    assert gateway.record(session)["trajectories"] == record["trajectories"]
+    assert gateway.http("GET", "/status").json()["sessions_open"] == 0
+
+
+def test_a_body_that_is_too_large_and_a_prompt_that_is_too_long(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"max_body_bytes": 20_000}) as gateway:
+        session = gateway.open()
+        large = {**CLAUDE_HI, "messages": [{"role": "user", "content": "x" * 30_000}]}
+        for path in ("/chat/completions", "/messages"):
+            assert post(gateway, session, path, json=large).status_code == 413
+        long = {**HI, "messages": [{"role": "user", "content": "x" * 5000}]}
+        refused = post(gateway, session, json=long)
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "context_length_exceeded")
+        assert engine.asked() == []
+
+
+def test_a_template_that_fails_says_why(gateway, session):
+    messages = [*HI["messages"], {"role": "system", "content": "late"}]
+    refused = post(gateway, session, json={**HI, "messages": messages})
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "template_failed")
+    assert "a system message comes first" in error_of(refused)["message"]
+
+
+def test_a_prefilled_answer_is_refused(gateway, session):
+    messages = [*HI["messages"], {"role": "assistant", "content": "Sure,"}]
+    refused = post(gateway, session, json={**HI, "messages": messages})
+    assert (refused.status_code, "prefill" in refused.text) == (400, True)
+
+
+def test_an_agent_that_never_ends_or_floods_is_stopped(engine, tokenizer_dir, tmp_path):
+    limits = {"max_turns": 3, "max_turns_at_once": 2, "max_sessions": 1}
+    with Gateway(tmp_path, tokenizer_dir, [engine], limits) as gateway:
+        session = gateway.open()
+        assert gateway.http("POST", "/sessions").status_code == 429
+        engine.seconds = 60.0
+        waiting = [threading.Thread(target=post, args=(gateway, session), kwargs={"json": HI}) for _ in range(2)]
+        for thread in waiting:
+            thread.start()
+        engine.wait_in_flight(2)
+        assert post(gateway, session, json=HI).status_code == 429
+        engine.seconds = 0.0
+        abort_all(engine)
+        for thread in waiting:
+            thread.join()
+        assert post(gateway, session, json=HI).status_code == 200
+        refused = post(gateway, session, json=HI)
+        assert (refused.status_code, error_of(refused)["code"]) == (400, "session_limit")
+        assert len(gateway.record(session)["turns"]) == 3
+
+
+def test_a_session_has_only_so_many_tokens(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"max_session_tokens": 10}) as gateway:
+        session = gateway.open()
+        assert post(gateway, session, json=HI).status_code == 200
+        assert error_of(post(gateway, session, json=HI))["code"] == "session_limit"
+
+
+def test_sampling_may_be_refused(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"on_sampling": "refuse", "temperature": 0.8}) as gateway:
+        session = gateway.open()
+        assert post(gateway, session, json=HI | {"temperature": 0.8}).status_code == 200
+        refused = post(gateway, session, json=HI | {"temperature": 0.9})
+        assert (refused.status_code, error_of(refused)["param"]) == (400, "temperature")
+
+
+def test_another_name_for_the_model(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"aliases": ("gpt-5",)}) as gateway:
+        assert post(gateway, gateway.open(), json=HI | {"model": "gpt-5"}).status_code == 200
+
+
+# -- engines
+
+
+@pytest.fixture
+def engines(words):
+    with (
+        ScriptedVllm(vocab_size=words.size, default=words.spell("one")) as one,
+        ScriptedVllm(vocab_size=words.size, default=words.spell("two")) as two,
+    ):
+        yield [one, two]
+
+
+def test_a_session_stays_on_its_engine_and_moves_when_that_dies(engines, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, engines) as gateway:
+        sessions = [gateway.open() for _ in range(4)]
+        first = [post(gateway, s, json=HI).json()["choices"][0]["message"]["content"] for s in sessions]
+        again = [post(gateway, s, json=HI).json()["choices"][0]["message"]["content"] for s in sessions]
+        assert (sorted(first), again) == (["one", "one", "two", "two"], first)
+        engines[0].die()
+        assert {post(gateway, s, json=HI).json()["choices"][0]["message"]["content"] for s in sessions} == {"two"}
+        assert gateway.record(sessions[first.index("one")])["turns"][-1]["engine"] == engines[1].url
+
+
+def test_an_engine_that_dies_in_a_turn_costs_the_agent_nothing(engines, tokenizer_dir, tmp_path):
+    one, two = engines
+    with Gateway(tmp_path, tokenizer_dir, engines) as gateway:
+        session = gateway.open()
+        one.seconds = 60.0
+        texts = []
+
+        def stream():
+            with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
+                texts.append(
+                    "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**HI, stream=True))
+                )
+
+        agent = threading.Thread(target=stream)
+        agent.start()
+        one.wait_in_flight(1)
+        one.die()
+        agent.join(30)
+        assert texts == ["two"]
+        [trajectory] = gateway.record(session)["trajectories"]
+        assert sum(trajectory["loss_mask"]) == len(two.default)
+
+
+def test_what_an_engine_aborted_is_taken_up_with_both_versions(gateway, session, engine, words):
+    engine.default = words.spell("a long answer that is cut in two")
+    engine.seconds = 400.0  # for 1024 tokens
+    replies = []
+    agent = threading.Thread(target=lambda: replies.append(post(gateway, session, json=HI).json()))
+    agent.start()
+    engine.wait_in_flight(1)
+    engine.script.append(words.spell("and here is the rest"))
+    engine.seconds = 0.0
+    abort_all(engine, version="next")
+    agent.join(30)
+    [trajectory] = gateway.record(session)["trajectories"]
+    versions = [(span["version"], span["end"] - span["start"]) for span in trajectory["versions"]]
+    assert [version for version, _ in versions] == ["default", "next"]
+    assert replies[0]["choices"][0]["message"]["content"].endswith("and here is the rest")
+    prompt, rest = engine.asked()
+    assert trajectory["token_ids"][: len(rest)] == rest
+    assert len(rest) - len(prompt) == versions[0][1] >= 1
+
+
+def test_without_an_engine_a_turn_fails_within_its_time(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.5}) as gateway:
+        session = gateway.open()
+        engine.die()
+        for path, body in (
+            ("/chat/completions", HI),
+            ("/messages", CLAUDE_HI),
+            ("/chat/completions", HI | {"stream": True}),
+        ):
+            reply = post(gateway, session, path, json=body)
+            assert (reply.status_code, "turn-timeout" in reply.text) == (503, True)
+        assert gateway.record(session)["turns"] == []
+        engine.start()
+        assert post(gateway, session, json=HI).status_code == 200
+
+
+def test_log_probabilities_that_are_missing_are_no_answer(engine, tokenizer_dir, tmp_path):
+    engine.missing_logprobs = True
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.5}) as gateway:
+        session = gateway.open()
+        reply = post(gateway, session, json=HI)
+        assert (reply.status_code, "without log-probabilities" in reply.text) == (503, True)
+
+
+def test_the_session_is_the_routing_key(gateway, session, monkeypatch):
+    sent = []
+    generate = EngineClient.generate
+
+    async def spy(self, *arguments, **options):
+        sent.append(options["headers"])
+        return await generate(self, *arguments, **options)
+
+    monkeypatch.setattr(EngineClient, "generate", spy)
+    post(gateway, session, json=HI)
+    assert sent == [{ROUTING_KEY_HEADER: session["id"]}]
+
+
+# -- the agent and the gateway
+
+
+def test_an_agent_that_goes_away_loses_nothing_that_is_sampled(gateway, session, engine):
+    engine.seconds = 100.0  # for 1024 tokens: half a second for these
+    with (
+        openai.OpenAI(
+            base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=0.1
+        ) as client,
+        pytest.raises(openai.APITimeoutError),
+    ):
+        client.chat.completions.create(**HI)
+    deadline = time.monotonic() + 30
+    while not (turns := gateway.record(session)["turns"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(turns) == 1
+
+
+def test_a_gateway_that_was_killed_resumes_its_sessions(engine, tokenizer_dir, tmp_path, words):
+    first = Gateway(tmp_path, tokenizer_dir, [engine])
+    with first:
+        session = first.open(row=3)
+        engine.script.append(words.spell("hello"))
+        said = post(first, session, json=HI).json()["choices"][0]["message"]
+        record = first.record(session)
+        first.kill()
+    with Gateway(tmp_path, tokenizer_dir, [engine], port=first.port) as second:
+        assert second.http("GET", "/status").json()["sessions"]["resumable"] == 1
+        assert second.record(session) == record
+        messages = [
+            *HI["messages"],
+            {"role": "assistant", "content": said["content"]},
+            {"role": "user", "content": "on"},
+        ]
+        reply = post(second, session, json=HI | {"messages": messages})
+        assert reply.headers["X-Rltool-Trajectory"] == "0"
+        [trajectory] = second.record(session)["trajectories"]
+        assert (
+            trajectory["token_ids"][: len(record["trajectories"][0]["token_ids"])]
+            == record["trajectories"][0]["token_ids"]
+        )
+        assert engine.asked()[-1][: len(engine.asked()[0])] == engine.asked()[0]
+
+
+def test_a_turn_that_cannot_be_recorded_is_not_given_out(gateway, session, monkeypatch):
+    def full(*_):
+        raise NotRecorded("sessions cannot be written: No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SessionStore, "turn", full)
+        reply = post(gateway, session, json=HI)
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "not_recorded")
+    assert gateway.record(session)["turns"] == []
+    assert post(gateway, session, json=HI).status_code == 200
+
+
+def test_long_turns_keep_their_stream_open(gateway, session, engine, monkeypatch):
+    monkeypatch.setattr("rltool.gateway.server.PING_SECONDS", 0.05)
+    engine.seconds = 100.0
+    reply = post(gateway, session, "/messages", json=CLAUDE_HI | {"stream": True})
+    events = [line for line in reply.text.splitlines() if line.startswith("event:")]
+    assert events[0] == "event: ping"
+    assert events[-1] == "event: message_stop"
+
+
+def test_a_failure_within_a_stream_is_an_event_of_it(engine, tokenizer_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("rltool.gateway.server.PING_SECONDS", 0.05)
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.3}) as gateway:
+        session = gateway.open()
+        engine.seconds = 1e6
+        reply = post(gateway, session, "/messages", json=CLAUDE_HI | {"stream": True})
+        last = reply.text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error")
+        assert json.loads(last.partition("data: ")[2])["error"]["type"] == "overloaded_error"
+        with (
+            openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client,
+            pytest.raises(openai.APIError, match="no engine has finished this turn"),
+        ):
+            list(client.chat.completions.create(**HI, stream=True))

@@ -1,0 +1,222 @@
+"""The four APIs: what is asked, and how a reply is said. tests/contract/gateway has the real clients."""
+
+from __future__ import annotations
+
+import pytest
+
+from rltool.engines.types import SamplingParams
+from rltool.gateway.apis.anthropic import AnthropicApi
+from rltool.gateway.apis.base import Answer
+from rltool.gateway.apis.chat import ChatApi
+from rltool.gateway.apis.completions import CompletionsApi
+from rltool.gateway.apis.responses import ResponsesApi
+from rltool.gateway.conversation import Message, Reply, ToolCall
+from rltool.gateway.errors import BadRequest, NotFound, TooMany
+from rltool.gateway.sampling import not_followed
+
+CALL = ToolCall("call_1", "add", {"a": 1})
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+def chat(**fields):
+    return ChatApi().parse({"model": "policy", "messages": [{"role": "user", "content": "hi"}], **fields})
+
+
+def called_with(arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "x", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
+def anthropic(**fields):
+    sent = {"model": "policy", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+    return AnthropicApi().parse(sent | fields)
+
+
+def responses(**fields):
+    return ResponsesApi().parse({"model": "policy", "input": "hi", **fields})
+
+
+def test_the_same_history_is_the_same_conversation_in_all_three_apis():
+    messages = (
+        Message("system", "be brief"),
+        Message("user", "1 + 1?"),
+        Message("assistant", "let me see", tool_calls=(CALL,)),
+        Message("tool", "2", tool_call_id="call_1"),
+    )
+    tool_call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    from_chat = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "1 + "}, {"type": "text", "text": "1?"}]},
+            {"role": "assistant", "content": "let me see", "tool_calls": [tool_call]},
+            {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+        ]
+    )
+    from_anthropic = anthropic(
+        system=[{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}],
+        messages=[
+            {"role": "user", "content": "1 + 1?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "let me see"},
+                    {"type": "tool_use", "id": "call_1", "name": "add", "input": {"a": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "2"}]},
+        ],
+    )
+    from_responses = responses(
+        instructions="be brief",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "1 + 1?"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "let me see"}]},
+            {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "call_1", "output": "2"},
+        ],
+    )
+    assert from_chat.prompt.messages == messages
+    assert from_anthropic.prompt.messages == messages
+    assert from_responses.prompt.messages == messages
+
+
+def test_tools_are_the_same_in_all_three_apis():
+    schema = TOOL["function"]["parameters"]
+    flat = {"type": "function", "name": "add", "parameters": schema, "strict": True}
+    keys = {
+        chat(tools=[TOOL]).prompt.tools_key,
+        anthropic(tools=[{"name": "add", "input_schema": schema}]).prompt.tools_key,
+        responses(tools=[flat]).prompt.tools_key,
+    }
+    assert len(keys) == 1
+
+
+def test_text_after_a_tool_result_is_a_message_of_the_user():
+    parts = [{"type": "tool_result", "tool_use_id": "a", "content": []}, {"type": "text", "text": "go on"}]
+    asked = anthropic(messages=[{"role": "user", "content": parts}])
+    assert [(m.role, m.text) for m in asked.prompt.messages] == [("tool", ""), ("user", "go on")]
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (lambda: chat(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
+        (
+            lambda: anthropic(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]),
+            "messages[0].content[0]",
+        ),
+        (
+            lambda: responses(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+            "input[0].content[0]",
+        ),
+    ],
+)
+def test_images_are_refused_by_name(ask, field):
+    with pytest.raises(BadRequest, match="text alone") as refused:
+        ask()
+    assert refused.value.field == field
+    assert refused.value.code == "unsupported_content"
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: chat(messages=[]),
+        lambda: chat(messages="hi"),
+        lambda: chat(messages=[{"role": "robot", "content": "hi"}]),
+        lambda: chat(messages=[{"role": "user"}]),
+        lambda: chat(messages=[{"role": "user", "content": 1}]),
+        lambda: chat(messages=[{"role": "user", "content": "hi", "tool_calls": [{}]}]),
+        lambda: chat(messages=[called_with("{")]),
+        lambda: chat(messages=[called_with("[]")]),
+        lambda: chat(tools=[{"type": "web_search"}]),
+        lambda: chat(tools=[{"type": "function", "function": {"name": ""}}]),
+        lambda: chat(tools=[{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]),
+        lambda: chat(tools=[{"type": "function", "function": {"name": "x", "parameters": {"properties": [1]}}}]),
+        lambda: chat(tools=[{"type": "function", "function": {"name": "x", "parameters": "none"}}]),
+        lambda: chat(model=None),
+        lambda: chat(stream="yes"),
+        lambda: chat(max_tokens=0),
+        lambda: chat(max_tokens=True),
+        lambda: anthropic(max_tokens=None),
+        lambda: anthropic(messages=[{"role": "system", "content": "x"}]),
+        lambda: anthropic(tools=[{"name": "x"}]),
+        lambda: anthropic(tools=[{"type": "bash_20250124", "name": "bash"}]),
+        lambda: responses(input=[]),
+        lambda: responses(input=None),
+        lambda: responses(previous_response_id="resp_1"),
+        lambda: responses(input=[{"type": "computer_call"}]),
+        lambda: responses(tools=[{"type": "web_search"}]),
+        lambda: CompletionsApi().parse({"model": "policy", "prompt": ["a", "b"]}),
+        lambda: CompletionsApi().parse({"model": "policy", "prompt": []}),
+        lambda: CompletionsApi().parse({"model": "policy", "prompt": [True]}),
+    ],
+)  # fmt: skip
+def test_what_is_no_request_is_refused(ask):
+    with pytest.raises(BadRequest):
+        ask()
+
+
+def answer(asked, *, text="", reasoning="", calls=(), finish="stop"):
+    message = Message("assistant", text, reasoning, calls)
+    return Answer("0" * 32, "policy", 7, asked, Reply(message, finish, 5, 3, text))
+
+
+def test_finish_reasons():
+    cases = [("stop", ()), ("length", ()), ("stop", (CALL,)), ("length", (CALL,))]
+    said = [answer(chat(), text="x", calls=calls, finish=finish) for finish, calls in cases]
+    choices = [ChatApi().body(one)["choices"][0]["finish_reason"] for one in said]
+    assert choices == ["stop", "length", "tool_calls", "length"]
+    assert [AnthropicApi().body(one)["stop_reason"] for one in said] == [
+        "end_turn", "max_tokens", "tool_use", "max_tokens",
+    ]  # fmt: skip
+    assert [ResponsesApi().body(one)["status"] for one in said] == [
+        "completed", "incomplete", "completed", "incomplete",
+    ]  # fmt: skip
+
+
+def test_thinking_is_shown_to_an_anthropic_agent_that_asked_for_it_alone():
+    shown = answer(anthropic(thinking={"type": "enabled", "budget_tokens": 2000}), text="two", reasoning="hm")
+    hidden = answer(anthropic(), text="two", reasoning="hm")
+    assert [block["type"] for block in AnthropicApi().body(shown)["content"]] == ["thinking", "text"]
+    assert [block["type"] for block in AnthropicApi().body(hidden)["content"]] == ["text"]
+
+
+def test_errors_have_each_apis_own_form():
+    error = TooMany("later")
+    assert ChatApi().error(error)["error"]["code"] == "rate_limit_exceeded"
+    assert AnthropicApi().error(error) == {"type": "error", "error": {"type": "rate_limit_error", "message": "later"}}
+    assert AnthropicApi().error(NotFound("x"))["error"]["type"] == "not_found_error"
+
+
+SAMPLING = SamplingParams(max_tokens=8, temperature=0.7)
+
+
+def followed(body, on_sampling="override"):
+    return not_followed(body, followed=ChatApi.followed, sampling=SAMPLING, on_sampling=on_sampling)
+
+
+def test_a_request_for_the_runs_own_sampling_is_followed():
+    plain = {"model": "m", "temperature": 0.7, "top_p": 1, "n": 1, "presence_penalty": 0.0, "tool_choice": "auto"}
+    assert followed(plain | {"logit_bias": {}, "stop": None, "response_format": {"type": "text"}}) == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0),
+        ("top_p", 0.9),
+        ("frequency_penalty", 0.1),
+        ("logit_bias", {"5": 100}),
+        ("response_format", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("stop", ["\n"]),
+        ("n", 2),
+        ("grammar_of_tomorrow", "x"),
+    ],
+)
+def test_what_would_change_the_distribution_is_named_or_refused(field, value):
+    assert followed({"model": "m", field: value}) == (field,)
+    with pytest.raises(BadRequest, match=field):
+        followed({"model": "m", field: value}, "refuse")

@@ -1,0 +1,301 @@
+"""Trajectories of a session: extended, branched, written down and read back."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from itertools import count
+
+import pytest
+
+from rltool.engines.types import VersionSpan
+from rltool.errors import RltoolError
+from rltool.gateway.conversation import Conversation, Message, ToolCall
+from rltool.gateway.errors import NotFound, NotRecorded, TooMany, Unauthorized
+from rltool.gateway.registry import Sessions, demand_key
+from rltool.gateway.session import Session
+from rltool.gateway.store import SessionStore
+from rltool.gateway.trajectory import TurnRecord, common_prefix
+
+IDS = count()
+
+
+def user(text):
+    return Message("user", text)
+
+
+def said(text, **fields):
+    return Message("assistant", text, **fields)
+
+
+def called(call_id, **arguments):
+    return said("", tool_calls=(ToolCall(call_id, "f", arguments),))
+
+
+def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None, stopped=True, **fields):
+    """Record one turn, as Turns does."""
+    place = session.places[base] if base else None
+    index, parent, shared = session.place(array("i", prompt), place, cut)
+    record = TurnRecord(
+        id=f"turn-{next(IDS)}",
+        time=1.5,
+        api="chat",
+        trajectory=index,
+        parent=parent,
+        shared=shared,
+        reason="",
+        base=base,
+        context_ids=array("i", prompt[shared:]),
+        sampled_ids=sampled,
+        logprobs=[-0.1 * token for token in sampled],
+        versions=(VersionSpan("v", 0, len(sampled)),),
+        finish_reason="stop" if stopped else "length",
+        stopped=stopped,
+        messages=messages,
+        reply=reply,
+        **fields,
+    )
+    session.apply(record)
+    return record
+
+
+def new_session():
+    return Session("0" * 32, "digest", 1.0)
+
+
+def tokens(session):
+    return [t.token_ids.tolist() for t in session.trajectories]
+
+
+def masks(session):
+    return [list(t.loss_mask) for t in session.trajectories]
+
+
+def test_a_turn_that_goes_on_extends_the_trajectory():
+    session = new_session()
+    first = turn(session, [1, 2], [3, 9], messages=(user("a"),), reply=said("b"))
+    turn(session, [1, 2, 3, 9, 4], [5, 9], base=first.id, cut=4, messages=(user("c"),), reply=said("d"))
+    assert tokens(session) == [[1, 2, 3, 9, 4, 5, 9]]
+    assert masks(session) == [[0, 0, 1, 1, 0, 1, 1]]
+    assert session.trajectories[0].versions == [VersionSpan("v", 2, 4), VersionSpan("v", 5, 7)]
+    assert session.trajectories[0].logprobs.tolist() == pytest.approx([0, 0, -0.3, -0.9, 0, -0.5, -0.9])
+
+
+def test_a_second_continuation_of_a_turn_is_a_branch_whose_shared_tokens_have_no_loss_again():
+    session = new_session()
+    first = turn(session, [1, 2], [3, 9], messages=(user("a"),), reply=said("b"))
+    for last in (4, 5):
+        prompt = [1, 2, 3, 9, last]
+        turn(session, prompt, [6, 9], base=first.id, cut=4, messages=(user(str(last)),), reply=said("d"))
+    assert tokens(session) == [[1, 2, 3, 9, 4, 6, 9], [1, 2, 3, 9, 5, 6, 9]]
+    assert masks(session) == [[0, 0, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 1, 1]]
+    assert (session.trajectories[1].parent, session.trajectories[1].shared) == (0, 4)
+
+
+def test_the_same_question_again_shares_its_whole_prompt():
+    session = new_session()
+    turn(session, [1, 2], [3, 9])
+    turn(session, [1, 2], [4, 9])
+    assert tokens(session) == [[1, 2, 3, 9], [1, 2, 4, 9]]
+    assert masks(session) == [[0, 0, 1, 1], [0, 0, 1, 1]]
+
+
+def test_another_beginning_shares_what_is_equal():
+    session = new_session()
+    turn(session, [1, 2, 3], [4, 9])
+    turn(session, [1, 2, 7], [4, 9])
+    turn(session, [8], [4, 9])
+    assert [(t.parent, t.shared) for t in session.trajectories] == [(None, 0), (0, 2), (None, 0)]
+
+
+def test_a_prompt_of_token_ids_that_goes_on_extends():
+    session = new_session()
+    turn(session, [1, 2], [3, 9])
+    turn(session, [1, 2, 3, 9, 5], [6])
+    assert tokens(session) == [[1, 2, 3, 9, 5, 6]]
+
+
+def test_the_longest_history_is_continued_and_of_equal_ones_the_newest():
+    session = new_session()
+    first = turn(session, [1], [9], messages=(user("a"),), reply=said("b"))
+    second = turn(session, [1, 9, 2], [9], base=first.id, cut=2, messages=(user("c"),), reply=said("d"))
+    again = turn(session, [1], [9], messages=(user("a"),), reply=said("b"))
+
+    def found(*messages, tools=()):
+        place = session.continued_by(Conversation(messages, tools))
+        return place and place.id
+
+    history = (user("a"), said("b"), user("c"), said("d"))
+    assert found(*history, user("e")) == second.id
+    assert found(*history[:2], user("x")) == again.id
+    assert found(user("a")) is None
+    assert found(*history) == again.id  # its last message is not one that follows
+    assert found(user("A"), *history[1:], user("e")) is None
+    assert found(*history, user("e"), tools=({"type": "function"},)) is None
+
+
+@pytest.mark.parametrize(
+    ("recorded", "sent", "same"),
+    [
+        (said("b", reasoning="why"), said("b"), True),
+        (said("b", reasoning="why"), said("b", reasoning="why\n"), True),
+        (said("b", reasoning="why"), said("b", reasoning="else"), False),
+        (said(" b\n"), said("b"), True),
+        (said("b"), said("c"), False),
+        (called("1", a=1), called("2", a=1), True),
+        (called("1", a=1), called("1", a=2), False),
+        (called("1"), said(""), False),
+        (said("b"), user("b"), False),
+    ],
+)  # fmt: skip
+def test_what_the_model_said_is_recognised_as_frameworks_send_it_back(recorded, sent, same):
+    session = new_session()
+    turn(session, [1], [9], messages=(user("a"),), reply=recorded)
+    assert (session.continued_by(Conversation((user("a"), sent, user("c")))) is not None) is same
+
+
+def test_what_others_said_is_compared_exactly():
+    session = new_session()
+    turn(session, [1], [9], messages=(user("a"),), reply=said("b"))
+    assert session.continued_by(Conversation((user("a "), said("b"), user("c")))) is None
+
+
+def test_common_prefixes():
+    def shared(a, b):
+        return common_prefix(array("i", a), array("i", b))
+
+    assert shared([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert shared([1, 2, 3], [1, 2, 4]) == 2
+    assert shared([5], [1]) == 0
+    assert shared([], [1]) == 0
+    for differs in range(20):
+        other = list(range(20))
+        other[differs] = -1
+        assert shared(list(range(20)), other) == differs
+
+
+# -- on disk
+
+
+def store_of(tmp_path):
+    return SessionStore(tmp_path / "sessions")
+
+
+def sessions_of(tmp_path, clock=lambda: 100.0, **options):
+    return Sessions(store_of(tmp_path), **{"max_sessions": 10, "idle_timeout": 60.0, **options}, clock=clock)
+
+
+def written_session(tmp_path):
+    """A session of three turns, one of them a branch, on disk and in memory."""
+    sessions = sessions_of(tmp_path)
+    session, key = sessions.create({"row": 7})
+    store = store_of(tmp_path)
+    call = ToolCall("call_1", "add", {"a": "ü"})
+    reply = said("b", reasoning="why", tool_calls=(call,))
+    first = turn(session, [1, 2], [3, 9], messages=(user("a"),), reply=reply, not_followed=("stop",))
+    store.turn(session.id, first)
+    for last in (4, 5):
+        record = turn(
+            session, [1, 2, 3, 9, last], [6], base=first.id, cut=4, messages=(user(str(last)),), reply=said("d")
+        )
+        store.turn(session.id, record)
+    return session, key
+
+
+def test_a_session_is_read_back_as_it_was(tmp_path):
+    session, key = written_session(tmp_path)
+    again = sessions_of(tmp_path).find(session.id)
+    assert again.to_json() == session.to_json()
+    assert again.places == session.places
+    demand_key(again, key)
+
+
+def test_a_line_that_was_being_written_is_cut_off(tmp_path):
+    session, _ = written_session(tmp_path)
+    file = store_of(tmp_path).path(session.id)
+    whole = file.read_bytes()
+    last = whole.rstrip(b"\n").rfind(b"\n") + 1
+    file.write_bytes(whole[: last + 20])
+    again = sessions_of(tmp_path).find(session.id)
+    assert len(again.turns) == len(session.turns) - 1
+    assert file.read_bytes() == whole[:last]
+
+
+def test_a_turn_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
+    session, _ = written_session(tmp_path)
+    store = store_of(tmp_path)
+    before = store.path(session.id).read_bytes()
+    write = __import__("os").write
+    monkeypatch.setattr("os.write", lambda descriptor, data: write(descriptor, data[:10]))
+    with pytest.raises(NotRecorded, match="No space left"):
+        store.ended(session.id, "x", 1.0)
+    assert store.path(session.id).read_bytes() == before
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    session, _ = written_session(tmp_path)
+    file = store_of(tmp_path).path(session.id)
+    file.write_text(file.read_text().replace("{", "[", 1))
+    with pytest.raises(RltoolError, match=file.name):
+        sessions_of(tmp_path).find(session.id)
+
+
+def test_keys_are_the_sessions_own_and_not_on_disk(tmp_path):
+    sessions = sessions_of(tmp_path)
+    (one, key), (other, other_key) = sessions.create({}), sessions.create({})
+    demand_key(one, key)
+    for wrong in (other_key, None, "", "é"):
+        with pytest.raises(Unauthorized):
+            demand_key(one, wrong)
+    file = store_of(tmp_path).path(one.id)
+    assert key not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert other.id != one.id
+
+
+@pytest.mark.parametrize("name", ["0" * 32, "../../etc/passwd", "x", "A" * 32])
+def test_unknown_sessions_are_not_found(tmp_path, name):
+    with pytest.raises(NotFound):
+        sessions_of(tmp_path).find(name)
+
+
+def test_an_ended_session_says_so_and_keeps_its_record(tmp_path):
+    forgotten = []
+    session, _ = written_session(tmp_path)
+    sessions = sessions_of(tmp_path, on_end=forgotten.append)
+    sessions.end(sessions.find(session.id), "deleted")
+    for again in (sessions, sessions_of(tmp_path)):
+        with pytest.raises(NotFound, match="has ended: deleted"):
+            again.find(session.id)
+        assert again.look(session.id).to_json()["trajectories"] == session.to_json()["trajectories"]
+        assert again.open == 0
+    assert forgotten == [session.id]
+
+
+def test_sessions_are_limited_and_those_of_an_earlier_gateway_count(tmp_path):
+    sessions_of(tmp_path).create({})
+    sessions = sessions_of(tmp_path, max_sessions=2)
+    assert (sessions.open, sessions.counts["resumable"]) == (1, 1)
+    sessions.create({})
+    with pytest.raises(TooMany):
+        sessions.create({})
+
+
+def test_idle_sessions_end_and_those_in_progress_do_not(tmp_path):
+    now = [1000.0]
+    sessions = sessions_of(tmp_path, clock=lambda: now[0])
+    (idle, _), (busy, _), (used, _) = (sessions.create({}) for _ in range(3))
+    busy.in_progress = 1
+    now[0] += 61
+    sessions.touch(used)
+    assert sessions.expire() == 1
+    assert idle.ended and not busy.ended and not used.ended
+    assert sessions.counts["timed_out"] == 1
+
+
+def test_a_session_that_nobody_took_up_again_ends(tmp_path):
+    session, _ = sessions_of(tmp_path).create({})
+    written = store_of(tmp_path).path(session.id).stat().st_mtime
+    sessions = sessions_of(tmp_path, clock=lambda: written + 61)
+    assert sessions.expire() == 1
+    assert json.loads(store_of(tmp_path).path(session.id).read_text().splitlines()[-1])["event"] == "ended"
