@@ -138,6 +138,9 @@ class EngineInfo:
     model_config: dict[str, Any] = field(default_factory=dict)
     dp_size: int = 1
     """Data-parallel replicas behind its one address, where it tells."""
+    model_path: str | None = None
+    """Where the server says that it read its model, of a kind that does not tell the model's sizes: a directory of its
+    host, or a name on a hub."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"
