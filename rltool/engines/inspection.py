@@ -51,6 +51,8 @@ class SglangInspection:
         found: Checksums = {}
         for rank in reply["ranks"]:
             at = rank["parallelism_info"]
+            if isinstance(at, list):  # 0.5.23 has one for the model and one for each draft; they lie on one GPU
+                at = at[0]
             where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:tp{at['tp_rank']}"
             found |= {f"{where}:{name}": digest for name, digest in rank["checksums"].items()}
         return found

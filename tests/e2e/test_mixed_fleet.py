@@ -55,7 +55,8 @@ def test_a_fleet_of_both_kinds_is_trained_against_and_both_compute_what_the_trai
     assert [record["step"] for record in steps] == [0, 1, 2]
     assert all(0 < record["train/logprob_abs_diff_mean"] < EQUAL for record in steps)
     assert all(record["rollout/engines_serving"] == 2 for record in steps)
-    assert "through http://127.0.0.1" in said and said.count("to 2/2 engines") == 4, "one sync each, and the first"
+    assert all(record["weights/failed_engines"] == 0 for record in steps)
+    assert "through http://127.0.0.1" in said and "to 2/2 engines" in said
     assert all(after > 8 for after in (requests_answered(e) - b for e, b in zip(fleet, before, strict=True)))
 
     model = AutoModelForCausalLM.from_pretrained(job.runs / "mixed" / "hf" / "step_3").eval()

@@ -337,7 +337,7 @@ class FakeSglang:
         if self.bodies[request.path] != {"action": "checksum"}:
             return _outcome(False, "Unsupported action")
         digests = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.weights.items()}
-        rank = {"checksums": digests, "per_gpu_checksum": "", "parallelism_info": dict.fromkeys(RANKS, 0)}
+        rank = {"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [dict.fromkeys(RANKS, 0)]}
         return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def _set_version(self, request: web.Request) -> web.Response:
