@@ -46,7 +46,9 @@ VERBS: dict[str, Verb] = {
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
-    "debug": Verb("rltool.commands.debug:app", "Only roll out (no trainer), or only train (no engine)."),
+    "debug": Verb(
+        "rltool.commands.debug:app", "Only roll out (no trainer), only train (no engine), or compare weights."
+    ),
     "engines": Verb("rltool.commands.engines:app", "List, add or remove engines of a living run; resume paused ones."),
     "status": Verb("rltool.commands.status:status", "Show what a run's processes are doing."),
     "report": Verb("rltool.commands.report:report", "Write a training run's curves into one HTML page."),

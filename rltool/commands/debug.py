@@ -1,4 +1,4 @@
-"""`rltool debug`: one half of the loop at a time, joined by recorded rollouts."""
+"""`rltool debug`: one half of the loop at a time, joined by recorded rollouts; and what weights an engine holds."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from rltool.commands.options import (
 )
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Only roll out (no trainer), or only train (no engine)."
+    add_completion=False,
+    no_args_is_help=True,
+    help="Only roll out (no trainer), only train (no engine), or compare weights.",
 )
 
 
 @app.callback()
 def _debug() -> None:
-    """Only roll out (no trainer), or only train (no engine)."""
+    """Only roll out (no trainer), only train (no engine), or compare weights."""
 
 
 @app.command("rollout-only")
@@ -52,7 +54,14 @@ def rollout_only(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.rollout.record import check_directory, check_settings
-    from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
+    from rltool.training.preflight import (
+        check_fleet,
+        check_router,
+        describe_fleet,
+        probe_fleet,
+        resolve_endpoints,
+        uncompared,
+    )
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_service import Engines
     from rltool.training.validate import check_files, check_mode
@@ -70,7 +79,7 @@ def rollout_only(
     check_router(fleet, settings)
 
     console = Console()
-    for line in (*notes, describe_fleet(fleet)):
+    for line in (*notes, describe_fleet(fleet), *uncompared(fleet)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     with _destination(out, run) as directory:
         check_directory(directory)
@@ -154,3 +163,44 @@ def train_only(
         from rltool.training.session import Replay, prepare
 
         finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)), lock)
+
+
+@app.command()
+def weights(
+    engines: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json of the engines to look at.")],
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face or torch_dist directory that they should hold.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="In place of it: HOST:PORT of an engine to compare with.")] = None,
+    key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as HOST:PORT.")] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="Mean log-probability difference that counts as equal; without it by what both compute in."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each answer of an engine.")] = 120.0,
+) -> None:
+    """Compare the weights of engines with a checkpoint, or with another engine: exit code 1 where one differs."""
+    from rltool.engines.endpoints import resolve
+    from rltool.errors import UsageError
+    from rltool.training.compare_weights import compare_with_checkpoint, compare_with_engine
+
+    def keyed(*addresses: str):
+        found = resolve(addresses).engines
+        return [one if one.key_file else one.model_copy(update={"key_file": key_file}) for one in found]
+
+    if (checkpoint is None) == (engine is None):
+        raise UsageError("say what to compare with: --checkpoint DIRECTORY, or --engine HOST:PORT")
+    console, equal = Console(), True
+    for endpoint in keyed(*engines):
+        if checkpoint is not None:
+            verdict = compare_with_checkpoint(endpoint, checkpoint, tolerance=tolerance, timeout=timeout)
+            other = str(checkpoint)
+        else:
+            [reference] = keyed(engine or "")
+            verdict = compare_with_engine(endpoint, reference, tolerance=tolerance, timeout=timeout)
+            other = reference.url
+        equal = equal and verdict.equal
+        found = "the same weights as" if verdict.equal else "other weights than"
+        for line in (f"{endpoint.url}: {found} {other}", *(f"  {line}" for line in verdict.lines)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if equal else 1)

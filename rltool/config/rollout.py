@@ -43,6 +43,9 @@ class EnginesConfig(Config):
     lease_seconds: float = Field(default=60.0, ge=10)
     """How long engines with rltool's plugin stay this run's without a sign of life; it renews its leases every few
     seconds. After that another run may take them."""
+    newer_versions: bool = False
+    """Take engines of a newer version than rltool knows (docs/engines.md has the table) as if they were the newest
+    known one."""
     min_serving: int = Field(default=1, ge=1)
     """With fewer engines that serve nothing is generated; the run waits for more (deadlines.engines)."""
     groups: tuple[EngineGroup, ...] = ()
@@ -191,8 +194,9 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
-    verify_tolerance: float = Field(default=1e-3, gt=0)
-    """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection."""
+    verify_tolerance: float | None = Field(default=None, gt=0)
+    """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection.
+    None: 0.001 where both compute in float32, else 0.2."""
 
 
 class DeadlinesConfig(Config):

@@ -198,9 +198,9 @@ class RayConfig(Config):
 class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
-    logprob_difference_limit: float = Field(default=0.1, gt=0)
+    logprob_difference_limit: float | None = Field(default=None, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
-    optimizer step."""
+    optimizer step. None: 0.1 where trainer and all engines compute in float32, else 0.2."""
     profile_steps: str | None = Field(default=None, pattern=r"^\d+:\d+$")
     """A:B: torch.profiler's trace of steps A to B - 1, counted as in metrics.jsonl, of every rank to RUN/profile."""
     memory_snapshot: int | None = Field(default=None, ge=0)

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import aiohttp
 
+from rltool.engines.checksums import Checksums
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
@@ -299,6 +300,25 @@ class EngineClient:
         )
         with making_sense_of(f"the load of {endpoint.url}"):
             return speaks.parse_load(reply)
+
+    async def checksums(self, endpoint: EngineEndpoint, *, timeout: float) -> Checksums | None:
+        """Digests of what the engine holds, None where it has none to give. Reads all weights: seconds for a large
+        model."""
+        speaks = _dialect_of(endpoint)
+        reply = await self.request(
+            endpoint.url, speaks.checksums(), key=endpoint.read_key(), timeout=timeout, retry=False
+        )
+        with making_sense_of(f"the checksums of {endpoint.url}"):
+            return speaks.parse_checksums(reply)
+
+    async def score(self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, timeout: float) -> tuple[float, ...]:
+        """Log-probabilities of all tokens but the first, each after those before it, at temperature 1."""
+        speaks = _dialect_of(endpoint)
+        reply = await self.request(
+            endpoint.url, speaks.score(token_ids), key=endpoint.read_key(), timeout=timeout, retry=True
+        )
+        with making_sense_of(f"the scores of {endpoint.url}"):
+            return speaks.parse_score(token_ids, reply)
 
 
 class _Temporary(Exception):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.checksums import Checksums
 from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -69,6 +70,23 @@ class Dialect(Protocol):
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """Leave a weight-transfer group and close an update that was left open, by us or by a trainer that died,
         whatever the transport was. Neither need be there. The other steps of a transfer are in rltool.weights."""
+        ...
+
+    # -- inspection
+    def checksums(self) -> HttpRequest:
+        """Digests of the parameters that the engine holds. A version that has none answers 404, which is tolerated."""
+        ...
+
+    def parse_checksums(self, reply: Any) -> Checksums | None:
+        """None where the engine has none."""
+        ...
+
+    def score(self, token_ids: Sequence[int]) -> HttpRequest:
+        """Ask for the log-probabilities of given tokens, each after those before it. The reply goes to parse_score."""
+        ...
+
+    def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
+        """Natural logs at temperature 1 of all tokens but the first. Raises EngineError, MissingLogprobs."""
         ...
 
     # -- launching

@@ -17,6 +17,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, 
 from rltool.engines.interpreter import check_engine_python, default_engine_python
 from rltool.engines.liveness import Liveness
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
+from rltool.engines.supported import refusal, training_refusal
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
@@ -340,6 +341,7 @@ class _Probe:
             await self.client.health(self.endpoint)
             info = await self.client.probe(self.endpoint, timeout=PROBE_SECONDS)
             check_identity(self.process.role, self.launch, info)
+            check_version(self.process, info)
             one_token = GenerateRequest(
                 prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), request_id=uuid.uuid4().hex, seed=0
             )
@@ -351,14 +353,28 @@ class _Probe:
             raise self.process.failure(f"generates without log-probabilities: {error}") from error
         except EngineError as error:
             raise NotReady(str(error)) from error
-        update = {"plugin": info.plugin, "weight_backend": info.weight_backend or self.launch.weight_backend}
+        update = {
+            "plugin": info.plugin,
+            "weight_backend": info.weight_backend or self.launch.weight_backend,
+            "boot_id": info.boot_id or self.launch.boot_id,
+        }
         return self.endpoint.model_copy(update=update)
+
+
+def check_version(process: RunningProcess, info: EngineInfo) -> None:
+    """Raises ProcessFailed for an engine that is too old: it would not be taken by train."""
+    why = refusal(info.dialect, info.engine_version, newer=True)
+    why = why or training_refusal(info.dialect, info.engine_version, pause_mode="abort")
+    if why is not None:
+        raise process.failure(why)
 
 
 def check_identity(role: str, launch: EngineLaunch, info: EngineInfo) -> None:
     """Raises UsageError if another server than the one just started answers on its port,
     or one with another world size."""
-    if info.boot_id is not None and info.boot_id != launch.boot_id:
+    # SGLang begins with it as its weight version, and before 0.5.18 has no other place for it.
+    ours = info.boot_id in (None, launch.boot_id) or info.weight_version == f"boot-{launch.boot_id}"
+    if not ours:
         raise UsageError(
             f"{role}: another server answers on port {launch.port} (boot id {info.boot_id}); choose another --port"
         )

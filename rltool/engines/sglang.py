@@ -1,4 +1,4 @@
-"""The SGLang dialect (0.5.23). Also that of sglang-router, and of vLLM servers with rltool's plugin.
+"""The SGLang dialect (0.5.17 to 0.5.23). Also that of sglang-router, and of vLLM servers with rltool's plugin.
 
 Sources: sglang/srt/entrypoints/http_server.py (routes), managers/io_struct.py (bodies), managers/scheduler.py (pauses),
 managers/scheduler_components/weight_updater.py (weight updates), utils/auth.py (which routes the key guards: all but
@@ -15,6 +15,8 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import PauseMode
+from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
+from rltool.engines.supported import Feature, has
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -29,8 +31,11 @@ from rltool.errors import EngineError, UsageError
 GENERATE_PATH = "/generate"
 
 BOOT_VERSION = re.compile(r"boot-([0-9a-f]{32})")
-"""The weight version that our launch line gives a new server. /server_info shows it for as long as the process
-lives."""
+"""The weight version that our launch line gives a new server. /server_info shows it for as long as the process lives
+(supported.Feature.STARTING_VERSION)."""
+
+NOT_READY = 503
+"""/ready of a server that is paused."""
 
 IDLE_SECONDS = 30
 """How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long
@@ -49,7 +54,7 @@ process. Its log starts with all its arguments, the key among them: the log file
 (0600)."""
 
 
-class SglangDialect:
+class SglangDialect(SglangInspection):
     """See rltool.engines.dialect.Dialect."""
 
     name = "sglang"
@@ -107,7 +112,7 @@ class SglangDialect:
             "model": HttpRequest("GET", "/model_info"),
             "models": HttpRequest("GET", "/v1/models"),
             "server": HttpRequest("GET", "/server_info"),
-            "ready": HttpRequest("GET", "/ready", tolerate=(503,)),
+            "ready": HttpRequest("GET", "/ready", tolerate=(NO_SUCH_ROUTE, NOT_READY)),
         }
 
     def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo:
@@ -131,14 +136,15 @@ class SglangDialect:
             boot_id=_boot_id(server),
             plugin=False,
             device=server.get("device"),
-            paused=replies["ready"] == 503,
+            paused=None if replies["ready"] == NO_SUCH_ROUTE else replies["ready"] == NOT_READY,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
-            model_path=model.get("model_path"),
+            model_path=model.get("model_path") or server.get("model_path"),
         )
 
     def health(self) -> HttpRequest:
         # Not /health: that generates a token unless the server was told not to, takes a second, and fails while paused.
-        return HttpRequest("GET", "/ready")
+        # A server before 0.5.20, which has no such route, lives if it can say so.
+        return HttpRequest("GET", "/ready", tolerate=(NO_SUCH_ROUTE,))
 
     def load(self) -> HttpRequest:
         return HttpRequest("GET", "/v1/loads", query={"include": "core"})
@@ -197,7 +203,7 @@ class SglangDialect:
         """
         return [
             HttpRequest("POST", "/destroy_weights_update_group", {"group_name": group}, tolerate=(400,)),
-            HttpRequest("POST", "/end_weight_update", {}, tolerate=(400,)),
+            HttpRequest("POST", "/end_weight_update", {}, tolerate=(400, NO_SUCH_ROUTE)),
         ]
 
     # -- launching
@@ -206,10 +212,7 @@ class SglangDialect:
         argv = [str(launch.python), "-P", "-c", LAUNCHER, str(launch.key_file)]
         argv += ["--model-path", str(launch.model), "--served-model-name", launch.served_name]
         argv += ["--host", launch.host, "--port", str(launch.port), "--tp-size", str(launch.tp)]
-        argv += [
-            "--random-seed",
-            str(launch.seed),
-        ]  # one of its own each: replicas with the same return identical samples
+        argv += ["--random-seed", str(launch.seed)]  # its own: replicas with the same one return identical samples
         argv += ["--weight-version", f"boot-{launch.boot_id}"]
         # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the
         # server.
@@ -217,14 +220,8 @@ class SglangDialect:
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"
-            argv += [
-                "--device",
-                "cpu",
-                "--attention-backend",
-                "torch_native",
-                "--disable-cuda-graph",
-                "--disable-overlap-schedule",
-            ]
+            argv += ["--device", "cpu", "--attention-backend", "torch_native"]
+            argv += ["--disable-cuda-graph", "--disable-overlap-schedule"]
             argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
             argv += ["--sleep-on-idle"]  # its scheduler otherwise polls, and takes half a core from the trainer
         if dtype is not None:
@@ -285,8 +282,13 @@ def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
 
 def _boot_id(server: Mapping[str, Any]) -> str | None:
     """The id that our launch line gave, else a fingerprint of how long each part of the start took, to the
-    nanosecond."""
-    ours = BOOT_VERSION.fullmatch(server.get("weight_version") or "")
+    nanosecond.
+
+    0.5.17 shows the present weight version in place of that of its start: there the id of the launch line would be
+    gone after the first sync, and the server would pass for another one.
+    """
+    keeps_first = has("sglang", server["version"], Feature.STARTING_VERSION)
+    ours = BOOT_VERSION.fullmatch(server.get("weight_version") or "") if keeps_first else None
     if ours:
         return ours[1]
     timings = server.get("startup_time")

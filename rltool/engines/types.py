@@ -141,7 +141,7 @@ class EngineInfo:
     dp_size: int = 1
     """Data-parallel replicas behind its one address, where it tells."""
     model_path: str | None = None
-    """The directory that it was started with, on its own host."""
+    """Where the server says that it read its model: a directory of its own host, or a name on a hub."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

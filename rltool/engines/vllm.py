@@ -13,6 +13,7 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import PauseMode
+from rltool.engines.inspection import VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
@@ -58,7 +59,7 @@ GPU_OUTPUT_TOKENS = "16"
 """Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
 
 
-class VllmDialect:
+class VllmDialect(VllmInspection):
     """See rltool.engines.dialect.Dialect."""
 
     name = "vllm"

@@ -10,17 +10,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltool.engines import arrays
-from rltool.engines.types import Completion, VersionSpan
+from rltool.engines.inspection import NO_SUCH_ROUTE
+from rltool.engines.types import Completion, HttpRequest, VersionSpan
 from rltool.engines.vllm import VllmDialect
 from rltool.errors import EngineError, MissingLogprobs
 
 ARRAYS_PATH = "/rltool/generate"
+CHECKSUMS_PATH = "/rltool/checksums"
 
 
 class ArrayVllmDialect(VllmDialect):
     """See rltool.engines.dialect.Dialect."""
 
     generate_path = ARRAYS_PATH
+
+    def checksums(self) -> HttpRequest:
+        return HttpRequest("GET", CHECKSUMS_PATH, tolerate=(NO_SUCH_ROUTE,))  # of an rltool that has no such route yet
 
     def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
         """One entry of `choices`. Raises MissingLogprobs where a value is missing or not finite."""

@@ -30,6 +30,7 @@ from rltool.training.sources import BatchSource
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
 from rltool.training.trainer_group import TrainerGroup
+from rltool.weights.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
 """What a signal does from the first finished step on."""
@@ -282,7 +283,7 @@ class Loop:
         assert batch.rollout_logprobs is not None
         selection = current_tokens(batch, self.progress.step) if self.stops_on_difference else batch.loss_mask
         found = logprob_difference(logprobs, batch.rollout_logprobs, selection)
-        limit = self.config.monitor.logprob_difference_limit
+        limit = difference_limit(self.config.monitor.logprob_difference_limit, self.config.model.dtype, ())
         if self.stops_on_difference and found.tokens and not found.abs_mean <= limit:
             raise TrainingStopped(
                 f"trainer and engines disagree: mean |log-probability difference| {found.abs_mean:.2e} (max "

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
+from rltool.engines import supported
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
@@ -19,6 +21,7 @@ from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
+from rltool.weights.tolerances import check_tolerance, difference_limit
 from rltool.weights.transport import Backend, choose
 
 ARCHITECTURE_KEYS = (
@@ -130,7 +133,9 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
     problems = [
         f"{url}: {problem}"
         for url, info in fleet.infos.items()
-        for problem in engine_problems(info, model, config, trainer_device if url in fleet.takers else None)
+        for problem in engine_problems(
+            with_model_config(info), model, config, trainer_device if url in fleet.takers else None
+        )
     ]
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
@@ -148,6 +153,33 @@ def check_leases(fleet: ProbedFleet, run: str | None) -> None:
     problems = [f"{url} {why}" for url, why in leased if why is not None]
     if problems:
         raise UsageError("another run is training with these engines:\n" + "\n".join(problems))
+
+
+def with_difference_limit(loaded: Loaded[TrainConfig], fleet: ProbedFleet) -> Loaded[TrainConfig]:
+    """monitor.logprob_difference_limit by what trainer and engines compute in, where it was not set."""
+    config = loaded.config
+    if config.monitor.logprob_difference_limit is not None:
+        return loaded
+    monitor = config.monitor.model_copy(update={"logprob_difference_limit": _limit(fleet, config)})
+    origins = {**loaded.origins, "monitor.logprob_difference_limit": "by dtype"}
+    return Loaded(config.model_copy(update={"monitor": monitor}), origins)
+
+
+def describe_tolerances(fleet: ProbedFleet, config: TrainConfig) -> str:
+    """What trainer and engines compute in, and how far their log-probabilities may therefore differ."""
+    ours, dtypes = config.model.dtype, {info.dtype for info in fleet.takers.values()}
+    checks = sorted({check_tolerance(config.weights.verify_tolerance, ours, dtype) for dtype in dtypes})
+    theirs = ", ".join(sorted(dtype or "an unknown dtype" for dtype in dtypes))
+    return (
+        f"log-probabilities: trainer in {ours}, engines in {theirs}; "
+        f"mean difference allowed: {' or '.join(f'{check:g}' for check in checks)} in the value check, "
+        f"{_limit(fleet, config):g} in a step"
+    )
+
+
+def _limit(fleet: ProbedFleet, config: TrainConfig) -> float:
+    dtypes = [info.dtype for info in fleet.takers.values()]
+    return difference_limit(config.monitor.logprob_difference_limit, config.model.dtype, dtypes)
 
 
 def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
@@ -190,9 +222,11 @@ def engine_problems(
 ) -> Sequence[str]:
     """Everything that makes one engine unfit, as sentences; empty if it fits. Pure. trainer_device None: it is sent no
     weights."""
+    too_old_or_new = supported.refusal(info.dialect, info.engine_version, newer=config.engines.newer_versions)
+    if too_old_or_new is not None:
+        return [too_old_or_new]
     problems = []
-    text = info.model_config
-    text = text.get("text_config", text) if isinstance(text, dict) else {}
+    text, model = _of_text(info.model_config), _of_text(model)
     for key in ARCHITECTURE_KEYS:
         if key in text and key in model and text[key] != model[key]:
             problems.append(
@@ -217,6 +251,9 @@ def engine_problems(
 
 
 def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str) -> Sequence[str]:
+    too_old = supported.training_refusal(info.dialect, info.engine_version, config.weights.pause_mode)
+    if too_old is not None:
+        return [too_old]
     try:
         choose(info, config.weights, trainer_device)
     except UsageError as error:
@@ -224,9 +261,43 @@ def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str)
     return []
 
 
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """The part that describes the language model, where a model sees pictures as well."""
+    return config.get("text_config") or config
+
+
 def model_facts(path: Path) -> dict[str, Any]:
     """config.json of the trainer's model."""
     return json.loads((path / "config.json").read_text())
+
+
+def with_model_config(info: EngineInfo) -> EngineInfo:
+    """What an SGLang engine does not tell of its model, its sizes and its vocabulary, read where it says that it read
+    the model. As it is where that is no directory of this host: then the engine alone knows."""
+    if info.model_path is None:
+        return info
+    try:
+        config = model_facts(Path(info.model_path))
+    except (OSError, ValueError):
+        return info
+    told = {key: value for key, value in info.model_config.items() if value is not None}
+    return replace(info, model_config=config | told, vocab_size=_of_text(config).get("vocab_size"))
+
+
+def uncompared(fleet: ProbedFleet) -> list[str]:
+    """A line for the engines whose sizes and vocabulary nobody could compare with the trainer's."""
+    urls = [url for url, info in fleet.infos.items() if with_model_config(info).vocab_size is None]
+    if not urls:
+        return []
+    return [
+        f"{', '.join(urls)}: sizes and vocabulary of the model were not compared, for the engine does not tell them "
+        "and its model is not on this host; the first weight sync compares values"
+    ]
+
+
+def describe_engines(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
+    """Lines for the log of a run and for its dry run."""
+    return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *uncompared(fleet)]
 
 
 def describe_fleet(fleet: ProbedFleet) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rltool.training.preflight import backends, describe_fleet
+from rltool.training.preflight import backends, describe_engines
 from rltool.training.session import Outcome, Prepared
 
 
@@ -32,9 +32,11 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     for index, bundle in enumerate(prepared.plan.bundles):
         console.print(f"  bundle {index}: {bundle}", highlight=False)
     if prepared.fleet is not None:
+        for line in describe_engines(prepared.fleet, prepared.config):
+            console.print(line, highlight=False, soft_wrap=True)
         chosen = Counter(backends(prepared.fleet, prepared.config, prepared.device).values())
         over = next(iter(chosen)) if len(chosen) == 1 else ", ".join(f"{name} ({n})" for name, n in chosen.items())
-        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {over}", highlight=False)
+        console.print(f"weights over {over}", highlight=False)
     if prepared.resume_from is not None:
         console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
 

@@ -212,6 +212,8 @@ class RolloutService:
             config.algorithm.logits_temperature(config.sampling.temperature),
             config.weights.verify_tolerance,
             min(lengths, default=None),
+            config.model.dtype,
+            self._infos,
         )
         sync = WeightSync(
             self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,

@@ -41,11 +41,12 @@ from rltool.training.preflight import (
     check_fleet,
     check_leases,
     check_router,
-    describe_fleet,
+    describe_engines,
     foreign_weights,
     model_facts,
     probe_fleet,
     resolve_endpoints,
+    with_difference_limit,
 )
 from rltool.training.profiling import StepRecording, check_recording
 from rltool.training.ray_calls import Waiting
@@ -165,6 +166,7 @@ def prepare(
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
         check_router(fleet, config)
+        loaded = with_difference_limit(loaded, fleet)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
@@ -223,7 +225,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         end_left_behind(run, report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
         if prepared.fleet is not None:
-            console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
+            for line in describe_engines(prepared.fleet, config):
+                console.print(line, highlight=False, soft_wrap=True)
             for line in foreign_weights(prepared.fleet, run.run_id):
                 console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
         for line in beyond_loopback(config, prepared.plan.device, sends=_hosts_rendezvous(prepared)):

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import random
 import uuid
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_difference
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams
+from rltool.weights.tolerances import check_tolerance
 
 PROMPT_TOKENS = 8
 RESPONSE_TOKENS = 16
@@ -61,19 +63,26 @@ class Compared:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines;
-    tolerance: weights.verify_tolerance."""
+    """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines; tolerance:
+    weights.verify_tolerance, None for one by what trainer and engine compute in (infos: the engines', a live view)."""
 
     vocab_size: int
     temperature: float
-    tolerance: float
+    tolerance: float | None
     max_model_len: int | None = None
+    trainer_dtype: str = "float32"
+    infos: Mapping[str, EngineInfo] = field(default_factory=dict)
 
     def request(self) -> GenerateRequest:
         return probe_request(self.vocab_size, self.temperature, self.max_model_len)
 
     def batch(self, request: GenerateRequest, completions: list[Completion]) -> TrainBatch:
         return probe_batch(request, completions)
+
+    def allowed(self, url: str) -> float:
+        """Mean |log-probability difference| that one engine may have."""
+        info = self.infos.get(url)
+        return check_tolerance(self.tolerance, self.trainer_dtype, info.dtype if info else self.trainer_dtype)
 
     def compare(self, urls: list[str], batch: TrainBatch, trainer_logprobs: Tensor) -> Compared:
         """Sample i of the batch is engine i's. trainer_logprobs: [T] float32."""
@@ -91,11 +100,12 @@ class ValueCheck:
                 )
                 continue
             found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
-            if not found.abs_mean <= self.tolerance:
+            tolerance = self.allowed(url)
+            if not found.abs_mean <= tolerance:
                 failed[url] = (
                     "acknowledged the weights, but its log-probabilities differ from the trainer's by "
                     f"{found.abs_mean:.2e} on average (max {found.abs_max:.2e}; "
-                    f"weights.verify_tolerance is {self.tolerance:g}). "
+                    f"weights.verify_tolerance is {tolerance:g}). "
                     "Either the tensors did not arrive; or the engine computes in another precision than the trainer: "
                     "compare --dtype of serve-engines with model.dtype; or the engine may hold a prepacked or derived "
                     "copy of a weight that the load did not refresh: see docs/troubleshooting.md."

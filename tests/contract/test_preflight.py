@@ -8,7 +8,7 @@ import socket
 import pytest
 from aiohttp import web
 
-from rltool.config.loader import load_config
+from rltool.config.loader import Loaded, load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
@@ -16,8 +16,11 @@ from rltool.training.preflight import (
     check_fleet,
     check_router,
     describe_fleet,
+    describe_tolerances,
     probe_fleet,
     resolve_endpoints,
+    uncompared,
+    with_difference_limit,
 )
 from tests.contract.fakes.server import FakeServer
 from tests.contract.fakes.sglang import FakeSglang
@@ -97,6 +100,80 @@ def test_an_sglang_engine_is_recognised(configure, tmp_path):
         fleet.endpoints.engines[0].dialect == "sglang"
         and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"
     )
+
+
+@pytest.fixture
+def sglang(configure, tmp_path):
+    """(engine, more settings) -> what preflight makes of it."""
+    (tmp_path / "sglang-key").write_text("fake-key")
+
+    def check(engine: FakeSglang, *sets: str):
+        with engine:
+            return preflight(configure(engine.url, key=tmp_path / "sglang-key", sets=sets))
+
+    return check
+
+
+@pytest.mark.parametrize(("version", "named"), [("0.5.16", "too old"), ("0.5.24", "engines.newer_versions")])
+def test_an_sglang_of_an_unknown_version_is_refused_by_name(sglang, version, named):
+    with pytest.raises(UsageError, match=rf"is SGLang {version}.*{named}"):
+        sglang(FakeSglang(version=version))
+
+
+def test_a_newer_engine_is_taken_where_that_is_configured(sglang):
+    sglang(FakeSglang(version="0.5.24"), "engines.newer_versions=true")
+
+
+def test_an_sglang_that_names_one_version_a_response_needs_pauses_that_abort(sglang):
+    with pytest.raises(UsageError, match=r'SGLang 0\.5\.17.*weights\.pause_mode to "abort"'):
+        sglang(FakeSglang(version="0.5.17"))
+    sglang(FakeSglang(version="0.5.17"), 'weights.pause_mode="abort"')
+
+
+def test_a_vllm_whose_samples_name_no_version_is_good_for_rollouts_alone(configure, fake_vllm):
+    fake_vllm.engine_version = "0.31.0"
+    with pytest.raises(UsageError, match="vLLM 0.31.0.*cannot be trained"):
+        preflight(configure(fake_vllm.url))
+    config = configure(fake_vllm.url)
+    check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
+    fake_vllm.engine_version = "0.28.1"
+    with pytest.raises(UsageError, match="vLLM 0.28.1, which is too old"):
+        check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
+
+
+def test_an_sglangs_sizes_and_vocabulary_are_read_where_it_read_its_model(sglang, tmp_path):
+    served = tmp_path / "served"
+    served.mkdir()
+    described = {"architectures": ["Qwen2ForCausalLM"], "vocab_size": FakeVllm().vocab_size, "hidden_size": 64}
+    (served / "config.json").write_text(json.dumps(described))
+    assert uncompared(sglang(FakeSglang(model_path=str(served)))) == []
+    (served / "config.json").write_text(json.dumps(described | {"vocab_size": 7}))
+    with pytest.raises(UsageError, match="vocabulary of 7"):
+        sglang(FakeSglang(model_path=str(served)))
+    (tmp_path / "config.json").write_text(json.dumps(described | {"hidden_size": 128}))
+    with pytest.raises(UsageError, match="hidden_size is 64"):
+        sglang(FakeSglang(model_path=str(served)))
+
+
+def test_an_sglang_whose_model_is_on_another_host_is_not_compared_and_named(sglang):
+    engine = FakeSglang(model_path="/not/here")
+    (line,) = uncompared(sglang(engine))
+    assert engine.url in line and "not compared" in line
+
+
+def test_the_limit_of_a_step_follows_the_dtypes_unless_it_was_set(configure, fake_vllm):
+    with FakeVllm(key="test-key") as rounding:
+        rounding.dtype = "bfloat16"
+        fleet = preflight(configure(fake_vllm.url, rounding.url))
+        chosen = with_difference_limit(Loaded(configure(), {}), fleet)
+    assert chosen.config.monitor.logprob_difference_limit == 0.2
+    assert chosen.origins == {"monitor.logprob_difference_limit": "by dtype"}
+    assert "trainer in float32, engines in bfloat16, float32" in describe_tolerances(fleet, chosen.config)
+    assert "0.001 or 0.2 in the value check, 0.2 in a step" in describe_tolerances(fleet, chosen.config)
+    exact = with_difference_limit(Loaded(configure(), {}), preflight(configure(fake_vllm.url)))
+    assert exact.config.monitor.logprob_difference_limit == 0.1
+    own = Loaded(configure(sets=("monitor.logprob_difference_limit=0.5",)), {})
+    assert with_difference_limit(own, fleet) is own
 
 
 def endpoints_file(path, *engines, update_weights):

@@ -335,6 +335,31 @@ def test_no_trained_token_is_older_than_the_bound(serve, settings, fakes, max_st
     asyncio.run(run())
 
 
+def test_an_sglang_that_names_one_version_a_response_is_trained_against_with_aborting_pauses(serve, settings, stack):
+    """0.5.17: what one pause cuts off ends under the version that sampled it, and is taken up under the next."""
+    engine = stack.enter_context(FakeSglang(version="0.5.17"))
+    engine.seconds = 0.1
+
+    async def run():
+        config = settings(
+            rollout={"max_staleness": 2, "prompts_per_step": 4, "samples_per_prompt": 2, "dump": True},
+            sampling={"max_response_tokens": 16}, weights={"pause_mode": "abort"},
+        )  # fmt: skip
+        mixed = 0
+        async with serve(config, [engine]) as service:
+            for step in range(12):
+                await service.sync_weights(step)
+                rollout = await service.next_batch(step)
+                versions = rollout.batch.token_versions[rollout.batch.loss_mask > 0]
+                ages = (step - versions).tolist()
+                assert min(ages) >= 0 and max(ages) <= 2
+                mixed += sum(len({span.version for span in sample.versions}) > 1 for sample in rollout.samples)
+            assert not service._plane.counts
+        assert mixed > 0, "updates were in flight"
+
+    asyncio.run(run())
+
+
 def test_over_sampling_keeps_what_was_interrupted_and_finishes_it_under_newer_weights(serve, settings, stack):
     engine = stack.enter_context(FakeVllm())
     engine.vocab_size, engine.seconds = 64, 0.3

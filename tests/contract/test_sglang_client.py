@@ -202,6 +202,22 @@ def test_a_paused_engine_can_be_probed_and_says_so(engine, key_file):
     play(scenario)
 
 
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.18", "0.5.19", "0.5.20"])
+def test_an_earlier_version_is_probed_with_the_routes_that_it_has(version, key_file):
+    async def scenario(client):
+        where = endpoint(engine, key_file, name=None)
+        info = await client.probe(where)
+        where = endpoint(engine, key_file)
+        await client.health(where)
+        assert (info.engine_version, info.paused) == (version, False if version == "0.5.20" else None)
+        await client.run(where, CONTROL.finish("v1"), timeout=SECONDS)
+        again = await client.probe(where)
+        assert again.boot_id == info.boot_id is not None and again.weight_version == "v1"
+
+    with FakeSglang(version=version, weight_version=f"boot-{'ab' * 16}") as engine:
+        play(scenario)
+
+
 def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key_file):
     engine.seconds = 0.3
 

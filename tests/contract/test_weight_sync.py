@@ -194,6 +194,25 @@ def test_a_fleet_of_both_dialects_is_synced_from_one_gather(stack, tmp_path, tra
     assert engines[1].weights.keys() == TENSORS.keys()
 
 
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("old", ["0.5.17", "0.5.20"])
+def test_an_sglang_without_update_sessions_is_synced_and_known_again(stack, tmp_path, transport, old):
+    # Not two of them: torch knows one group of a name in a process.
+    engines = [stack.enter_context(FakeSglang(version=old)), stack.enter_context(FakeVllm(key=KEY))]
+
+    async def run() -> None:
+        async with rig(*engines, directory=tmp_path, transport=transport) as r:
+            await r.sync.sync(version(0))
+            for engine in engines:
+                await r.probe(engine)
+            assert r.states() == [State.READY] * 2
+            report = await r.sync.sync(version(1))
+            assert report.difference is None, "old connections are not compared again"
+
+    asyncio.run(run())
+    assert engines[0].weights.keys() == TENSORS.keys() and engines[0].weight_version == str(version(1))
+
+
 @pytest.mark.parametrize("route", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
 @pytest.mark.parametrize("status", [404, 500])
 def test_a_failed_step_is_that_engines_failure_and_the_next_sync_repairs(two, tmp_path, route, status):

@@ -274,7 +274,27 @@ async def the_key_is_demanded_and_unknown_routes_do_not_exist(client: EngineClie
     assert caught.value.status == 404
 
 
+async def given_tokens_are_scored_as_they_were_when_they_were_sampled(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
+    prompt = (*PROMPT, 7, 8)
+    (sample,) = await client.generate(engine, request(prompt_ids=prompt), timeout=SECONDS)
+    scores = await client.score(engine, (*prompt, *sample.token_ids), timeout=SECONDS)
+    assert len(scores) == len(prompt) + len(sample.token_ids) - 1
+    assert scores[len(prompt) - 1 :] == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+async def the_plugin_gives_the_checksums_that_vllm_has(client: EngineClient, engine: EngineEndpoint) -> None:
+    info = await client.probe(engine)
+    ours = await client.checksums(engine.model_copy(update={"plugin": info.plugin}), timeout=SECONDS)
+    assert ours is not None and all(name.startswith("dp0:pp0:pcp0:tp0:") for name in ours)
+    stock = engine.model_copy(update={"plugin": False})
+    assert await client.checksums(stock, timeout=SECONDS) is None, "vLLM's own route also resets: it is closed"
+
+
 CONTRACT = [
+    given_tokens_are_scored_as_they_were_when_they_were_sampled,
+    the_plugin_gives_the_checksums_that_vllm_has,
     samples_of_a_prompt_are_distinct_and_repeatable,
     a_completion_has_one_logprob_per_token_and_spans_over_all,
     a_stop_token_ends_a_sample_and_is_part_of_it,

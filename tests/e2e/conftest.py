@@ -6,19 +6,37 @@ model directory, each pushes what it needs first.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import RunningEngine, start_vllm, wait_ready
+from tests.e2e.engines import RunningEngine, serving_sglang, start_vllm, wait_ready
 from tests.e2e.megatron_ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def vllm_engine_tied(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+def engine_key() -> str:
+    """Of the engines that stand behind one router, which hands on one key."""
+    return secrets.token_hex(16)
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(
+    tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory, engine_key: str
+) -> Iterator[RunningEngine]:
+    """A keyed SGLang on the CPU with tied embeddings, ready to serve."""
+    with serving_sglang(tiny_tied_dir, tmp_path_factory.mktemp("sglang"), key=engine_key) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def vllm_engine_tied(
+    tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory, engine_key: str
+) -> Iterator[RunningEngine]:
     """A guarded vLLM on the CPU with tied embeddings, ready to serve."""
-    engine = start_vllm(tiny_tied_dir, tmp_path_factory.mktemp("vllm-tied"))
+    engine = start_vllm(tiny_tied_dir, tmp_path_factory.mktemp("vllm-tied"), key=engine_key)
     try:
         yield wait_ready(engine)
     finally:

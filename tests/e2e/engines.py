@@ -1,4 +1,4 @@
-"""Real vLLM engines for tests, started with the dialect's own argv and environment."""
+"""Real engines for tests, started with their dialects' own argv and environment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+import pytest
+
 from rltool.config.serve import EngineLaunch
+from rltool.engines.dialect import Dialect
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.sglang import SglangDialect
 from rltool.engines.vllm import VllmDialect
 
 READY_SECONDS = 240.0
@@ -70,7 +78,7 @@ class RunningEngine:
         """A new process with the same command and environment under the same address, as a service manager would;
         returns at once."""
         self.process.wait(STOP_SECONDS)
-        self.process = _spawn(self.launch, self.log)
+        self.process = _spawn(self.launch, self.log, dialect(self.endpoint.dialect or "vllm"))
 
     def stop(self) -> None:
         """TERM, then KILL, over the whole process group; a server that is gone already is fine."""
@@ -92,13 +100,24 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start_vllm(
-    model_dir: Path, work_dir: Path, *, extra_args: tuple[str, ...] = (), max_model_len: int = 256
-) -> RunningEngine:
-    """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it."""
-    key_file = work_dir / "key"
+def write_key(directory: Path, key: str | None) -> Path:
+    """A file with this key, or one of its own."""
+    key_file = directory / "key"
     key_file.touch(mode=0o600)
-    key_file.write_text(secrets.token_hex(16))
+    key_file.write_text(key or secrets.token_hex(16))
+    return key_file
+
+
+def start_vllm(
+    model_dir: Path,
+    work_dir: Path,
+    *,
+    extra_args: tuple[str, ...] = (),
+    max_model_len: int = 256,
+    key: str | None = None,
+) -> RunningEngine:
+    """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it. key: None for one of its own."""
+    key_file = write_key(work_dir, key)
     launch = EngineLaunch(
         index=0,
         model=model_dir,
@@ -120,7 +139,7 @@ def start_vllm(
         extra_args=extra_args,
     )
     log = work_dir / "vllm.log"
-    process = _spawn(launch, log)
+    process = _spawn(launch, log, VllmDialect())
     endpoint = EngineEndpoint(
         url=f"http://127.0.0.1:{launch.port}",
         dialect="vllm",
@@ -133,12 +152,52 @@ def start_vllm(
     return RunningEngine(endpoint, launch, process, log)
 
 
-def _spawn(launch: EngineLaunch, log: Path) -> subprocess.Popen:
-    dialect = VllmDialect()
+def sglang_python() -> Path:
+    """The interpreter of SGLang's environment. In CI its absence is a failure: a skipped test proves nothing."""
+    named = os.environ.get("RLTOOL_SGLANG_PYTHON")
+    how = (
+        "tests/sglang_cpu/setup.sh .venv-sglang, then RLTOOL_SGLANG_PYTHON=$PWD/.venv-sglang/bin/python "
+        "(`make test` does both)"
+    )
+    if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
+        pytest.skip(f"SGLang runs in an environment of its own, and RLTOOL_SGLANG_PYTHON names none: {how}")
+    if not named or not Path(named).exists():
+        pytest.fail(f"RLTOOL_SGLANG_PYTHON is {named!r}, which names no interpreter: {how}")
+    return Path(named)
+
+
+@contextmanager
+def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> Iterator[RunningEngine]:
+    """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
+    key_file = write_key(work_dir, key)
+    launch = EngineLaunch(
+        index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
+        served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
+        key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
+    )  # fmt: skip
+    log = work_dir / "sglang.log"
+    log.touch(mode=0o600)
+    process = _spawn(launch, log, SglangDialect())
+    running = RunningEngine(
+        EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log
+    )
+    tree = []
+    try:
+        wait_ready(running)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        yield running
+    finally:
+        running.stop()
+        _, alive = psutil.wait_procs(tree, timeout=10)
+        for child in alive:
+            child.kill()
+
+
+def _spawn(launch: EngineLaunch, log: Path, speaks: Dialect) -> subprocess.Popen:
     with log.open("ab") as file:
         return subprocess.Popen(
-            dialect.argv(launch),
-            env=os.environ | dialect.environment(launch),
+            speaks.argv(launch),
+            env=os.environ | speaks.environment(launch),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -152,7 +211,7 @@ def wait_ready(engine: RunningEngine) -> RunningEngine:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         if engine.process.poll() is not None:
-            raise AssertionError(f"vLLM ended with exit code {engine.process.returncode}:\n{engine.log_tail()}")
+            raise AssertionError(f"the engine ended with exit code {engine.process.returncode}:\n{engine.log_tail()}")
         try:
             if engine.http("GET", "/health")[0] == 200:
                 return engine
@@ -160,4 +219,4 @@ def wait_ready(engine: RunningEngine) -> RunningEngine:
             pass  # not listening yet
         time.sleep(0.25)
     engine.stop()
-    raise AssertionError(f"vLLM was not ready after {READY_SECONDS:g} s:\n{engine.log_tail()}")
+    raise AssertionError(f"the engine was not ready after {READY_SECONDS:g} s:\n{engine.log_tail()}")

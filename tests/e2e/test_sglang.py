@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import secrets
-import subprocess
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +20,8 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
-from rltool.config.serve import EngineLaunch
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
-from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.resume import resume_engines
@@ -35,11 +29,12 @@ from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
+from rltool.training.preflight import with_model_config
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify import ValueCheck
-from tests.e2e.engines import RunningEngine, free_port, wait_ready
+from tests.e2e.engines import RunningEngine
 from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
 from tests.ranks import SenderRanks
 
@@ -60,57 +55,9 @@ BUCKET_BYTES = 200_000
 """Some ten buckets for the tiny model."""
 
 
-def sglang_python() -> Path:
-    """The interpreter of SGLang's environment. In CI its absence is a failure: a skipped test proves nothing."""
-    named = os.environ.get("RLTOOL_SGLANG_PYTHON")
-    how = (
-        "tests/sglang_cpu/setup.sh .venv-sglang, then RLTOOL_SGLANG_PYTHON=$PWD/.venv-sglang/bin/python "
-        "(`make test` does both)"
-    )
-    if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
-        pytest.skip(f"SGLang runs in an environment of its own, and RLTOOL_SGLANG_PYTHON names none: {how}")
-    if not named or not Path(named).exists():
-        pytest.fail(f"RLTOOL_SGLANG_PYTHON is {named!r}, which names no interpreter: {how}")
-    return Path(named)
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    with serving(tiny_tied_dir, tmp_path_factory.mktemp("sglang")) as running:
-        yield running
-
-
-@contextmanager
-def serving(model: Path, work_dir: Path) -> Iterator[RunningEngine]:
-    """A keyed SGLang on the CPU, started with the dialect's own argv and environment."""
-    key_file = work_dir / "key"
-    key_file.touch(mode=0o600)
-    key_file.write_text(secrets.token_hex(16))
-    launch = EngineLaunch(
-        index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
-        served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
-        key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
-    )  # fmt: skip
-    log = work_dir / "sglang.log"
-    log.touch(mode=0o600)
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            SPEAKS.argv(launch), env=os.environ | SPEAKS.environment(launch), stdout=file, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, cwd=work_dir, start_new_session=True,
-        )  # fmt: skip
-    running = RunningEngine(
-        EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log
-    )
-    tree = []
-    try:
-        wait_ready(running)
-        tree = psutil.Process(process.pid).children(recursive=True)
-        yield running
-    finally:
-        running.stop()
-        _, alive = psutil.wait_procs(tree, timeout=10)
-        for child in alive:
-            child.kill()
+@pytest.fixture
+def engine(sglang_engine: RunningEngine) -> RunningEngine:
+    return sglang_engine
 
 
 class Ranks(SenderRanks):
@@ -295,6 +242,7 @@ def test_samples_of_one_prompt_are_distinct(play):
     play(scenario)
 
 
+@pytest.mark.long
 def test_a_greedy_sample_is_hfs_most_probable_one(engine, play):
     async def scenario(trainer: Trainer):
         model = perturbed_model(engine.launch.model, seed=8)
@@ -371,6 +319,7 @@ def test_an_abort_ends_our_own_requests_alone_with_the_tokens_that_they_have(pla
     play(scenario)
 
 
+@pytest.mark.long
 def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_came_since(play):
     async def scenario(trainer: Trainer):
         client, where = trainer.client, trainer.where
@@ -454,6 +403,31 @@ def test_the_engine_reports_the_boot_id_of_its_launch_even_after_syncs(engine, p
         info = await trainer.probe()
         assert info.boot_id == engine.launch.boot_id
         assert (info.world_size, info.max_model_len, info.dtype, info.engine_version) == (1, 512, "float32", "0.5.23")
+
+    play(scenario)
+
+
+def test_what_sglang_does_not_tell_of_its_model_is_read_where_it_read_it_even_after_a_load_from_disk(engine, play):
+    async def scenario(trainer: Trainer):
+        await trainer.push(perturbed_model(engine.launch.model, seed=15))
+        info = with_model_config(await trainer.probe())
+        assert (info.vocab_size, info.model_config["hidden_size"]) == (vocab_size(engine.launch.model), 128)
+
+    play(scenario, "disk")
+
+
+def test_given_tokens_are_scored_and_parameters_have_checksums(engine, play):
+    async def scenario(trainer: Trainer):
+        model = perturbed_model(engine.launch.model, seed=16)
+        await trainer.push(model)
+        first = await trainer.client.checksums(trainer.where, timeout=SECONDS)
+        sample = await trainer.sample()
+        scores = await trainer.client.score(trainer.where, (*PROMPT, *sample.token_ids), timeout=SECONDS)
+        assert scores[len(PROMPT) - 1 :] == pytest.approx(hf_logprobs(model, PROMPT, sample).tolist(), abs=1e-3)
+        await trainer.push(perturbed_model(engine.launch.model, seed=17))
+        second = await trainer.client.checksums(trainer.where, timeout=SECONDS)
+        assert first is not None and second is not None and first.keys() == second.keys()
+        assert first["dp0:pp0:tp0:model.norm.weight"] != second["dp0:pp0:tp0:model.norm.weight"]
 
     play(scenario)
 

@@ -9,8 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from rltool.engines.client import EngineClient
+from tests.e2e.engines import serving_sglang
 from tests.e2e.megatron_models import EXPERTS, hf_model
-from tests.e2e.test_sglang import DIFFERENT, EQUAL, Trainer, serving
+from tests.e2e.test_sglang import DIFFERENT, EQUAL, Trainer
 from tests.e2e.weights import mean_difference
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -44,6 +45,6 @@ def test_after_each_of_two_syncs_sglang_computes_with_the_experts_that_were_sent
         assert mean_difference(models[after], sample) < EQUAL
         assert mean_difference(models[before], sample) > DIFFERENT
 
-    with serving(tmp_path / "0", tmp_path) as engine:
+    with serving_sglang(tmp_path / "0", tmp_path) as engine:
         asyncio.run(scenario("gloo", 0, 1))
         asyncio.run(scenario("disk", 1, 2))

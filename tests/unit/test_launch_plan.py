@@ -11,6 +11,7 @@ from rltool.engines.launch import (
     check_identity,
     check_launch,
     check_model,
+    check_version,
     dry_run,
     engine_flags,
     engine_python,
@@ -23,6 +24,7 @@ from rltool.engines.launch import (
 from rltool.engines.types import EngineInfo
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.spawn import ProcessFailed
 from rltool.processes.supervise import ProcessGroup
 
 
@@ -179,12 +181,30 @@ def test_another_server_on_the_port_is_not_taken_for_ours(model, run):
     launch = plan(model, run, device="cpu")[0]
     check_identity("engine-0", launch, info(launch))
     check_identity("engine-0", launch, info(launch, boot_id=None))
+    by_version = {"boot_id": "f" * 32, "weight_version": f"boot-{launch.boot_id}"}  # as SGLang 0.5.17 tells it
+    check_identity("engine-0", launch, info(launch, **by_version))
     with pytest.raises(UsageError, match="another server"):
         check_identity("engine-0", launch, info(launch, boot_id="f" * 32))
     with pytest.raises(UsageError, match="'judge'"):
         check_identity("engine-0", launch, info(launch, model_id="judge"))
     with pytest.raises(RltoolError, match="world size 2, ordered was 1"):
         check_identity("engine-0", launch, info(launch, world_size=2))
+
+
+class Started:
+    """A process that was started, as far as its failure goes."""
+
+    def failure(self, what: str) -> ProcessFailed:
+        return ProcessFailed(f"engine-0 {what}")
+
+
+def test_an_engine_that_train_would_not_take_for_its_age_is_not_served(model, run):
+    launch = plan(model, run, device="cpu")[0]
+    for version in ("0.32.0", "0.33.0", "dev"):
+        check_version(Started(), info(launch, engine_version=version))
+    for version, why in (("0.31.0", "cannot be trained against"), ("0.28.0", "too old")):
+        with pytest.raises(ProcessFailed, match=f"engine-0 is vLLM {version}.*{why}"):
+            check_version(Started(), info(launch, engine_version=version))
 
 
 def test_an_interpreter_without_the_engine_is_refused_with_the_pip_command(tmp_path):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rltool.engines.types import Completion
+from rltool.engines.types import Completion, EngineInfo
 from rltool.weights.verify import PROMPT_TOKENS, RESPONSE_TOKENS, ValueCheck, probe_request
 
 URLS = ["http://a:1", "http://b:2"]
@@ -59,6 +59,21 @@ def test_one_engine_that_is_far_off_is_not_averaged_away():
     ours = torch.where(probed.loss_mask > 0, -1.0, 0.0)
     found = check.compare([f"http://e:{i}" for i in range(10)], probed, ours)
     assert found.failed.keys() == {"http://e:9"} and found.mean == pytest.approx(0.05)
+
+
+def test_without_a_configured_tolerance_each_engine_has_that_of_its_dtype():
+    infos = {url: engine_info(dtype) for url, dtype in zip(URLS, ("float32", "bfloat16"), strict=True)}
+    check = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None, infos=infos)
+    probed = batch()
+    found = check.compare(URLS, probed, probed.rollout_logprobs - 0.05)
+    assert found.failed.keys() == {URLS[0]} and "weights.verify_tolerance is 0.001" in found.failed[URLS[0]]
+    rounding = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None, trainer_dtype="bfloat16", infos=infos)
+    assert rounding.compare(URLS, probed, probed.rollout_logprobs - 0.05).failed == {}
+    assert rounding.compare(URLS, probed, probed.rollout_logprobs - 0.5).failed.keys() == set(URLS)
+
+
+def engine_info(dtype: str) -> EngineInfo:
+    return EngineInfo("vllm", "0.32.0", "policy", 1, 256, 100, dtype, "rltool", None, None, True)
 
 
 def test_the_probe_fits_vocabulary_and_context_and_is_tempered():

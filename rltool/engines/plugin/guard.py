@@ -43,6 +43,7 @@ ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
         ("GET", "/weight_info"),
         ("GET", "/is_paused"),
         ("GET", "/rltool/info"),
+        ("GET", "/rltool/checksums"),
         ("GET", "/server_info"),
         ("GET", "/model_info"),
         # generation

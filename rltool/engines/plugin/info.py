@@ -36,6 +36,14 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
     }
 
 
+async def checksums(state: Any) -> dict[str, Any]:
+    """As vLLM's own /weight_checker gives them, which zeroes all weights for another argument."""
+    found: dict[str, str] = {}
+    for of_worker in await state.engine_client.compute_weight_checksums():
+        found |= of_worker
+    return {"checksums": found}
+
+
 def sglang_server_info(facts: dict[str, Any]) -> dict[str, Any]:
     """The fields of SGLang's /server_info that sglang-router reads."""
     return {

@@ -83,6 +83,8 @@ class ServerMiddleware:
             await self._app(_wanting_arrays(scope) | _path(sglang_api.VLLM_PATH), receive, send)
         elif path in ("/rltool/info", "/server_info", "/model_info"):
             await self._describe(scope, path, send)
+        elif path == "/rltool/checksums":
+            await send_json(send, 200, await info.checksums(scope["app"].state))
         elif path == LEASE_PATH:
             await self._lease(receive, send)
         elif (method, path) in CONTROL_ROUTES and (refusal := self._refusal(scope)) is not None:

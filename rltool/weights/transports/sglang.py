@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rltool.engines.dialects import dialect
+from rltool.engines.inspection import NO_SUCH_ROUTE
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError
 from rltool.weights.transport import Rendezvous
@@ -16,13 +17,14 @@ class SglangControl:
     after_send = False
 
     def begin(self) -> list[HttpRequest]:
-        # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
-        return [HttpRequest("POST", "/begin_weight_update", {})]
+        # Mandatory before a transfer since 0.5.21, and harmless around a load from disk as long as no weights are
+        # quantised. Where the route is missing though it is needed, the transfer that follows is refused.
+        return [HttpRequest("POST", "/begin_weight_update", {}, tolerate=(NO_SUCH_ROUTE,))]
 
     def finish(self, version: str) -> list[HttpRequest]:
         """The version comes last: an engine whose flush was refused still holds the old policy's keys and values."""
         return [
-            HttpRequest("POST", "/end_weight_update", {}),
+            HttpRequest("POST", "/end_weight_update", {}, tolerate=(NO_SUCH_ROUTE,)),
             # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if
             # not.
             HttpRequest("POST", "/flush_cache"),

@@ -1,5 +1,5 @@
 """A fake SGLang on a real socket: the routes and the refusals of the real 0.5.23 that rltool depends on, and knobs for
-faults.
+faults. With another `version` it lacks what that version lacks (read in the released packages' sources).
 
 What it "generates" is a pure function of its weights, the seed and the position, so a test sees whether a sync has
 arrived. tests/e2e/test_sglang.py exercises the same contract on the real server, so that this one cannot drift.
@@ -8,6 +8,7 @@ arrived. tests/e2e/test_sglang.py exercises the same contract on the real server
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 import uuid
 import zlib
@@ -24,6 +25,7 @@ from tests.contract.fakes.nccl_engines import Workers
 VOCAB_SIZE = 100
 EXPECTED_KEY = "fake-key"
 JOIN_SECONDS = 10.0
+RANKS = ("tp_rank", "dp_rank", "pp_rank", "rank")
 
 
 @dataclass
@@ -49,6 +51,8 @@ class FakeSglang:
 
     seconds: float = 0.0
     drop_logprobs: bool = False
+    version: str = "0.5.23"
+    model_path: str = "/models/fake"
     weight_version: str = "default"
     faults: dict[str, Fault] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
@@ -122,8 +126,16 @@ class FakeSglang:
                 connection.transport.abort()
         await runner.cleanup()
 
+    def _since(self, patch: int) -> bool:
+        """Whether this is 0.5.`patch` or later."""
+        return int(self.version.split(".")[2]) >= patch
+
     def _routes(self):
-        yield "GET", "/ready", self._ready
+        if self._since(20):
+            yield "GET", "/ready", self._ready
+        if self._since(21):
+            yield "POST", "/begin_weight_update", self._begin
+            yield "POST", "/end_weight_update", self._end
         yield "GET", "/health", self._health
         yield "GET", "/model_info", self._model_info
         yield "GET", "/server_info", self._server_info
@@ -136,11 +148,10 @@ class FakeSglang:
         yield "POST", "/flush_cache", self._flush
         yield "POST", "/init_weights_update_group", self._init_group
         yield "POST", "/destroy_weights_update_group", self._destroy_group
-        yield "POST", "/begin_weight_update", self._begin
         yield "POST", "/update_weights_from_distributed", self._update
         yield "POST", "/update_weights_from_disk", self._load_directory
-        yield "POST", "/end_weight_update", self._end
         yield "POST", "/update_weight_version", self._set_version
+        yield "POST", "/weights_checker", self._check_weights
 
     @web.middleware
     async def _guard(self, request: web.Request, handler) -> web.StreamResponse:
@@ -200,6 +211,8 @@ class FakeSglang:
             "weight_versions": version_spans([version for version, _ in generated.states]),
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
         }
+        if not self._since(19):
+            del meta["weight_versions"]
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
@@ -214,15 +227,16 @@ class FakeSglang:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "model_path": "/models/fake", "served_model_name": "policy", "weight_version": self.weight_version,
+            "model_path": self.model_path, "served_model_name": "policy", "weight_version": self.weight_version,
             "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
         })  # fmt: skip
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": "0.5.23", "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1, "dp_size": 1,
-            "enable_dp_attention": False, "dtype": "float32",
-            "weight_version": self._start_weight_version, "startup_time": {"load_weight": self.boot},
+            "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1, "dp_size": 1,
+            "enable_dp_attention": False, "dtype": "float32", "model_path": self.model_path,
+            "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
+            "startup_time": {"load_weight": self.boot},
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -230,7 +244,9 @@ class FakeSglang:
 
     async def _loads(self, request: web.Request) -> web.Response:
         load = {"dp_rank": 0, "num_running_reqs": self.batch.running, "num_waiting_reqs": self.batch.waiting}
-        return web.json_response({"version": "0.5.23", "loads": [load | {"token_usage": self.batch.kv_cache_usage}]})
+        return web.json_response(
+            {"version": self.version, "loads": [load | {"token_usage": self.batch.kv_cache_usage}]}
+        )
 
     # -- control
 
@@ -297,7 +313,7 @@ class FakeSglang:
         return _outcome(was_open, "no weight-update session is open; call begin_weight_update() first")
 
     async def _update(self, request: web.Request) -> web.Response:
-        if not self._session_open:
+        if not self._session_open and self._since(21):
             return _outcome(
                 False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
             )
@@ -320,6 +336,13 @@ class FakeSglang:
             self.weights.update({name: _bytes(tensor) for name, tensor in load_file(file).items()})
         self._changed()
         return _outcome(True)
+
+    async def _check_weights(self, request: web.Request) -> web.Response:
+        if self.bodies[request.path] != {"action": "checksum"}:
+            return _outcome(False, "Unsupported action")
+        digests = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.weights.items()}
+        rank = {"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [dict.fromkeys(RANKS, 0)]}
+        return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
 import itertools
 import math
 import time
@@ -38,7 +39,8 @@ class FakeVllm(FakeServer):
     model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find. plugin:
     False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
     replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
-    hours_later: what its leases take the time to be.
+    logprob_shift: what it adds to the log-probabilities of given tokens; those are taken for samples after a prompt of
+    `scored_after`. hours_later: what its leases take the time to be.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
     seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once,
     the others wait. Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do
@@ -60,6 +62,8 @@ class FakeVllm(FakeServer):
         self.missing_logprobs = False
         self.wrong_count = False
         self.sentinel_logprob = False
+        self.scored_after = 8
+        self.logprob_shift = 0.0
         self.accept_versions = True
         self.seconds = 0.0
         self.hours_later = 0
@@ -137,6 +141,7 @@ class FakeVllm(FakeServer):
         if self.plugin:
             routes |= {
                 ("GET", "/rltool/info"): self._info,
+                ("GET", "/rltool/checksums"): self._checksums,
                 ("POST", LEASE_PATH): self._lease,
                 ("POST", "/generate"): self._sglang_generate,
                 ("POST", "/rltool/generate"): self._generate_arrays,
@@ -146,6 +151,7 @@ class FakeVllm(FakeServer):
         else:
             routes[("GET", "/server_info")] = self._stock_server_info
             routes |= {("POST", path): self._native for path in self._native_steps()}
+            routes[("POST", "/weight_checker")] = self._checksums
         return routes
 
     # -- facts
@@ -204,6 +210,13 @@ class FakeVllm(FakeServer):
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
             }
         )
+
+    async def _checksums(self, _) -> web.Response:
+        digests = {
+            f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            for name, tensor in self.tensors.items()
+        }
+        return web.json_response({"checksums": digests})
 
     async def _stock_server_info(self, _) -> web.Response:
         config = {
@@ -272,7 +285,15 @@ class FakeVllm(FakeServer):
             prompt_length=len(ids),
         )
         choices = [self._choice(i, tokens, sampling, generated.states) for i, tokens in enumerate(planned)]
-        return 200, {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
+        reply = {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
+        if sampling.get("prompt_logprobs") is not None:
+            reply["prompt_logprobs"] = [None, *(self._scored(*at) for at in list(enumerate(ids))[1:])]
+        return 200, reply
+
+    def _scored(self, position: int, token: int) -> dict[str, Any]:
+        """A token of a prompt, as if it had been sampled after the first `scored_after` ones."""
+        value = _logprob(token, position - self.scored_after) + self.logprob_shift
+        return {str(token): {"logprob": value, "rank": 1, "decoded_token": None}}
 
     def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
         """The tokens of a sample that nobody interrupts."""

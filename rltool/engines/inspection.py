@@ -1,0 +1,77 @@
+"""What tells whether an engine holds the weights that it should: checksums of its parameters, and log-probabilities of
+given tokens. The part of both dialects for `rltool debug weights`.
+
+Sources: vllm/entrypoints/rl/online/api_router.py, sglang/srt/utils/weight_checker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rltool.engines.checksums import Checksums
+from rltool.engines.plugin import sglang_api
+from rltool.engines.types import HttpRequest
+from rltool.errors import MissingLogprobs
+
+NO_SUCH_ROUTE = 404
+"""What supported versions answer on the routes that later ones added."""
+
+
+class VllmInspection:
+    """See rltool.engines.dialect.Dialect."""
+
+    def checksums(self) -> HttpRequest:
+        # Since 0.32. The route also resets weights, so the plugin has one of its own that only reads (vllm_arrays.py).
+        return HttpRequest("POST", "/weight_checker", {"action": "checksum"}, tolerate=(NO_SUCH_ROUTE,))
+
+    def parse_checksums(self, reply: Any) -> Checksums | None:
+        return None if reply == NO_SUCH_ROUTE else dict(reply["checksums"])
+
+    def score(self, token_ids: Sequence[int]) -> HttpRequest:
+        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        return HttpRequest("POST", sglang_api.VLLM_PATH, {"token_ids": list(token_ids), "sampling_params": parameters})
+
+    def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
+        entries = reply.get("prompt_logprobs") if isinstance(reply, dict) else None
+        if not isinstance(entries, list) or len(entries) != len(token_ids):
+            raise _unscored(sglang_api.VLLM_PATH, token_ids)
+        return tuple(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True))
+
+
+class SglangInspection:
+    """See rltool.engines.dialect.Dialect."""
+
+    def checksums(self) -> HttpRequest:
+        return HttpRequest("POST", "/weights_checker", {"action": "checksum"}, tolerate=(NO_SUCH_ROUTE,))
+
+    def parse_checksums(self, reply: Any) -> Checksums | None:
+        if reply == NO_SUCH_ROUTE:
+            return None
+        found: Checksums = {}
+        for rank in reply["ranks"]:
+            at = rank["parallelism_info"]
+            if isinstance(at, list):  # 0.5.23 has one for the model and one for each draft; they lie on one GPU
+                at = at[0]
+            where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:tp{at['tp_rank']}"
+            found |= {f"{where}:{name}": digest for name, digest in rank["checksums"].items()}
+        return found
+
+    def score(self, token_ids: Sequence[int]) -> HttpRequest:
+        body = {
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        return HttpRequest("POST", "/generate", body)
+
+    def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
+        entries = reply["meta_info"].get("input_token_logprobs") or ()
+        if [entry[1] for entry in entries] != list(token_ids):
+            raise _unscored("/generate", token_ids)
+        return tuple(entry[0] for entry in entries[1:])
+
+
+def _unscored(path: str, token_ids: Sequence[int]) -> MissingLogprobs:
+    return MissingLogprobs(f"{path} gave no log-probability for each of {len(token_ids)} prompt tokens")

@@ -1,0 +1,83 @@
+"""Which versions of vLLM and SGLang rltool works with, and what differs between them: one table. Pure.
+
+Read in the sources of the released packages; vLLM 0.32 and SGLang 0.5.23 are the ones that the tests run for real. What
+a server shows by itself (a route that is not there answers 404) is probed, and does not stand here.
+"""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+Version = tuple[int, ...]
+
+OLDEST: dict[str, Version] = {"vllm": (0, 29), "sglang": (0, 5, 17)}
+NEWEST: dict[str, Version] = {"vllm": (0, 32), "sglang": (0, 5, 23)}
+"""Inclusive; what follows (0.32.1, 0.5.23.post1) belongs to it."""
+NAMES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+class Feature(StrEnum):
+    """What some of the supported versions have and others lack."""
+
+    VERSION_SPANS = "version spans"  # a reply tells which weights sampled which of its tokens
+    VERSION_OF_REPLY = "version of a reply"  # a reply names the weights that were there when it was made
+    STARTING_VERSION = "starting version"  # /server_info keeps the weight version that the server was started with
+
+
+SINCE: dict[tuple[str, Feature], Version] = {
+    ("vllm", Feature.VERSION_SPANS): (0, 32),
+    ("vllm", Feature.VERSION_OF_REPLY): (0, 32),
+    ("sglang", Feature.VERSION_SPANS): (0, 5, 19),
+    ("sglang", Feature.VERSION_OF_REPLY): (0, 5, 17),
+    ("sglang", Feature.STARTING_VERSION): (0, 5, 18),
+}
+"""The first version that has it; an engine that is not named has it in none.
+
+Probed instead: SGLang's /ready (0.5.20), and its /begin_weight_update and /end_weight_update (0.5.21, and mandatory
+there)."""
+
+
+def parse(version: str) -> Version | None:
+    """(0, 5, 23) of "0.5.23.post1" or "v0.5.23+cpu"; None for a version without two numbers (a build from source)."""
+    found = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version)
+    return tuple(int(part) for part in found.groups() if part is not None) if found else None
+
+
+def has(kind: str, version: str, feature: Feature) -> bool:
+    """Whether an engine of this version has it. A version that cannot be read is taken for a new one."""
+    since, found = SINCE.get((kind, feature)), parse(version)
+    return since is not None and (found is None or found >= since)
+
+
+def refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
+    """Why rltool does not work with this version, None if it does. newer: those after the newest known are taken."""
+    name, oldest, newest, found = NAMES[kind], OLDEST[kind], NEWEST[kind], parse(version)
+    known = f"rltool knows {name} {_text(oldest)} to {_text(newest)}"
+    if found is not None and found < oldest:
+        return f"is {name} {version}, which is too old: {known}"
+    if (found is None or found[: len(newest)] > newest) and not newer:
+        return f"is {name} {version}, and {known}; engines.newer_versions = true tries it all the same"
+    return None
+
+
+def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:
+    """Why an engine of this version cannot be trained against, though it generates; None if it can."""
+    name = NAMES[kind]
+    if not has(kind, version, Feature.VERSION_OF_REPLY):
+        since = _text(SINCE[kind, Feature.VERSION_OF_REPLY])
+        return (
+            f"is {name} {version}, which does not tell the weight version of what it sampled, so it cannot be trained "
+            f"against: install {name} {since} (as it is, it serves `debug rollout-only`)"
+        )
+    if not has(kind, version, Feature.VERSION_SPANS) and pause_mode != "abort":
+        since = _text(SINCE[kind, Feature.VERSION_SPANS])
+        return (
+            f"is {name} {version}, which tells one weight version for a whole response ({since} tells it for every "
+            f'token), so none may run across a sync: set weights.pause_mode to "abort"'
+        )
+    return None
+
+
+def _text(version: Version) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,73 @@
+"""Digests of parameters: what is compared, and what a checkpoint's tensors are called in an engine."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from rltool.engines.checksums import EMPTY, compare, of_one_rank, parts_of_parameters
+from rltool.engines.dialects import dialect
+from rltool.errors import MissingLogprobs
+
+
+def test_differences_come_in_the_engines_order_and_what_cannot_be_compared_is_named():
+    engine = {"embed": "1", "layer.0": "2", "layer.1": "3", "packed": EMPTY, "own": "5"}
+    found = compare(engine, {"layer.1": "x", "layer.0": "x", "embed": "1", "packed": "4", "theirs": "6"})
+    assert (found.equal, found.differing) == (1, ("layer.0", "layer.1"))
+    assert set(found.unknown) == {"packed", "own", "theirs"}
+
+
+def test_an_empty_digest_is_no_agreement():
+    assert compare({"a": EMPTY}, {"a": EMPTY}).equal == 0
+    assert hashlib.sha256(b"").hexdigest() == EMPTY
+
+
+def test_projections_are_parts_of_the_matrix_that_engines_keep_them_in():
+    names = [f"layers.0.self_attn.{part}_proj.{kind}" for kind in ("weight", "bias") for part in "vqk"]
+    names += ["layers.0.mlp.up_proj.weight", "layers.0.mlp.gate_proj.weight", "layers.0.mlp.down_proj.weight", "norm"]
+    parts = parts_of_parameters(names)
+    for kind in ("weight", "bias"):
+        expected = [f"layers.0.self_attn.{part}_proj.{kind}" for part in "qkv"]
+        assert parts[f"layers.0.self_attn.qkv_proj.{kind}"] == expected
+    assert parts["layers.0.mlp.gate_up_proj.weight"] == ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]
+    assert parts["layers.0.mlp.down_proj.weight"] == ["layers.0.mlp.down_proj.weight"] and parts["norm"] == ["norm"]
+
+
+def test_parameters_of_one_rank_lose_its_name_and_those_of_several_cannot_be_compared_with_a_checkpoint():
+    assert of_one_rank({"tp0:a": "1", "tp0:b": "2"}) == {"a": "1", "b": "2"}
+    assert of_one_rank({"tp0:a": "1", "tp1:a": "2"}) is None
+
+
+def test_vllm_is_asked_by_its_own_route_and_with_the_plugin_by_one_that_only_reads():
+    stock, ours = dialect("vllm").checksums(), dialect("vllm", plugin=True).checksums()
+    assert (stock.method, stock.path, stock.body) == ("POST", "/weight_checker", {"action": "checksum"})
+    assert (ours.method, ours.path) == ("GET", "/rltool/checksums")
+    for speaks in (dialect("vllm"), dialect("vllm", plugin=True)):
+        assert speaks.parse_checksums({"checksums": {"tp0:a": "1"}}) == {"tp0:a": "1"}
+        assert speaks.parse_checksums(404) is None, "before 0.32"
+
+
+@pytest.mark.parametrize("shape", [lambda at: [at], lambda at: at], ids=["0.5.23", "0.5.17"])
+def test_sglangs_ranks_are_told_apart(shape):
+    where = [{"tp_rank": rank, "dp_rank": 0, "pp_rank": 0} for rank in range(2)]
+    ranks = [{"checksums": {"a": str(at["tp_rank"])}, "parallelism_info": shape(at)} for at in where]
+    speaks = dialect("sglang")
+    assert speaks.parse_checksums({"ranks": ranks}) == {"dp0:pp0:tp0:a": "0", "dp0:pp0:tp1:a": "1"}
+    assert speaks.parse_checksums(404) is None
+
+
+def test_given_tokens_are_scored_by_both():
+    tokens = (5, 6, 7)
+    vllm = [None, {"6": {"logprob": -0.5}}, {"7": {"logprob": -2.0}}]
+    assert dialect("vllm").parse_score(tokens, {"prompt_logprobs": vllm}) == (-0.5, -2.0)
+    sglang = [[None, 5, None], [-0.5, 6, None], [-2.0, 7, None]]
+    assert dialect("sglang").parse_score(tokens, {"meta_info": {"input_token_logprobs": sglang}}) == (-0.5, -2.0)
+
+
+@pytest.mark.parametrize("reply", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None]}])
+def test_a_token_that_was_not_scored_is_an_error(reply):
+    with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
+        dialect("vllm").parse_score((5, 6, 7), reply)
+    with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
+        dialect("sglang").parse_score((5, 6, 7), {"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
