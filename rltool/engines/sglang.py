@@ -138,7 +138,7 @@ class SglangDialect(SglangInspection):
             device=server.get("device"),
             paused=None if replies["ready"] == NO_SUCH_ROUTE else replies["ready"] == NOT_READY,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
-            model_path=model.get("model_path") or server.get("model_path"),
+            model_path=server.get("model_path") or model.get("model_path"),  # the latter follows updates from disk
         )
 
     def health(self) -> HttpRequest:
