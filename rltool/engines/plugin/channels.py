@@ -1,0 +1,121 @@
+"""How buckets come into a vLLM worker: one class for each transport of rltool.engines.wire.
+
+A channel is opened by the init request and closed when the trainer, or another one, connects anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from rltool.engines import nccl, wire
+from rltool.engines.types import Bucket
+
+
+class ChannelError(RuntimeError):
+    """The bytes of a bucket did not come; the text goes to the trainer. `broken`: nor will any others."""
+
+    def __init__(self, message: str, *, broken: bool = True) -> None:
+        super().__init__(message)
+        self.broken = broken
+
+
+class FlatChannel(Protocol):
+    """Buckets come as flat runs of bytes."""
+
+    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        """Each bucket with its bytes ([bytes] uint8), in order. Raises ChannelError."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class GlooChannel:
+    """Into the host's memory, one after another. timeout_seconds: for joining, and then for each bucket."""
+
+    def __init__(
+        self, address: str, port: int, *, rank: int, world_size: int, group: str, timeout_seconds: float
+    ) -> None:
+        self._group = wire.open_group(address, port, rank, world_size, group, timeout_seconds)
+
+    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        for bucket in buckets:
+            flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
+            try:
+                wire.broadcast(self._group, flat)
+            except RuntimeError as error:
+                raise ChannelError(f"the broadcast of {flat.numel()} bytes from the trainer failed: {error}") from error
+            yield bucket, flat
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+class NcclChannel:
+    """Into the GPU's memory: the next bucket arrives while the one before is loaded, so two of them lie there."""
+
+    def __init__(
+        self,
+        unique_id: bytes,
+        *,
+        trainer_version: int,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout_seconds: float,
+    ) -> None:
+        """trainer_version: of its NCCL. timeout_seconds: for joining, and then for each bucket."""
+        library = nccl.NcclLibrary()
+        nccl.check_version(trainer_version, least=0, engine=library.version())
+        self._seconds, self._device = timeout_seconds, device
+        self._communicator = nccl.Communicator(library, unique_id, world_size, rank, device, seconds=timeout_seconds)
+        self._communicator.join(timeout_seconds)
+
+    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+        ahead: list[tuple[Bucket, torch.Tensor, nccl.Work | None]] = []
+        try:
+            for bucket in buckets:
+                ahead.append(self._begin(bucket))
+                if len(ahead) == 2:
+                    yield self._end(*ahead.pop(0))
+            for begun in ahead:
+                yield self._end(*begun)
+        except nccl.NcclError as error:
+            raise ChannelError(f"receiving weights over NCCL: {error}") from error
+        except GeneratorExit:  # the bucket before could not be loaded: the next one is on its way, and nobody takes it
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._communicator.abort("the transfer group was left")
+
+    def _begin(self, bucket: Bucket) -> tuple[Bucket, torch.Tensor, nccl.Work | None]:
+        flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8, device=self._device)
+        return bucket, flat, self._communicator.broadcast(flat) if flat.numel() else None
+
+    def _end(self, bucket: Bucket, flat: torch.Tensor, work: nccl.Work | None) -> tuple[Bucket, torch.Tensor]:
+        if work is not None:
+            work.wait(self._seconds)
+        return bucket, flat
+
+
+def read_bucket_file(bucket: Bucket, path: str) -> list[tuple[str, torch.Tensor]]:
+    """The disk's way: one safetensors file holds exactly the announced tensors. Raises ChannelError."""
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except Exception as error:  # the library raises its own type, OSError or whatever the header provokes
+        raise ChannelError(
+            f"cannot read {path}: {error} (the engine must see the trainer's file system)", broken=False
+        ) from error
+    found = {name: wire.meta_of(name, tensor) for name, tensor in tensors.items()}
+    wrong = [meta.name for meta in bucket if found.get(meta.name) != meta]
+    wrong += sorted(found.keys() - {meta.name for meta in bucket})
+    if wrong:
+        raise ChannelError(
+            f"{path} does not hold what was announced: {wrong[0]} is missing, surplus or of another form", broken=False
+        )
+    return [(meta.name, tensors[meta.name]) for meta in bucket]

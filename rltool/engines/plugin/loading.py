@@ -1,0 +1,218 @@
+"""One weight update inside a vLLM worker, from its first bucket to its end, by vLLM's reload or by replayed copies.
+
+Which of the two follows from the updates before (rltool.engines.plugin.replay): the first is slow and recorded, the
+second slow and compared, the others are replayed. An update that was cut short, or that has other buckets than those
+before, begins again with the first.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, cast
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from rltool.engines import wire
+from rltool.engines.plugin import reload
+from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
+from rltool.engines.types import Bucket
+
+logger = logging.getLogger(__name__)
+
+NAMED_IN_ERRORS = 5
+"""How many of the missing layers an error lists."""
+
+COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Kinds of layers whose parameters, on a GPU, are the checkpoint's tensors, merged and cut but not changed."""
+
+
+class WeightUpdateError(RuntimeError):
+    """An update that cannot be applied; the text goes to the trainer."""
+
+
+class Loader:
+    """Of one worker's model. `changed` is true from the first tensor of an update until it is finished: the weights are
+    then a mixture."""
+
+    def __init__(self, *, pipeline_stage: bool) -> None:
+        """pipeline_stage: the model is a part of the layers, which rightly ignores the tensors of the others."""
+        self.changed = False
+        self._pipeline_stage = pipeline_stage
+        self._plan: ReplayPlan | None = None
+        self._compared = False
+        self._slow_for_ever = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._names: set[str] = set()
+        self._buckets: list[Bucket] = []
+        self._reloading = False
+        self._to_compare: list[tuple[torch.nn.Module, Copy, torch.Tensor]] = []
+
+    # -- an update
+
+    def start(self, model: torch.nn.Module) -> None:
+        """Whatever an earlier update left behind is abandoned."""
+        self.abandon(model)
+        if not self._replays():
+            self._begin_reload(model)
+
+    def load_flat(self, model: torch.nn.Module, bucket: Bucket, flat: torch.Tensor) -> None:
+        """flat: [bytes] uint8, anywhere."""
+        self._buckets.append(bucket)
+        if self._replays() and not self._reloading:
+            self._replay(bucket, flat)
+            return
+        sources = self._sources(model, bucket, flat)
+        self.load_named(model, wire.split_flat(sources, bucket))
+        self._compare_complete(model)
+
+    def load_named(self, model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
+        """One tensor at a time, so that an error and a tensor that nobody takes have a name."""
+        if not self._reloading:
+            self._begin_reload(model)
+        for name, tensor in named:
+            if name in self._names:
+                raise WeightUpdateError(f"{name} was sent twice in one update")
+            self._names.add(name)
+            self.changed = True
+            try:
+                taken = cast(Any, model).load_weights([(name, tensor)])
+            except Exception as error:  # a model's loaders assert, or raise whatever they like
+                what = str(error) or "its loader refused it, for its shape or dtype"
+                raise WeightUpdateError(
+                    f"{name} {tensor.dtype} {list(tensor.shape)}: {type(error).__name__}: {what}"
+                ) from error
+            if not taken and not self._pipeline_stage:
+                raise WeightUpdateError(f"the model of this engine has no use for {name} {list(tensor.shape)}")
+
+    def finish(self, model: torch.nn.Module, model_config: Any) -> None:
+        """All has come: WeightUpdateError if not."""
+        if self._reloading:
+            missing = reload.missing_layers(model)
+        else:
+            assert self._plan is not None
+            missing = self._plan.missing(set(self._buckets))
+        if missing:
+            more = f" and {len(missing) - NAMED_IN_ERRORS} more" if len(missing) > NAMED_IN_ERRORS else ""
+            raise WeightUpdateError(f"the update is incomplete: {', '.join(missing[:NAMED_IN_ERRORS])}{more}")
+        if self._reloading:
+            reload.finish_reload(model, model_config)
+            self._learn(model)
+        else:
+            _process_attention(model, model_config)
+        self._reset()
+        self.changed = False
+
+    def abandon(self, model: torch.nn.Module) -> None:
+        """End an update that will not be finished. Idempotent."""
+        if self._reloading:
+            reload.abandon_reload(model)
+        self._reset()
+
+    # -- the two ways
+
+    def _replays(self) -> bool:
+        return self._plan is not None and self._compared
+
+    def _begin_reload(self, model: torch.nn.Module) -> None:
+        reload.begin_reload(model)
+        self._reloading = True
+
+    def _replay(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        assert self._plan is not None
+        if bucket not in self._plan:
+            self._forget()
+            raise WeightUpdateError(
+                f"{bucket[0].name}: other buckets than in the updates before; the next update is loaded from scratch"
+            )
+        self.changed = True
+        self._plan.apply(bucket, flat)
+
+    def _forget(self) -> None:
+        self._plan, self._compared = None, False
+
+    def _learn(self, model: torch.nn.Module) -> None:
+        """After a slow update: record it, or conclude what was compared."""
+        if self._slow_for_ever or not self._buckets:
+            return
+        try:
+            if self._plan is None:
+                _check_layers(model)
+                self._plan = record_plan(self._buckets, lambda name, tensor: cast(Any, model).load_weights([(name, tensor)]))
+                return
+            self._compare(self._to_compare)
+            if not self._plan.missing(set(self._buckets)):
+                self._compared = True
+                logger.info("weight updates are replayed as copies from now on")
+        except NotACopy as error:
+            self._forget()
+            self._slow_for_ever = True
+            logger.warning("weight updates go through vLLM's reload, not as copies: %s", error)
+
+    # -- comparing
+
+    def _sources(self, model: torch.nn.Module, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, whose parts are noted down where this update is the one that is compared."""
+        if self._plan is None or self._slow_for_ever:
+            return flat
+        if bucket not in self._plan:
+            self._forget()
+            self._to_compare = []
+            return flat
+        owners = {_storage(parameter): layer for layer in model.modules() for parameter in _kernel_tensors(layer)}
+        for copy in self._plan.copies(bucket):
+            layer = owners.get(_storage(copy.destination))
+            if layer is not None:
+                self._to_compare.append((layer, copy, copy.source(flat)))
+        return flat
+
+    def _compare_complete(self, model: torch.nn.Module) -> None:
+        """Layers that are loaded by now; the bytes of the others wait, as vLLM has them wait."""
+        waiting = [item for item in self._to_compare if get_layerwise_info(item[0]).can_load()]
+        done = [item for item in self._to_compare if not get_layerwise_info(item[0]).can_load()]
+        self._to_compare = waiting
+        try:
+            self._compare(done)
+        except NotACopy as error:
+            self._forget()
+            self._slow_for_ever, self._to_compare = True, []
+            logger.warning("weight updates go through vLLM's reload, not as copies: %s", error)
+
+    def _compare(self, items: list[tuple[torch.nn.Module, Copy, torch.Tensor]]) -> None:
+        for layer, copy, source in items:
+            if stored_otherwise(copy, source.to(copy.destination.device)):
+                raise NotACopy(f"{type(layer).__name__} holds other values than were copied into it")
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """NotACopy for a model with a layer that is processed after loading."""
+    for name, layer in model.named_modules():
+        if any(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False)):
+            raise NotACopy(f"{name} lies on the CPU")
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method) not in COPIED_AS_THEY_ARE:
+            raise NotACopy(f"{name} is processed after loading ({type(method).__name__})")
+
+
+def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
+    """What vLLM derives from weights after they were loaded (finalize_layerwise_processing)."""
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            cast(Any, layer).process_weights_after_loading(model_config.dtype)
+
+
+def _kernel_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters that the engine computes with, also while the layer waits for tensors."""
+    info = get_layerwise_info(layer)
+    if info.can_load() and info.kernel_tensors is not None:
+        return list(info.kernel_tensors[0].values())
+    return list(layer.parameters(recurse=False))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

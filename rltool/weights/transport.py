@@ -1,0 +1,218 @@
+"""How weights reach one engine: a sender in trainer rank 0, and the HTTP requests that make the engine receive.
+
+A transport is chosen per engine (`choose`), from what the engine reports and from weights.transport; one sync may feed
+engines over several of them. Nothing outside `transports/` depends on which it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.errors import EngineError, UsageError
+
+Backend = Literal["gloo", "disk", "nccl"]
+
+
+class TransportError(EngineError):
+    """An engine could not be joined or sent to. `join`, `send` and Work.wait raise this, RuntimeError (torch's) or
+    OSError for a failure that is that engine's alone; anything else is a bug, and ends the sync."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """An engine that shall receive weights. world_size: workers, as it reports them, data-parallel replicas
+    included."""
+
+    url: str
+    dialect: str
+    backend: Backend
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where an engine finds the trainer, which is rank 0 of `world_size` = 1 + the engine's. JSON-able.
+
+    address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; directory: for transports that
+    leave files.
+    """
+
+    transport: Backend
+    world_size: int
+    group: str
+    address: str = ""
+    port: int = 0
+    unique_id: str | None = None
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """What all senders of a trainer have in common.
+
+    device: the trainer's own; deadline: seconds for joining, and then for each bucket (deadlines.bucket); directory: of
+    this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go with those files.
+    """
+
+    group: str
+    config: WeightsConfig
+    device: torch.device
+    deadline: float
+    directory: Path
+    model_files: Path
+
+
+class Work(Protocol):
+    """A bucket on its way."""
+
+    def wait(self, seconds: float) -> None:
+        """Returns when the buffer may be filled anew. Raises when sending failed or took longer."""
+        ...
+
+
+class SenderTransport(Protocol):
+    """The trainer's end of one connection, in rank 0. Made by its factory without side effects.
+
+    `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
+    All but `host` and `abort` are called on one thread of this connection's own, which they may block.
+    """
+
+    device: torch.device
+    """Where the buckets given to `send` must lie: the CPU for gloo and disk, the trainer's GPU for NCCL."""
+
+    def host(self) -> Rendezvous:
+        """Listening from now on."""
+        ...
+
+    def join(self, seconds: float) -> None:
+        """Blocks until all ranks of the group are there."""
+        ...
+
+    def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
+        """A sync begins, in which exactly these buckets will be sent, in this order."""
+        ...
+
+    def send(self, bucket: Bucket, flat: Tensor) -> Work:
+        """Enqueue one bucket. flat: [bytes] uint8 on `device`, complete (the stream that filled it was synchronised),
+        and left alone until the work is done."""
+        ...
+
+    def finish(self) -> None:
+        """All buckets were sent. Returns when the engine can have all of them: what was held back goes out now."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """From any thread, at any time, idempotent, returns at once: a blocked `join`, `send` or `wait` ends soon, by
+        raising. The connection is of no use afterwards, but for `close`."""
+        ...
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        ...
+
+
+class ReceiverControl(Protocol):
+    """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
+
+    after_send: `announce`'s requests are sent when the ranks have sent everything, not beside it.
+    """
+
+    after_send: bool
+
+    def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
+        """Join the group; blocks in the engine until the trainer has joined as rank 0. timeout_seconds: for that, and
+        then for each bucket, in an engine that can be told."""
+        ...
+
+    def begin(self) -> list[HttpRequest]: ...
+
+    def announce(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
+    ) -> list[tuple[HttpRequest, int]]:
+        """The requests that make the engine take all buckets, in order, each with the number of buckets that it covers;
+        these numbers add up to len(buckets)."""
+        ...
+
+    def finish(self, version: str) -> list[HttpRequest]:
+        """The update is complete: the engine drops its prefix cache and bears the version."""
+        ...
+
+    def leave(self, group: str) -> list[HttpRequest]:
+        """Leave the group and close an update that was left open. Neither need be there."""
+        ...
+
+
+Obstacle = Callable[[EngineInfo, str], str | None]
+"""(engine, device of the trainer: cpu or cuda) -> why weights cannot go there this way, and what to do; None: they
+can."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
+    sends does not depend on them. listens: the sender has a port that engines connect to."""
+
+    sender: Callable[[Receiver, SenderOptions], SenderTransport]
+    control: ReceiverControl
+    obstacle: Obstacle
+    shared: bool = False
+    listens: bool = True
+
+
+TRANSPORTS: dict[tuple[str, Backend], str] = {
+    ("vllm", "gloo"): "rltool.weights.transports.gloo:VLLM",
+    ("sglang", "gloo"): "rltool.weights.transports.gloo:SGLANG",
+    ("vllm", "disk"): "rltool.weights.transports.disk:VLLM",
+    ("sglang", "disk"): "rltool.weights.transports.disk:SGLANG",
+}
+"""(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
+
+
+AUTO: tuple[Backend, ...] = ("nccl", "gloo", "disk")
+"""What weights.transport = "auto" tries, in order."""
+
+
+def transport(dialect: str, backend: Backend) -> Transport:
+    """The transport of this kind of engine. Raises KeyError for a pair that `choose` does not return."""
+    module, name = TRANSPORTS[dialect, backend].split(":")
+    return getattr(import_module(module), name)
+
+
+def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Backend:
+    """How weights reach this engine: weights.transport, or with auto the first of AUTO that can.
+
+    trainer_device: cpu or cuda. UsageError, a sentence without the engine's name, where none can.
+    """
+    if config.transport != "auto":
+        why = obstacle(info, config.transport, trainer_device)
+        if why is not None:
+            raise UsageError(why)
+        return config.transport
+    for backend in AUTO:
+        if obstacle(info, backend, trainer_device) is None:
+            return backend
+    if info.weight_backend is None:
+        raise UsageError("has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`")
+    raise UsageError(
+        f"offers the weight backend {info.weight_backend!r}, which a trainer on device {trainer_device!r} cannot send "
+        "to: start it with `rltool serve-engines --weight-backend rltool`"
+    )
+
+
+def obstacle(info: EngineInfo, backend: Backend, trainer_device: str) -> str | None:
+    """Why weights cannot reach this engine over `backend`; None: they can."""
+    if (info.dialect, backend) not in TRANSPORTS:
+        return (
+            f"cannot be sent weights over {backend}: this version of rltool has no such transport for {info.dialect}; "
+            'leave weights.transport at "auto"'
+        )
+    return transport(info.dialect, backend).obstacle(info, trainer_device)

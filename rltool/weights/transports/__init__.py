@@ -1,0 +1,1 @@
+"""One file per way for weights to travel: the trainer's sender, and what the engine is asked to do."""

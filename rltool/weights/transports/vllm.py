@@ -1,0 +1,51 @@
+"""What every transport asks of a vLLM server: vllm/entrypoints/rl/online has the routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rltool.engines.dialects import dialect
+from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+
+
+class VllmControl:
+    """The part of ReceiverControl that does not depend on how the bytes travel."""
+
+    after_send = False
+
+    def begin(self) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/start_weight_update")]
+
+    def finish(self, version: str) -> list[HttpRequest]:
+        # The prefix cache holds keys and values of the old weights: a prompt that hits it gets log-probabilities that
+        # are off by 1. A pause drops it too, but vLLM documents that it may not with mode=keep, and an update needs no
+        # pause. Running requests hold blocks of it: they are requeued, so that their tokens so far stay and their cache
+        # is computed anew.
+        return [
+            HttpRequest("POST", "/finish_weight_update", {"weight_version": version}),
+            HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
+        ]
+
+    def leave(self, group: str) -> list[HttpRequest]:
+        return dialect("vllm").leave_transfer(group)
+
+
+def init_request(info: dict[str, Any]) -> HttpRequest:
+    return HttpRequest("POST", "/init_weight_transfer_engine", {"init_info": info})
+
+
+def update_request(bucket: Bucket, **more: Any) -> HttpRequest:
+    """To rltool's plugin (rltool.engines.wire): one bucket."""
+    info: dict[str, Any] = {
+        "names": [meta.name for meta in bucket],
+        "dtypes": [meta.dtype for meta in bucket],
+        "shapes": [list(meta.shape) for meta in bucket],
+    }
+    return HttpRequest("POST", "/update_weights", {"update_info": info | more})
+
+
+def without_plugin(info: EngineInfo) -> str | None:
+    """Why a server whose backend is not rltool's cannot be sent weights; None: it is."""
+    if info.weight_backend is None:
+        return "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
+    return None
