@@ -66,7 +66,7 @@ def rollout_only(
     if out is not None:
         check_directory(out)
     fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
-    check_fleet(fleet, settings, transport=None)
+    check_fleet(fleet, settings, trainer_device=None)
     check_router(fleet, settings)
 
     console = Console()

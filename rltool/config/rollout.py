@@ -179,7 +179,8 @@ class WeightsConfig(Config):
     """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines
     share; nccl is not built yet."""
     bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
-    """Tensors are sent together up to this many bytes; one larger tensor is sent alone."""
+    """Tensors are sent together until they are larger than this many bytes: a bucket is closed after the tensor that
+    makes it so."""
     advertise_host: str | None = None
     """Address of the trainer as engines see it; None: the local address of the route to each engine."""
     port_range: tuple[int, int] | None = None

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.types import Bucket, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
-from rltool.errors import UsageError
+from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 
 PauseMode = Literal["keep", "wait", "abort"]
-Transport = Literal["gloo", "disk", "nccl"]
 
 
 class Dialect(Protocol):
@@ -68,48 +66,12 @@ class Dialect(Protocol):
         """
         ...
 
-    # -- weights
-    def init_transfer(
-        self,
-        transport: Transport,
-        *,
-        address: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        group: str,
-        timeout_seconds: float,
-    ) -> list[HttpRequest]:
-        """Join the transfer group. The gloo request blocks in the engine until the trainer has joined as rank 0."""
-        ...
-
-    def begin_update(self) -> list[HttpRequest]: ...
-
-    def update_bucket(
-        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
-    ) -> list[HttpRequest]:
-        """Announce one bucket; gloo: received while this request is open.
-
-        disk: `path` is one safetensors file, model-I-of-N.safetensors, of a directory in HF layout that is complete
-        before its first file is announced. A server that reads file by file gets a request for each; one that loads
-        whole directories gets none but for the last file, and so the list is empty for the others.
-        """
-        ...
-
-    def finish_update(self, version: str) -> list[HttpRequest]: ...
-
-    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
-        """Leave the group and close an update that was left open, by us or by a trainer that died. Neither need be
-        there."""
+    def leave_transfer(self, group: str) -> list[HttpRequest]:
+        """Leave a weight-transfer group and close an update that was left open, by us or by a trainer that died,
+        whatever the transport was. Neither need be there. The other steps of a transfer are in rltool.weights."""
         ...
 
     # -- launching
     def argv(self, launch: EngineLaunch) -> list[str]: ...
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
-
-
-def refuse_nccl(transport: Transport) -> None:
-    """UsageError for the transport that no dialect takes yet."""
-    if transport == "nccl":
-        raise UsageError("weight transfer over NCCL is not built into this version of rltool: use gloo or disk")

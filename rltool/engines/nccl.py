@@ -204,11 +204,17 @@ class Work:
         self._communicator, self._done, self._flat, self._what = communicator, done, flat, what
         self._watchdog = communicator.watch(what)
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds: float, *, check: Callable[[], None] | None = None) -> None:
         """Until the bytes have left (rank 0) or arrived; NcclError when the communicator fails or is late. A late one
-        is aborted."""
+        is aborted. What `check` raises ends the wait, and leaves the communicator alone."""
+
+        def done() -> bool:
+            if check is not None:
+                check()
+            return self._done()
+
         try:
-            self._communicator.wait(self._done, seconds, self._what)
+            self._communicator.wait(done, seconds, self._what)
         finally:
             self._watchdog.cancel()
 

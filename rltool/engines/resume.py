@@ -75,7 +75,7 @@ async def _unpause(client: EngineClient, engine: EngineEndpoint, info: EngineInf
     requests = dialect(info.dialect)
     # The group first: a resumed engine must not wait in a collective for a trainer that is gone.
     try:
-        await client.run(engine, requests.shutdown_transfer(TRANSFER_GROUP), timeout=timeout)
+        await client.run(engine, requests.leave_transfer(TRANSFER_GROUP), timeout=timeout)
         transfer = "transfer group shut down"
     except EngineError as error:  # most often: there was none
         transfer = f"no transfer group shut down: {error}"

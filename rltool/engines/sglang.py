@@ -11,14 +11,12 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
+from rltool.engines.dialect import PauseMode
 from rltool.engines.types import (
     SEED_MODULUS,
-    Bucket,
     Completion,
     EngineInfo,
     EngineLoad,
@@ -33,8 +31,6 @@ GENERATE_PATH = "/generate"
 BOOT_VERSION = re.compile(r"boot-([0-9a-f]{32})")
 """The weight version that our launch line gives a new server. /server_info shows it for as long as the process
 lives."""
-
-SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 IDLE_SECONDS = 30
 """How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long
@@ -51,8 +47,6 @@ LAUNCHER = (
 """SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the
 process. Its log starts with all its arguments, the key among them: the log file must not be readable by others
 (0600)."""
-
-DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
 
 class SglangDialect:
@@ -128,6 +122,7 @@ class SglangDialect:
             engine_version=server["version"],
             model_id=server["served_model_name"],  # in /model_info, a load from disk replaces it by the directory
             world_size=server["tp_size"] * server["pp_size"] * replicas,
+            dp_size=server["dp_size"],
             max_model_len=models[0].get("max_model_len") if models else None,
             vocab_size=None,  # SGLang does not tell
             dtype=server["dtype"] if server["dtype"] != "auto" else None,
@@ -135,6 +130,7 @@ class SglangDialect:
             weight_version=model["weight_version"],
             boot_id=_boot_id(server),
             plugin=False,
+            device=server.get("device"),
             paused=replies["ready"] == 503,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
         )
@@ -193,76 +189,8 @@ class SglangDialect:
             raise ValueError("an empty request id would abort the requests of everybody")
         return [HttpRequest("POST", "/abort_request", {"rid": request_id}) for request_id in request_ids]
 
-    # -- weights
-
-    def init_transfer(
-        self,
-        transport: Transport,
-        *,
-        address: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        group: str,
-        timeout_seconds: float,
-    ) -> list[HttpRequest]:
-        """`timeout_seconds` cannot be told to SGLang: its scheduler waits torch's 30 minutes for a trainer that does
-        not come.
-
-        Refused by the server with data parallelism. rltool.weights.sglang_group is the trainer's side.
-        """
-        refuse_nccl(transport)
-        if transport == "disk":
-            return []
-        body = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group,
-            "backend": "gloo",
-        }
-        return [HttpRequest("POST", "/init_weights_update_group", body)]
-
-    def begin_update(self) -> list[HttpRequest]:
-        # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
-        return [HttpRequest("POST", "/begin_weight_update", {})]
-
-    def update_bucket(
-        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
-    ) -> list[HttpRequest]:
-        """gloo: SGLang receives one flat uint8 broadcast from rank 0. disk: nothing is sent until the last file of the
-        version.
-
-        The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
-        """
-        refuse_nccl(transport)
-        if transport == "disk":
-            return _load_directory(path)
-        _check_alignment(bucket)
-        body = {
-            "names": [meta.name for meta in bucket],
-            "dtypes": [meta.dtype for meta in bucket],
-            "shapes": [list(meta.shape) for meta in bucket],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        return [HttpRequest("POST", "/update_weights_from_distributed", body)]
-
-    def finish_update(self, version: str) -> list[HttpRequest]:
-        """The version comes last: an engine whose flush was refused still holds the old policy's keys and values."""
-        return [
-            HttpRequest("POST", "/end_weight_update", {}),
-            # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if
-            # not.
-            HttpRequest("POST", "/flush_cache"),
-            # abort_all_requests is true by default, which would throw away what a pause with `keep` has kept.
-            HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}),
-        ]
-
-    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
-        """Leave the group, and close an update that a failed sync left open: every later one would be refused.
+    def leave_transfer(self, group: str) -> list[HttpRequest]:
+        """An update that a failed sync left open is closed: every later one would be refused.
 
         SGLang answers 400 where there is no such group or no open update. Both may well be so.
         """
@@ -362,30 +290,3 @@ def _boot_id(server: Mapping[str, Any]) -> str | None:
         return ours[1]
     timings = server.get("startup_time")
     return hashlib.sha256(json.dumps(timings, sort_keys=True).encode()).hexdigest()[:32] if timings else None
-
-
-def _check_alignment(bucket: Bucket) -> None:
-    """SGLang views each tensor in place in the flat buffer, so each must start at a multiple of its item size."""
-    offset = 0
-    for meta in bucket:
-        size = DTYPE_BYTES.get(meta.dtype, 1)
-        if offset % size:
-            raise EngineError(
-                f"{meta.name} ({meta.dtype}) starts at byte {offset} of its bucket, which SGLang cannot read: "
-                "put tensors of one dtype into a bucket, or the wider ones first"
-            )
-        for dimension in meta.shape:
-            size *= dimension
-        offset += size
-
-
-def _load_directory(path: str | None) -> list[HttpRequest]:
-    """SGLang loads a whole directory in one call: it is sent with the last file of the version, and for the others
-    nothing."""
-    shard = SHARD.fullmatch(PurePath(path).name) if path is not None else None
-    if path is None or shard is None:
-        raise ValueError(f"a bucket that travels over the disk is a file model-I-of-N.safetensors, not {path}")
-    if int(shard[1]) != int(shard[2]):
-        return []
-    body = {"model_path": str(PurePath(path).parent), "flush_cache": False}
-    return [HttpRequest("POST", "/update_weights_from_disk", body)]

@@ -132,10 +132,14 @@ class EngineInfo:
     weight_version: str | None
     boot_id: str | None
     plugin: bool
+    device: str | None = None
+    """cpu or cuda."""
     paused: bool | None = None
     lease: Lease | None = None
     """Of the run that controls the engine; None too where the engine knows no leases."""
     model_config: dict[str, Any] = field(default_factory=dict)
+    dp_size: int = 1
+    """Data-parallel replicas behind its one address, where it tells."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
+from rltool.engines.dialect import PauseMode
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.types import (
     SEED_MODULUS,
-    Bucket,
     Completion,
     EngineInfo,
     EngineLoad,
@@ -150,6 +149,7 @@ class VllmDialect:
             weight_version=replies["weights?"]["weight_version"],
             boot_id=facts.get("boot_id"),
             plugin=plugin is not None,
+            device=facts.get("device"),
             paused=(replies["paused?"] or {}).get("is_paused"),
             lease=Lease.from_json(facts.get("lease")),
             model_config=config,
@@ -187,61 +187,7 @@ class VllmDialect:
             )
         ]
 
-    # -- weights (the wire contract is in rltool.engines.wire)
-
-    def init_transfer(
-        self,
-        transport: Transport,
-        *,
-        address: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        group: str,
-        timeout_seconds: float,
-    ) -> list[HttpRequest]:
-        refuse_nccl(transport)
-        info: dict[str, Any] = {"transport": transport}
-        if transport == "gloo":
-            info |= {
-                "address": address,
-                "port": port,
-                "rank_offset": rank_offset,
-                "world_size": world_size,
-                "group": group,
-                "timeout_seconds": timeout_seconds,
-            }
-        return [HttpRequest("POST", "/init_weight_transfer_engine", {"init_info": info})]
-
-    def begin_update(self) -> list[HttpRequest]:
-        return [HttpRequest("POST", "/start_weight_update")]
-
-    def update_bucket(
-        self, transport: Transport, bucket: Bucket, *, group: str, version: str, path: str | None = None
-    ) -> list[HttpRequest]:
-        refuse_nccl(transport)
-        info: dict[str, Any] = {
-            "names": [meta.name for meta in bucket],
-            "dtypes": [meta.dtype for meta in bucket],
-            "shapes": [list(meta.shape) for meta in bucket],
-        }
-        if transport == "disk":
-            if path is None:
-                raise ValueError("a bucket that travels over the disk needs the path of its file")
-            info["path"] = path
-        return [HttpRequest("POST", "/update_weights", {"update_info": info})]
-
-    def finish_update(self, version: str) -> list[HttpRequest]:
-        # The prefix cache holds keys and values of the old weights: a prompt that hits it gets log-probabilities that
-        # are off by 1. A pause drops it too, but vLLM documents that it may not with mode=keep, and an update needs no
-        # pause. Running requests hold blocks of it: they are requeued, so that their tokens so far stay and their cache
-        # is computed anew.
-        return [
-            HttpRequest("POST", "/finish_weight_update", {"weight_version": version}),
-            HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
-        ]
-
-    def shutdown_transfer(self, group: str) -> list[HttpRequest]:
+    def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
 
     # -- launching

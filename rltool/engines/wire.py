@@ -6,6 +6,11 @@ gloo
     plus its rank in the engine. Then trainer and workers call `open_group` side by side. A bucket is announced by
     update info {names, dtypes, shapes} and travels, while that request is open, as ONE broadcast of a flat uint8 tensor
     (the tensors' bytes back to back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
+nccl
+    Init info {transport: "nccl", unique_id, nccl_version, rank_offset, world_size, timeout_seconds}: the unique id that
+    the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
+    `rltool.engines.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update info
+    announces several: `bucket_sizes` says how many of the names belong to each.
 disk
     Init info {transport: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has
     its absolute `path` as well, which the engine must see under the same name.
@@ -78,10 +83,11 @@ def bucket_bytes(bucket: Bucket) -> int:
 
 
 def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
-    """Cut the stream, in its order, into buckets of one dtype and at most `limit` bytes; a larger tensor has one of its
-    own.
+    """Cut the stream, in its order, into buckets of one dtype; one is closed after the tensor that makes it larger than
+    `limit` bytes.
 
-    One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
+    That is how vLLM cuts its packed buffers (pack_tensors in vllm/distributed/weight_transfer/packed_tensor.py), so a
+    bucket is such a buffer. One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
     A pure function of metadata and limit, so that the trainer which sends and the manager which announces agree on
     every bucket without talking about it.
     """
@@ -89,12 +95,11 @@ def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
     current: list[TensorMeta] = []
     size = 0
     for meta in metadata:
-        more = tensor_bytes(meta)
-        if current and (size + more > limit or meta.dtype != current[0].dtype):
+        if current and (size > limit or meta.dtype != current[0].dtype):
             buckets.append(tuple(current))
             current, size = [], 0
         current.append(meta)
-        size += more
+        size += tensor_bytes(meta)
     if current:
         buckets.append(tuple(current))
     return buckets

@@ -20,7 +20,6 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import Fleet, Member, State
 from rltool.engines.run_client import EngineStatus
@@ -60,15 +59,15 @@ class _Departure:
 
 class FleetMembership:
     """endpoints, infos: of the members by URL, shared with monitor, data plane and sync. router: None or the address
-    that generation goes through. transport None: nobody sends weights. lock: held while a weight sync runs.
-    admit: leases an engine that has joined, or takes it out of the fleet again with EngineConflict.
+    that generation goes through. trainer_device: cpu or cuda; None: nobody sends weights. lock: held while a weight
+    sync runs. admit: leases an engine that has joined, or takes it out of the fleet again with EngineConflict.
     leave_group: takes an engine out of its transfer group (and what else it holds for this run); EngineError is
     reported. log: one line for the user."""
 
     def __init__(
         self, config: TrainConfig, client: EngineClient, fleet: Fleet,
         endpoints: MutableMapping[str, EngineEndpoint], infos: MutableMapping[str, EngineInfo],
-        monitor: FleetMonitor, plane: DataPlane, *, router: EngineEndpoint | None, transport: Transport | None,
+        monitor: FleetMonitor, plane: DataPlane, *, router: EngineEndpoint | None, trainer_device: str | None,
         lock: asyncio.Lock, admit: Callable[[str], Awaitable[None]], leave_group: Callable[[str], Awaitable[None]],
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +75,7 @@ class FleetMembership:
         self._config, self._client, self._fleet = config, client, fleet
         self._endpoints, self._infos, self._monitor, self._plane = endpoints, infos, monitor, plane
         self._router, self._lock = router, lock
-        self._transport: Transport | None = transport
+        self._trainer_device = trainer_device
         self._admit, self._leave_group, self._log, self._clock = admit, leave_group, log, clock
         self._candidates: dict[str, _Candidate] = {}
         self._departures: dict[str, _Departure] = {}
@@ -194,11 +193,11 @@ class FleetMembership:
             }
         )  # fmt: skip
         alone = ModelEndpoints(engines=(endpoint,), data_url=self._router.url if self._router else None)
-        await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._transport)
+        await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         if self._is_member(url):  # meanwhile
             raise EngineConflict(f"{url} is an engine of this run already")
         self._endpoints[url], self._infos[url] = endpoint, info
-        self._fleet.add(url, takes_weights=self._transport is not None and endpoint.takes_weights)
+        self._fleet.add(url, takes_weights=self._trainer_device is not None and endpoint.takes_weights)
         self._fleet.probe_succeeded(
             url, sent_at=self._fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
         )

@@ -12,7 +12,7 @@ from rltool.training.devices import Device
 def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequence[str]:
     """Each listener that cannot be bound to loopback, with the setting that decides where it listens.
 
-    sends: weights travel to engines over gloo.
+    sends: engines connect to the trainer to receive weights.
     """
     found = []
     if config.ray.address is not None:

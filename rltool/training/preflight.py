@@ -11,7 +11,6 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
@@ -20,6 +19,7 @@ from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
+from rltool.weights.transport import Backend, choose
 
 ARCHITECTURE_KEYS = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -102,44 +102,35 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
     )
 
 
-def choose_transport(config: TrainConfig, fleet: ProbedFleet) -> Transport:
-    """weights.transport, with auto resolved: nccl if a vLLM engine offers nothing else, else gloo. UsageError for nccl,
-    which is not built yet."""
-    wanted = config.weights.transport
-    nccl_only = [url for url, info in fleet.takers.items() if info.dialect == "vllm" and info.weight_backend == "nccl"]
-    if wanted == "nccl" or (wanted == "auto" and nccl_only):
-        which = ", ".join(nccl_only) or "the engines"
-        raise UsageError(
-            f"weights over NCCL ({which}) are not built yet: start the engines with "
-            "`rltool serve-engines --weight-backend rltool`, "
-            'and leave weights.transport at "auto" (gloo) or set it to "disk"'
-        )
-    return "gloo" if wanted == "auto" else wanted
+def backends(fleet: ProbedFleet, config: TrainConfig, trainer_device: str) -> dict[str, Backend]:
+    """How weights reach each engine that takes them, by URL. UsageError where one cannot be reached."""
+    return {url: choose(info, config.weights, trainer_device) for url, info in fleet.takers.items()}
 
 
-def check_fleet(fleet: ProbedFleet, config: TrainConfig, transport: Transport | None) -> None:
-    """Compare every engine with the trainer's model and its transport. Raises UsageError with all that is wrong.
+def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | None) -> None:
+    """Compare every engine with the trainer's model, and with what weights can travel over. Raises UsageError with all
+    that is wrong.
 
-    transport None: weights are not sent (debug rollout-only)."""
-    if transport is not None and not fleet.takers:
+    trainer_device: cpu or cuda; None: weights are not sent (debug rollout-only)."""
+    if trainer_device is not None and not fleet.takers:
         raise UsageError(
             "none of the given engines takes weights (update_weights is false in their endpoints.json), so what "
             "they sample would never be the trained model's: point --rollout-external at engines of the policy"
         )
-    check_engines(fleet, config, transport)
+    check_engines(fleet, config, trainer_device)
 
 
-def check_engines(fleet: ProbedFleet, config: TrainConfig, transport: Transport | None) -> None:
+def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | None) -> None:
     """What holds for each engine alone, so for one that joins a living run as well. Raises UsageError with all that is
-    wrong. transport None: weights are not sent."""
-    if transport is not None:
+    wrong. trainer_device None: weights are not sent."""
+    if trainer_device is not None:
         for kind in {info.dialect for info in fleet.takers.values()}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
     problems = [
         f"{url}: {problem}"
         for url, info in fleet.infos.items()
-        for problem in engine_problems(info, model, config, transport if url in fleet.takers else None)
+        for problem in engine_problems(info, model, config, trainer_device if url in fleet.takers else None)
     ]
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
@@ -195,9 +186,10 @@ def check_router(fleet: ProbedFleet, config: TrainConfig) -> None:
 
 
 def engine_problems(
-    info: EngineInfo, model: dict[str, Any], config: TrainConfig, transport: Transport | None
+    info: EngineInfo, model: dict[str, Any], config: TrainConfig, trainer_device: str | None
 ) -> Sequence[str]:
-    """Everything that makes one engine unfit, as sentences; empty if it fits. Pure."""
+    """Everything that makes one engine unfit, as sentences; empty if it fits. Pure. trainer_device None: it is sent no
+    weights."""
     problems = []
     text = info.model_config
     text = text.get("text_config", text) if isinstance(text, dict) else {}
@@ -219,28 +211,16 @@ def engine_problems(
             f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = "
             f"{longest}; restart it with --max-model-len {longest}, or lower these"
         )
-    if transport is not None:
-        problems.extend(_weight_problems(info, transport))
+    if trainer_device is not None:
+        problems.extend(_weight_problems(info, config, trainer_device))
     return problems
 
 
-def _weight_problems(info: EngineInfo, transport: Transport) -> Sequence[str]:
-    if info.dialect == "sglang":
-        return []  # its update group and its disk route are always there
-    if info.weight_backend is None:
-        return ["has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"]
-    if transport == "disk" and info.weight_backend != "rltool":
-        return [
-            f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with "
-            "`rltool serve-engines --weight-backend rltool`"
-        ]
-    if transport == "gloo" and info.weight_backend != "rltool":
-        return [
-            f"offers the weight backend {info.weight_backend!r}, but gloo needs rltool's own: start it with `rltool "
-            "serve-engines --weight-backend rltool`"
-        ]
-    if transport == "nccl" and info.weight_backend != "nccl":
-        return [f"offers the weight backend {info.weight_backend!r}, not nccl"]
+def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str) -> Sequence[str]:
+    try:
+        choose(info, config.weights, trainer_device)
+    except UsageError as error:
+        return [str(error)]
     return []
 
 

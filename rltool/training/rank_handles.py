@@ -1,4 +1,4 @@
-"""The trainer's ranks as the rollout manager awaits them: weights.sync.Ranks over Ray handles."""
+"""The trainer's ranks as the rollout manager awaits them: weights.connections.Ranks over Ray handles."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.types import TensorMeta
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
-from rltool.weights.sender import Connection, SendReport, Target
+from rltool.weights.sender import SendReport
+from rltool.weights.transport import Receiver, Rendezvous
 
 
 class RankHandles:
@@ -25,17 +26,18 @@ class RankHandles:
     async def weight_metadata(self) -> list[TensorMeta]:
         return (await self._all([rank.weight_metadata.remote() for rank in self._handles]))[0]
 
-    async def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return (await self._all([self._handles[0].host.remote(targets, group)]))[0]
+    async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
+        return (await self._all([self._handles[0].host.remote(receivers, group, directory)]))[0]
 
     async def join(self) -> dict[str, str]:
         return (await self._all([self._handles[0].join.remote()]))[0]
 
-    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
-        return (await self._all([rank.send.remote(buckets, list(urls)) for rank in self._handles]))[0]
+    async def send(self, version: str, urls: Collection[str]) -> SendReport:
+        return (await self._all([rank.send.remote(version, list(urls)) for rank in self._handles]))[0]
 
-    async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
-        return (await self._all([rank.write.remote(buckets, directory) for rank in self._handles]))[0]
+    async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
+        """Runs beside what the rank is doing: see TrainerActor."""
+        await self._all([self._handles[0].abort_transfer.remote(urls, reason)])
 
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         await self._all([self._handles[0].leave_transfer.remote(urls)])

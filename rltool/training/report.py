@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from rltool.training.preflight import describe_fleet
+from rltool.training.preflight import backends, describe_fleet
 from rltool.training.session import Outcome, Prepared
 
 
@@ -31,7 +32,9 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     for index, bundle in enumerate(prepared.plan.bundles):
         console.print(f"  bundle {index}: {bundle}", highlight=False)
     if prepared.fleet is not None:
-        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {prepared.transport}", highlight=False)
+        chosen = Counter(backends(prepared.fleet, prepared.config, prepared.device).values())
+        over = next(iter(chosen)) if len(chosen) == 1 else ", ".join(f"{name} ({n})" for name, n in chosen.items())
+        console.print(f"engines: {describe_fleet(prepared.fleet)}; weights over {over}", highlight=False)
     if prepared.resume_from is not None:
         console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
 

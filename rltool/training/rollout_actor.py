@@ -14,7 +14,7 @@ from rltool.processes.output import redirect_output
 from rltool.rollout.snapshot import SourceState
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
-from rltool.weights.sync import SyncReport
+from rltool.weights.sync_report import SyncReport
 
 
 @ray.remote(num_cpus=0)

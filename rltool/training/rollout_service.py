@@ -18,7 +18,6 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Transport
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import EngineStatus
@@ -46,7 +45,9 @@ from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.weight_updates import WeightUpdates
-from rltool.weights.sync import Ranks, SyncReport, WeightSync
+from rltool.weights.connections import Ranks
+from rltool.weights.sync import WeightSync
+from rltool.weights.sync_report import SyncReport
 from rltool.weights.verify import ValueCheck
 
 LOAD_SECONDS = 1.0
@@ -67,13 +68,13 @@ class Engines:
 
 @dataclass(frozen=True)
 class Syncing:
-    """What a run needs to send weights: lineage names them; transport; disk_root: a directory of this run alone.
+    """What a run needs to send weights: lineage names them; trainer_device: cpu or cuda; directory: of this run alone.
     lease: how it takes the engines; None: without a lease."""
 
     ranks: Ranks
     lineage: Lineage
-    transport: Transport
-    disk_root: Path
+    trainer_device: str
+    directory: Path
     lease: LeaseTerms | None = None
 
 
@@ -140,7 +141,7 @@ class RolloutService:
         self._weights = self._weight_updates(self._syncing) if self._syncing else None
         self._membership = FleetMembership(
             config, self._client, self.fleet, self._endpoints, self._infos, self._monitor, self._plane,
-            router=self._engines.router, transport=self._syncing.transport if self._syncing else None,
+            router=self._engines.router, trainer_device=self._syncing.trainer_device if self._syncing else None,
             lock=self._lock, admit=self._ownership.admit,
             leave_group=self._weights.leave_engine if self._weights else self._ownership.release,
             log=self._say, clock=self._clock,
@@ -209,7 +210,8 @@ class RolloutService:
         )
         sync = WeightSync(
             self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,
-            transport=syncing.transport, step_deadline=config.deadlines.sync_step, disk_root=syncing.disk_root,
+            trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
+            bucket_deadline=config.deadlines.bucket, directory=syncing.directory,
         )  # fmt: skip
         return WeightUpdates(
             sync, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,

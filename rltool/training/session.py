@@ -15,7 +15,6 @@ import rltool
 from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
-from rltool.engines.dialect import Transport
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, RltoolError, UsageError
@@ -37,10 +36,10 @@ from rltool.training.metrics import MetricsWriter
 from rltool.training.placement import PlacementPlan, plan_placement
 from rltool.training.preflight import (
     ProbedFleet,
+    backends,
     check_fleet,
     check_leases,
     check_router,
-    choose_transport,
     describe_fleet,
     foreign_weights,
     model_facts,
@@ -65,6 +64,7 @@ from rltool.training.validate import (
     needs_engines,
 )
 from rltool.training.validate_algorithm import check_algorithm
+from rltool.weights.transport import transport
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class Prepared:
     run: RunDirectory
     plan: PlacementPlan
     device: str
-    transport: Transport | None
     fleet: ProbedFleet | None
     resume_from: Path | None
     replay: Replay | None = None
@@ -158,18 +157,17 @@ def prepare(
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
     plan = plan_placement(config, gpu=device == "cuda", generates=generates)
-    transport, fleet = None, None
+    fleet = None
     if generates:
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
-        transport = choose_transport(config, fleet)
-        check_fleet(fleet, config, transport)
+        check_fleet(fleet, config, device)
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
         check_router(fleet, config)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(loaded, run, plan, device, transport, fleet, resume_from, replay, steal, restarted)
+    return Prepared(loaded, run, plan, device, fleet, resume_from, replay, steal, restarted)
 
 
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
@@ -227,8 +225,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             console.print(f"engines: {describe_fleet(prepared.fleet)}", highlight=False, soft_wrap=True)
             for line in foreign_weights(prepared.fleet, run.run_id):
                 console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
-        sends = prepared.transport == "gloo"
-        for line in beyond_loopback(config, prepared.plan.device, sends=sends):
+        for line in beyond_loopback(config, prepared.plan.device, sends=_hosts_rendezvous(prepared)):
             console.print(f"[yellow]open to the network: {line}[/yellow]", highlight=False, soft_wrap=True)
         stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
@@ -306,6 +303,13 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
 
 
+def _hosts_rendezvous(prepared: Prepared) -> bool:
+    """Whether engines connect to a port of the trainer's to receive weights."""
+    fleet = prepared.fleet
+    chosen = backends(fleet, prepared.config, prepared.device) if fleet is not None else {}
+    return any(transport(fleet.infos[url].dialect, backend).listens for url, backend in chosen.items())
+
+
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
     """Closes the ranks, which waits for a save in flight. Not where one of them died or hangs, where the start was
     given up or something unexpected broke, and not after a second Ctrl-C: they end with Ray then."""
@@ -357,15 +361,15 @@ def _rollouts(
     stack: ExitStack,
 ) -> Rollouts | None:
     config = prepared.config
-    if prepared.fleet is None or prepared.transport is None:
+    if prepared.fleet is None:
         return None
     found = prepared.fleet.endpoints
     engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint())
     # A directory of this run alone: what else lies in a shared one is other runs'.
-    disk_root = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
+    directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)
     side = Rollouts(
-        config, engines, Syncing(trainer.handles(), lineage, prepared.transport, disk_root, lease),
+        config, engines, Syncing(trainer.handles(), lineage, prepared.device, directory, lease),
         vocab_size=model_facts(config.model.path)["vocab_size"],
         dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
         endpoints_file=run.endpoints_file, console=console, stop=stop,

@@ -13,29 +13,26 @@ import ray
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket
+from rltool.engines.wire import plan_buckets
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
-from rltool.weights.sender import (
-    Connection,
-    SendReport,
-    Target,
-    WeightSender,
-    drain,
-    remove_old_versions,
-    write_to_disk,
-)
+from rltool.weights.sender import SendReport, WeightSender
+from rltool.weights.stream import drain
+from rltool.weights.transport import Receiver, Rendezvous
 
 
-@ray.remote
+@ray.remote(concurrency_groups={"abort": 1})
 class TrainerActor:
-    """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs."""
+    """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
+    the concurrency group "abort" run beside them, on another."""
 
     def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
         redirect_output(log_file)
         self.config = config
         self.rank = rank
-        self.sender = WeightSender(config.weights, timeout=config.deadlines.bucket)
+        self.sender: WeightSender | None = None  # rank 0 has one
+        self.buckets: list[Bucket] = []
         self.trainer: Any = None
         self.critic: Any = None
         self.saver: Any = None
@@ -76,6 +73,14 @@ class TrainerActor:
             self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
+        self.buckets = plan_buckets(self.trainer.weight_metadata(), config.weights.bucket_bytes)
+        if self.rank == 0:
+            self.sender = WeightSender(
+                config.weights,
+                device=self.trainer.runtime.device,
+                deadline=config.deadlines.bucket,
+                model_files=config.model.path,
+            )
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
@@ -143,32 +148,29 @@ class TrainerActor:
     def weight_metadata(self) -> Any:
         return self.trainer.weight_metadata()
 
-    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return self.sender.host(targets, group)
+    def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
+        return self._sender.host(receivers, group, directory)
 
     def join(self) -> dict[str, str]:
-        return self.sender.join()
+        return self._sender.join()
 
-    def send(self, buckets: Sequence[Bucket], urls: Sequence[str]) -> SendReport | None:
+    def send(self, version: str, urls: Sequence[str]) -> SendReport | None:
         """A collective of all ranks; the report comes from rank 0."""
-        if self.rank == 0:
-            return self.sender.send(self.trainer.export_weights(), buckets, urls)
-        return drain(self.trainer.export_weights())
-
-    def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport | None:
-        """The disk transport's send. A collective as well."""
-        if self.rank != 0:
+        if self.sender is None:
             return drain(self.trainer.export_weights())
-        report = write_to_disk(self.trainer.export_weights(), buckets, directory, self.config.model.path)
-        remove_old_versions(directory.parent, directory.name.split("-")[0])
-        return report
+        return self.sender.send(self.trainer.export_weights(), self.buckets, version, urls)
+
+    @ray.method(concurrency_group="abort")
+    def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
+        """Beside `join` or `send`, which waits no longer for these engines."""
+        self._sender.abort(urls, reason)
 
     def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         """The groups with these engines; None: all."""
         if urls is None:
-            self.sender.close()
+            self._sender.close()
         else:
-            self.sender.leave(urls)
+            self._sender.leave(urls)
 
     # -- saving
 
@@ -210,6 +212,12 @@ class TrainerActor:
         """A save in flight is waited for."""
         if self.saver is not None:
             self.saver.close()
-        self.sender.close()
+        if self.sender is not None:
+            self.sender.close()
         if self.trainer is not None:
             self.trainer.close()
+
+    @property
+    def _sender(self) -> WeightSender:
+        assert self.sender is not None, "only rank 0, once it has started, sends weights"
+        return self.sender

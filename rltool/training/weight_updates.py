@@ -15,7 +15,8 @@ from rltool.rollout.engine_guard import EngineGuard
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.lease import Ownership
 from rltool.rollout.versions import VersionBook
-from rltool.weights.sync import Failures, SyncReport, WeightSync, WeightSyncFailed
+from rltool.weights.sync import WeightSync
+from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed
 
 RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""

@@ -1,58 +1,31 @@
-"""The trainer's end of a weight transfer: it hosts one transfer group per engine and sends the same buckets into all.
+"""The trainer's end of a weight transfer: one connection per engine, all fed from one gather of the weights.
 
-One group per engine, not one for all: engines of different dialects rendezvous differently, and an engine that dies in
-the middle of a transfer takes only its own group with it.
+Each connection has a thread of its own (channel.py), so engines take buckets side by side and each at its own pace, at
+most one bucket behind the gather. One that holds a bucket longer than its deadline is dropped from the sync.
 """
 
 from __future__ import annotations
 
-import re
-import shutil
 import time
-from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
-from rltool.config.train import WeightsConfig
-from rltool.engines import wire
-from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import bucket_bytes, host_store
-from rltool.errors import UsageError
-from rltool.weights.address import local_address_towards
-from rltool.weights.disk import DiskWriter
-from rltool.weights.sglang_group import open_sglang_group
-from rltool.weights.stream import fill_buckets
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.types import Bucket
+from rltool.engines.wire import bucket_bytes
+from rltool.weights.buffers import BucketBuffers
+from rltool.weights.channel import Call, Channel
+from rltool.weights.stream import Stream, fill_buckets
+from rltool.weights.transport import Receiver, Rendezvous, SenderFactory, SenderOptions, SenderTransport, transport
 
-Stream = Iterable[tuple[TensorMeta, Tensor | None]]
-
-
-@dataclass(frozen=True)
-class Target:
-    """An engine that shall receive weights: its control URL, dialect, and world size as it reports it."""
-
-    url: str
-    dialect: str
-    world_size: int
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A transfer group of 1 + the engine's world size ranks;
-    the trainer is rank 0 and hosts the store at address:port."""
-
-    target: Target
-    address: str
-    port: int
-    group: str
-
-    @property
-    def world_size(self) -> int:
-        return 1 + self.target.world_size
+SENDING = "sending weights"
+JOINING = "joining its transfer group"
+NOT_CONNECTED = "it has no transfer group with the trainer"
 
 
 @dataclass(frozen=True)
@@ -65,119 +38,118 @@ class SendReport:
 
 
 class WeightSender:
-    """Lives in trainer rank 0. Not thread-safe: one transfer at a time."""
+    """Lives in trainer rank 0. One call at a time; `abort` alone may come from another thread, at any time.
 
-    def __init__(self, config: WeightsConfig, *, timeout: float) -> None:
-        """timeout: seconds for joining a group, and then for each broadcast."""
-        self.config = config
-        self.timeout = timeout
-        self._hosted: list[tuple[Connection, TCPStore]] = []
-        self._groups: dict[str, Any] = {}
+    device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket (deadlines.bucket);
+    model_files: the trainer's model, see SenderOptions.
+    """
 
-    def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        """Open each of these engines' rendezvous, listening from now on, and say where it is.
-        Groups with others stay."""
-        self._hosted = []
-        for target in targets:
-            self._groups.pop(target.url, None)
-            address = self.config.advertise_host or local_address_towards(target.url)
-            store = _host_store(address, self.config.port_range, self.timeout)
-            self._hosted.append((Connection(target, address, store.port, group), store))
-        return [connection for connection, _ in self._hosted]
+    def __init__(self, config: WeightsConfig, *, device: torch.device, deadline: float, model_files: Path) -> None:
+        self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
+        self._channels: dict[str, Channel] = {}
+        self._shared: dict[SenderFactory, Channel] = {}
+        self._hosted: list[str] = []
+
+    def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
+        """Open a connection for each of these engines, listening from now on, and say where it is, by URL. Connections
+        with others stay. directory: of this run alone, for transports that leave files."""
+        options = SenderOptions(group, self.config, self.device, self.deadline, directory, self.model_files)
+        self.leave([receiver.url for receiver in receivers])
+        self._hosted = [receiver.url for receiver in receivers]
+        self._channels |= {receiver.url: self._channel(receiver, options) for receiver in receivers}
+        return {url: self._channels[url].transport.host() for url in self._hosted}
 
     def join(self) -> dict[str, str]:
-        """Join all hosted groups, side by side with the engines' own joining.
-        Returns URL -> reason for those that failed."""
-        failures: dict[str, str] = {}
-        with ThreadPoolExecutor(max(1, len(self._hosted))) as pool:
-            waiting = [
-                (connection, pool.submit(open_group, connection, store, self.timeout))
-                for connection, store in self._hosted
-            ]
-            for connection, future in waiting:
-                try:
-                    self._groups[connection.target.url] = future.result()
-                except RuntimeError as error:  # all of torch's rendezvous errors are; it is this engine's alone
-                    failures[connection.target.url] = f"joining its transfer group: {error}"
-        self._hosted = []
-        return failures
+        """Join all that were hosted, side by side with the engines' own joining. Returns URL -> reason for those that
+        failed."""
+        hosted, self._hosted = self._hosted, []
+        joining = [
+            (channel, channel.submit(JOINING, partial(channel.transport.join, self.deadline), self.deadline))
+            for channel in self._of(hosted)
+        ]
+        for channel, call in joining:
+            channel.wait(call)
+        return self._drop_failed(hosted)
 
-    def send(self, stream: Stream, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
-        """Broadcast every bucket into the groups of these engines, which receive side by side. Other engines' groups
-        stay as they are.
+    def send(self, stream: Stream, buckets: Sequence[Bucket], version: str, urls: Collection[str]) -> SendReport:
+        """Send every bucket to these engines. Other engines' connections stay as they are.
 
-        An engine whose broadcast fails is left out from there on. The stream is drained in any case: producing it is a
-        collective of all trainer ranks.
+        An engine that fails, or holds a bucket too long, is left out from there on. The stream is drained in any case:
+        producing it is a collective of all trainer ranks.
         """
         started = time.perf_counter()
-        failures = {url: "it has no transfer group with the trainer" for url in urls if url not in self._groups}
-        for _, flat in fill_buckets(stream, buckets):
-            works = {url: self._groups[url].broadcast(flat, 0) for url in urls if url not in failures}
-            for url, work in works.items():
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    failures[url] = f"sending weights: {error}"
-        for url in failures:  # its peer is gone or out of step; a new group is needed in any case
-            self._groups.pop(url, None)
-        return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started, failures)
+        unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels}
+        known = [url for url in urls if url not in unknown]
+        channels = self._of(known)
+        try:
+            self._feed(stream, buckets, version, channels)
+        except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
+            for channel in channels:
+                channel.fail(f"the trainer failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            failures = self._drop_failed(known)
+        size = sum(map(bucket_bytes, buckets))
+        return SendReport(size, time.perf_counter() - started, unknown | failures)
+
+    def abort(self, urls: Collection[str], reason: str) -> None:
+        """End what is under way to these engines, which have failed: nobody waits for them any more. An engine that
+        shares its sender with others has nothing of its own to end."""
+        for url in urls:
+            channel = self._channels.get(url)
+            if channel is not None and channel not in self._shared.values():
+                channel.fail(reason)
 
     def leave(self, urls: Collection[str]) -> None:
-        """Leave the groups with these engines. A dropped group or store is closed by its destructor."""
+        """Leave the groups with these engines."""
         for url in urls:
-            self._groups.pop(url, None)
+            channel = self._channels.pop(url, None)
+            if channel is not None and channel not in self._channels.values():
+                self._shared = {factory: shared for factory, shared in self._shared.items() if shared is not channel}
+                channel.close()
 
     def close(self) -> None:
         """Leave all groups."""
-        self._hosted = []
-        self._groups = {}
+        self.leave(list(self._channels))
 
+    def _channel(self, receiver: Receiver, options: SenderOptions) -> Channel:
+        kind = transport(receiver.dialect, receiver.backend)
+        if kind.sender in self._shared:
+            return self._shared[kind.sender]
+        channel = Channel(kind.sender(receiver, options), receiver.backend if kind.shared else receiver.url)
+        if kind.shared:
+            self._shared[kind.sender] = channel
+        return channel
 
-def _host_store(address: str, port_range: tuple[int, int] | None, timeout: float) -> TCPStore:
-    if port_range is None:
-        return host_store(address, 0, timeout)
-    for port in range(port_range[0], port_range[1] + 1):
-        try:
-            return host_store(address, port, timeout)
-        except OSError:
-            continue
-    raise UsageError(f"weights.port_range: no free port on {address} from {port_range[0]} to {port_range[1]}")
+    def _feed(self, stream: Stream, buckets: Sequence[Bucket], version: str, channels: Sequence[Channel]) -> None:
+        def submit(channel: Channel, function: Callable[[], object]) -> Call:
+            return channel.submit(SENDING, function, self.deadline)
 
+        for channel in channels:
+            submit(channel, partial(channel.transport.begin, version, buckets))
+        buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
+        for bucket, _ in fill_buckets(stream, buckets, buffers.take):
+            copies = buffers.filled()
+            buffers.sent_to(
+                [
+                    (channel, submit(channel, partial(self._send, channel.transport, bucket, copies[channel.transport.device])))
+                    for channel in channels
+                    if channel.failure is None
+                ]
+            )
+        for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
+            channel.wait(last)
 
-def write_to_disk(stream: Stream, buckets: Sequence[Bucket], directory: Path, model_files: Path) -> SendReport:
-    """The disk transport's send: one safetensors file per bucket in a Hugging Face layout (see disk.py)."""
-    started = time.perf_counter()
-    writer = DiskWriter(directory, model_files)
-    for bucket, flat in fill_buckets(stream, buckets):
-        assert flat is not None, "only the rank that has the tensors writes them"
-        writer.write(bucket, flat)
-    writer.finish()
-    return SendReport(sum(map(bucket_bytes, buckets)), time.perf_counter() - started)
+    def _send(self, to: SenderTransport, bucket: Bucket, flat: Tensor) -> None:
+        to.send(bucket, flat).wait(self.deadline)
 
+    def _of(self, urls: Collection[str]) -> list[Channel]:
+        """The channels of these engines, each once."""
+        return list(dict.fromkeys(self._channels[url] for url in urls))
 
-def drain(stream: Stream) -> None:
-    """What the ranks that do not send do: take part in the collectives that produce the stream."""
-    for _ in stream:
-        pass
-
-
-def open_group(connection: Connection, store: TCPStore, timeout: float) -> Any:
-    """Join the engine's group as rank 0, in the way its dialect rendezvouses.
-    Returns an object with broadcast(flat, root) -> work."""
-    if connection.target.dialect == "sglang":
-        return open_sglang_group(store, connection.world_size, connection.group, timeout)
-    return wire.open_group(
-        connection.address, connection.port, 0, connection.world_size, connection.group, timeout, store=store
-    )
-
-
-def remove_old_versions(root: Path, run_id: str, keep: int = 2) -> None:
-    """Delete all but the newest `keep` version directories of this run: an engine may still be reading the one before.
-
-    Only names that this run's versions have are touched: what else lies there is somebody else's.
-    """
-    mine = re.compile(rf"{re.escape(run_id)}-(\d+)-(\d+)")
-    found = [(match, path) for path in root.iterdir() if path.is_dir() and (match := mine.fullmatch(path.name))]
-    newest_last = sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))
-    for _, old in newest_last[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    def _drop_failed(self, urls: Collection[str]) -> dict[str, str]:
+        """A peer that is gone or out of step needs a new connection in any case. URL -> reason."""
+        reasons = {url: self._channels[url].failure for url in urls}
+        failures = {url: reason for url, reason in reasons.items() if reason is not None}
+        self.leave(list(failures))
+        return failures

@@ -17,107 +17,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
-from torch import Tensor
-
-from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Dialect, Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import Bucket, Completion, EngineInfo, TensorMeta
+from rltool.engines.types import Bucket, Completion, EngineInfo
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
-from rltool.errors import EngineError, EngineUnreachable
-from rltool.weights.disk import bucket_file, version_directory
-from rltool.weights.liveness import CHECKS_MISSED, EngineSilent, while_alive
-from rltool.weights.sender import Connection, SendReport, Target
+from rltool.errors import EngineError
+from rltool.weights.connections import STEP_SHARE, Connections, Ranks
+from rltool.weights.engine_calls import LEAVE_SECONDS, Act, EngineCalls
+from rltool.weights.liveness import CHECKS_MISSED
+from rltool.weights.sender import SendReport
+from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
 from rltool.weights.verify import ValueCheck
-
-Failures = dict[str, str]
-"""engine URL -> what went wrong there; empty: all is well"""
-
-LEAVE_SECONDS = 5.0
-"""For telling an engine whose update failed to leave its group, or one that has fallen silent to resume;
-if it does not answer that either, its deadline will do."""
-
-
-class WeightSyncFailed(EngineError):
-    """No engine holds the new weights. Names each engine and its reason.
-
-    values_differ: every engine took them and samples something else; trying again does not help.
-    """
-
-    def __init__(self, message: str, *, values_differ: bool = False) -> None:
-        super().__init__(message)
-        self.values_differ = values_differ
-
-
-class Ranks(Protocol):
-    """The trainer's ranks, awaited: host and join concern rank 0 alone, the others are collectives of all ranks."""
-
-    async def weight_metadata(self) -> list[TensorMeta]: ...
-    async def host(self, targets: Sequence[Target], group: str) -> list[Connection]: ...
-    async def join(self) -> Failures: ...
-    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport: ...
-    async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport: ...
-    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
-    async def logprobs(self, batch: TrainBatch) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """bytes: of one copy of the weights; seconds by phase: connect, pause, transfer, finish, resume, verify.
-
-    updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
-    of the value check over the engines that were checked, None where none was.
-    """
-
-    version: str
-    bytes: int
-    seconds: float
-    phases: dict[str, float] = field(default_factory=dict)
-    updated: tuple[str, ...] = ()
-    failed: Failures = field(default_factory=dict)
-    difference: float | None = None
-
-    def line(self) -> str:
-        """One line for the log."""
-        phases = " ".join(f"{name} {seconds:.3f}" for name, seconds in self.phases.items())
-        total = len(self.updated) + len(self.failed)
-        text = (
-            f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
-            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases})"
-        )
-        if self.difference is not None:
-            text += f"; engines agree with the trainer within {self.difference:.1e}"
-        return text + "".join(f"\n  {url}: {reason}" for url, reason in self.failed.items())
-
-    def metrics(self) -> dict[str, float]:
-        """weights/* and time/sync_seconds."""
-        values = {
-            "weights/sync_seconds": self.seconds,
-            "weights/sync_bytes": float(self.bytes),
-            "time/sync_seconds": self.seconds,
-        }
-        values["weights/failed_engines"] = float(len(self.failed))
-        if self.difference is not None:
-            values["weights/logprob_abs_diff_mean"] = self.difference
-        return values | {f"weights/{phase}_seconds": seconds for phase, seconds in self.phases.items()}
 
 
 class WeightSync:
     """endpoints, infos: of the fleet's members by URL, dialects known; live views, for engines come and go.
 
-    transport: gloo or disk; step_deadline: seconds for each step (deadlines.sync_step); disk_root: of this run alone.
+    trainer_device: cpu or cuda; step_deadline, bucket_deadline: seconds for each step, and for an engine to take one
+    bucket (deadlines.sync_step, deadlines.bucket); directory: of this run alone, for transports that leave files.
     """
 
     def __init__(
@@ -130,19 +56,19 @@ class WeightSync:
         config: WeightsConfig,
         check: ValueCheck,
         *,
-        transport: Transport,
+        trainer_device: str,
         step_deadline: float,
-        disk_root: Path,
+        bucket_deadline: float,
+        directory: Path,
     ) -> None:
-        self.client, self.fleet, self.endpoints, self.infos, self.ranks = client, fleet, endpoints, infos, ranks
-        self.config, self.check = config, check
-        self.transport: Transport = transport
-        self.deadline, self.disk_root = step_deadline, disk_root
+        self.client, self.fleet, self.endpoints, self.ranks = client, fleet, endpoints, ranks
+        self.config, self.check, self.bucket_deadline = config, check, bucket_deadline
+        self.calls = EngineCalls(client, endpoints, step_deadline)
+        self.connections = Connections(
+            self.calls, fleet, infos, ranks, config, trainer_device=trainer_device, directory=directory
+        )
         self._buckets: list[Bucket] = []
-        self._connected: dict[str, str | None] = {}  # URL -> boot id of the process that joined
-        self._silent: set[str] = set()  # engines that answered nothing any more, in this sync
         self._differing: set[str] = set()  # engines whose values differed, in this sync
-        self._left: set[str] = set()  # engines whose groups the ranks have not left yet
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -155,14 +81,14 @@ class WeightSync:
         """
         started = time.perf_counter()
         phases: dict[str, float] = {}
-        self._silent, self._differing = set(), set()
+        self.calls.silent, self._differing = set(), set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
         if not self._buckets:
             self._buckets = plan_buckets(await self.ranks.weight_metadata(), self.config.bucket_bytes)
-        with _timed(phases, "connect"):
-            new, failures = await self._connect(urls)
+        with timed(phases, "connect"):
+            new, failures = await self.connections.connect(urls)
         # Requests and probes go on until the pause: an engine may have failed them while others were connected.
         there = self.fleet.syncable()
         failures |= {url: self.fleet.member(url).reason for url in urls if url not in there and url not in failures}
@@ -173,20 +99,20 @@ class WeightSync:
             try:
                 for url in paused:
                     self.fleet.pause(url)
-                with _timed(phases, "pause"):
+                with timed(phases, "pause"):
                     failures |= await self._each(self._paused(paused), self._pause_and_begin)
-                with _timed(phases, "transfer"):
+                with timed(phases, "transfer"):
                     failures |= await self._transfer(str(version), self._paused(paused))
-                with _timed(phases, "finish"):
+                with timed(phases, "finish"):
                     failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
                 if self._paused(paused):
                     self.fleet.advance(version)
             finally:
-                with _timed(phases, "resume"):
+                with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
                     failures = await self._resume(paused) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
-            with _timed(phases, "verify"):
+            with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
         except BaseException as error:  # of a rank, or a bug: these engines serve on nobody's word
             for url in self._paused(paused):
@@ -205,135 +131,73 @@ class WeightSync:
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
-
-        The ranks, which may be in a training step now, leave theirs at the next sync. Raises EngineError.
-        """
-        self._left.add(url)
-        if url in self._connected:
-            del self._connected[url]
-            shut_down = self._dialect(self.endpoints[url]).shutdown_transfer(GROUP)
-            await self.client.run(self.endpoints[url], shut_down, timeout=LEAVE_SECONDS)
+        Raises EngineError."""
+        await self.connections.leave_engine(url)
 
     async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
 
         ceded: engines that another run controls by now, whose group would be the one shut down.
         """
-        urls = [url for url in self._connected if url in self.endpoints and url not in ceded]
-        failures = await self._gather(urls, self._shut_down)
-        gone = (State.DEAD, State.STARTING)
-        alive = [m.url for m in self.fleet.members() if m.takes_weights and m.state not in gone and m.url not in ceded]
-        failures = (
-            await self._gather(alive, lambda endpoint: self._run(endpoint, self._dialect(endpoint).resume())) | failures
-        )
-        self._connected = {}
-        await self.ranks.leave_transfer()
-        return failures
+        return await self.connections.leave(ceded)
 
     # -- steps
 
-    async def _connect(self, urls: Sequence[str]) -> tuple[set[str], Failures]:
-        """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
-        if self._left:
-            left, self._left = sorted(self._left), set()
-            await self.ranks.leave_transfer(left)
-        new = [
-            url for url in urls if url not in self._connected or self._connected[url] != self.fleet.member(url).boot_id
-        ]
-        # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
-        away = await self._gather(new, self._answers)
-        new = [url for url in new if url not in away]
-        if not new:
-            return set(), away
-        targets = [Target(url, self.endpoints[url].dialect or "", self.infos[url].world_size) for url in new]
-        if self.transport == "disk":
-            connections = [Connection(target, "", 0, GROUP) for target in targets]
-            failures = await self._gather(new, self._init_transfer(connections))
-        else:
-            connections = await self.ranks.host(targets, GROUP)
-            joining = asyncio.ensure_future(self.ranks.join())
-            answered = await self._gather(new, self._init_transfer(connections))
-            # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
-            failures = {**await joining, **answered}
-        self._connected |= {url: self.fleet.member(url).boot_id for url in new if url not in failures}
-        return set(new), away | failures
-
-    async def _answers(self, endpoint: EngineEndpoint) -> None:
-        """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
-        try:
-            await self.client.health(endpoint)
-        except EngineUnreachable:
-            raise
-        except EngineError:
-            pass
-
-    def _init_transfer(self, connections: Sequence[Connection]) -> Callable[[EngineEndpoint], Awaitable[None]]:
-        by_url = {connection.target.url: connection for connection in connections}
-
-        async def init(endpoint: EngineEndpoint) -> None:
-            connection = by_url[endpoint.url]
-            # A trainer that died may have left a group behind; one that cannot be left fails now.
-            with suppress(EngineError):
-                await self._run(endpoint, self._dialect(endpoint).shutdown_transfer(GROUP))
-            await self._run(
-                endpoint,
-                self._dialect(endpoint).init_transfer(
-                    self.transport,
-                    address=connection.address,
-                    port=connection.port,
-                    rank_offset=1,
-                    world_size=connection.world_size,
-                    group=connection.group,
-                    timeout_seconds=2 * self.deadline,  # see _announce
-                ),
-            )
-
-        return init
-
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
-        speaks = self._dialect(endpoint)
-        await self._run(endpoint, speaks.pause(self.config.pause_mode))
+        await self.calls.run(endpoint, dialect(endpoint.dialect or "").pause(self.config.pause_mode))
         self.fleet.update_began(endpoint.url)
-        await self._run(endpoint, speaks.begin_update())
+        await self.calls.run(endpoint, self.connections[endpoint.url].control.begin())
 
     async def _transfer(self, version: str, urls: Sequence[str]) -> Failures:
-        """Send every bucket while each engine receives at its own pace;
-        the disk transport writes first and announces paths."""
-        if self.transport == "disk":
-            directory = version_directory(self.disk_root, version)
-            await self.ranks.write(self._buckets, directory)
-            paths = [bucket_file(directory, i, len(self._buckets)) for i in range(len(self._buckets))]
-            return await self._each(urls, lambda endpoint: self._announce(endpoint, version, paths))
-        receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._announce(endpoint, version, ())))
+        """The ranks send, and each engine receives at its own pace."""
+        if not urls:
+            return {}
+        sending = asyncio.ensure_future(self.ranks.send(version, urls))
+        receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._receive(endpoint, version, sending)))
         try:
-            sent = await self.ranks.send(self._buckets, urls)
+            sent = await sending
         finally:
             received = await receiving
         for url, reason in sent.failures.items():
             if url not in received:
                 self._lost(url, reason)
-        return {**sent.failures, **received}
+        return sent.failures | received
 
-    async def _announce(self, endpoint: EngineEndpoint, version: str, paths: Sequence[Path]) -> None:
-        """Every bucket, in order; gloo engines take the bytes while the request is open.
-
-        An engine that fails is told to leave its group at once: the trainer's broadcast into it then ends with an error
-        instead of waiting for its deadline, with the other engines behind it. One that hangs cannot be told, and costs
-        the others up to one step deadline; hence their two, here and in their groups.
-        """
-        speaks = self._dialect(endpoint)
+    async def _receive(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
+        """The engine takes every bucket, in order. One that fails is aborted at the trainer, and told to leave its
+        group: neither waits for the other any more, nor do the other engines."""
+        url = endpoint.url
+        taking = asyncio.ensure_future(self._take(endpoint, version, sending))
         try:
-            for index, bucket in enumerate(self._buckets):
-                path = str(paths[index]) if paths else None
-                requests = speaks.update_bucket(self.transport, bucket, group=GROUP, version=version, path=path)
-                await self.client.run(endpoint, requests, timeout=2 * self.deadline)
-        except EngineError:
-            with suppress(EngineError):  # the first failure is the one to report
-                await self.client.run(endpoint, speaks.shutdown_transfer(GROUP), timeout=LEAVE_SECONDS)
+            await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done() and (lost := _lost_by_the_ranks(url, sending)) is not None:
+                await asyncio.wait((taking,), timeout=LEAVE_SECONDS)  # what the engine says of it is the better reason
+                if not taking.done():
+                    raise EngineError(lost)
+            await taking
+        except (EngineError, asyncio.CancelledError) as error:
+            if not sending.done():
+                await self.ranks.abort_transfer([url], f"the engine failed: {error}")
+            if isinstance(error, EngineError):
+                with suppress(EngineError):  # the first failure is the one to report
+                    leave = self.connections[url].control.leave(GROUP)
+                    await self.client.run(endpoint, leave, timeout=LEAVE_SECONDS)
             raise
+        finally:
+            taking.cancel()
+
+    async def _take(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
+        connection = self.connections[endpoint.url]
+        if connection.control.after_send:
+            await asyncio.wait((sending,))
+            if _lost_by_the_ranks(endpoint.url, sending) is not None:
+                return  # there is nothing to take; the ranks' reason is reported
+        for request, buckets in connection.control.announce(self._buckets, connection.rendezvous, version=version):
+            seconds = STEP_SHARE * self.calls.deadline + (buckets - 1) * self.bucket_deadline
+            await self.client.run(endpoint, [request], timeout=seconds)
 
     async def _finish(self, endpoint: EngineEndpoint, version: WeightVersion) -> None:
-        await self._run(endpoint, self._dialect(endpoint).finish_update(str(version)))
+        await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
         self.fleet.update_finished(endpoint.url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:
@@ -341,10 +205,10 @@ class WeightSync:
         a frozen one serves nobody, not even somebody else."""
 
         async def resume(endpoint: EngineEndpoint) -> None:
-            seconds = LEAVE_SECONDS if endpoint.url in self._silent else self.deadline
-            await self.client.run(endpoint, self._dialect(endpoint).resume(), timeout=seconds)
+            seconds = LEAVE_SECONDS if endpoint.url in self.calls.silent else self.calls.deadline
+            await self.client.run(endpoint, dialect(endpoint.dialect or "").resume(), timeout=seconds)
 
-        failures = await self._gather(urls, resume)
+        failures = await self.calls.gather(urls, resume)
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
         return failures
@@ -357,7 +221,7 @@ class WeightSync:
         completions: dict[str, Completion] = {}
 
         async def sample(endpoint: EngineEndpoint) -> None:
-            [completions[endpoint.url]] = await self.client.generate(endpoint, request, timeout=self.deadline)
+            [completions[endpoint.url]] = await self.client.generate(endpoint, request, timeout=self.calls.deadline)
 
         failures = await self._each(urls, sample)
         if not completions:
@@ -371,15 +235,6 @@ class WeightSync:
 
     # -- the rest
 
-    async def _shut_down(self, endpoint: EngineEndpoint) -> None:
-        await self._run(endpoint, self._dialect(endpoint).shutdown_transfer(GROUP))
-
-    async def _run(self, endpoint: EngineEndpoint, requests: Sequence) -> None:
-        await self.client.run(endpoint, requests, timeout=self.deadline)
-
-    def _dialect(self, endpoint: EngineEndpoint) -> Dialect:
-        return dialect(endpoint.dialect or "")
-
     def _paused(self, urls: Sequence[str]) -> list[str]:
         """Those of `urls` that this sync still has in its hands."""
         return [member.url for member in self.fleet.members() if member.url in urls and member.state is State.PAUSED]
@@ -389,31 +244,18 @@ class WeightSync:
 
         One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync.
         """
-        self._connected.pop(url, None)
+        self.connections.lost(url)
         if self.fleet.member(url).state is State.PAUSED:
             self.fleet.update_failed(url, reason)
-        if url in self._silent:
+        if url in self.calls.silent:
             for _ in range(CHECKS_MISSED):
                 self.fleet.probe_failed(url, reason, sent_at=self.fleet.member(url).since)
 
-    async def _each(self, urls: Sequence[str], act: Callable[[EngineEndpoint], Awaitable[None]]) -> Failures:
+    async def _each(self, urls: Sequence[str], act: Act) -> Failures:
         """`act` on all of them side by side; those that fail are out of this sync."""
-        failures = await self._gather(urls, act)
+        failures = await self.calls.gather(urls, act)
         for url, reason in failures.items():
             self._lost(url, reason)
-        return failures
-
-    async def _gather(self, urls: Sequence[str], act: Callable[[EngineEndpoint], Awaitable[None]]) -> Failures:
-        steps = (while_alive(self.client, self.endpoints[url], act(self.endpoints[url])) for url in urls)
-        results = await asyncio.gather(*steps, return_exceptions=True)
-        failures = {}
-        for url, result in zip(urls, results, strict=True):
-            if isinstance(result, EngineSilent):
-                self._silent.add(url)
-            if isinstance(result, EngineError):
-                failures[url] = str(result)
-            elif isinstance(result, BaseException):
-                raise result  # a bug of ours, not a failure of the engine
         return failures
 
     def _explain(self, version: str, failures: Failures) -> str:
@@ -428,10 +270,10 @@ class WeightSync:
         )
 
 
-@contextmanager
-def _timed(phases: dict[str, float], name: str) -> Iterator[None]:
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        phases[name] = time.perf_counter() - started
+def _lost_by_the_ranks(url: str, sending: asyncio.Future[SendReport]) -> str | None:
+    """Why the ranks send nothing more to this engine; None: they do, or have sent all."""
+    if not sending.done():
+        return None
+    if sending.cancelled() or (error := sending.exception()) is not None:
+        return "the trainer's ranks failed while they sent"
+    return sending.result().failures.get(url)

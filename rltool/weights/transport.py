@@ -19,7 +19,8 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 
-Backend = Literal["gloo", "disk", "nccl"]
+Backend = Literal["gloo", "disk", "nccl", "vllm-nccl"]
+"""vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang."""
 
 
 class TransportError(EngineError):
@@ -42,8 +43,8 @@ class Receiver:
 class Rendezvous:
     """Where an engine finds the trainer, which is rank 0 of `world_size` = 1 + the engine's. JSON-able.
 
-    address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; directory: for transports that
-    leave files.
+    address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; bucket_bytes: what the buckets are
+    cut by; nccl_version: of the trainer's library; directory: for transports that leave files.
     """
 
     transport: Backend
@@ -52,6 +53,8 @@ class Rendezvous:
     address: str = ""
     port: int = 0
     unique_id: str | None = None
+    bucket_bytes: int = 0
+    nccl_version: int = 0
     directory: str | None = None
 
 
@@ -83,7 +86,8 @@ class SenderTransport(Protocol):
     """The trainer's end of one connection, in rank 0. Made by its factory without side effects.
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
-    All but `host` and `abort` are called on one thread of this connection's own, which they may block.
+    All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
+    finish, and send with its wait, each for deadlines.bucket at most; then the connection is aborted.
     """
 
     device: torch.device
@@ -111,8 +115,8 @@ class SenderTransport(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """From any thread, at any time, idempotent, returns at once: a blocked `join`, `send` or `wait` ends soon, by
-        raising. The connection is of no use afterwards, but for `close`."""
+        """From any thread, at any time, idempotent, returns at once. A blocked `join`, `send` or `wait` ends as soon as
+        the transport can make it; nobody waits for that but its own thread, which then calls `close`."""
         ...
 
     def close(self) -> None:
@@ -151,6 +155,7 @@ class ReceiverControl(Protocol):
         ...
 
 
+SenderFactory = Callable[[Receiver, SenderOptions], SenderTransport]
 Obstacle = Callable[[EngineInfo, str], str | None]
 """(engine, device of the trainer: cpu or cuda) -> why weights cannot go there this way, and what to do; None: they
 can."""
@@ -161,7 +166,7 @@ class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to."""
 
-    sender: Callable[[Receiver, SenderOptions], SenderTransport]
+    sender: SenderFactory
     control: ReceiverControl
     obstacle: Obstacle
     shared: bool = False
@@ -173,12 +178,20 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
     ("sglang", "gloo"): "rltool.weights.transports.gloo:SGLANG",
     ("vllm", "disk"): "rltool.weights.transports.disk:VLLM",
     ("sglang", "disk"): "rltool.weights.transports.disk:SGLANG",
+    ("vllm", "nccl"): "rltool.weights.transports.nccl_vllm:PLUGIN",
+    ("vllm", "vllm-nccl"): "rltool.weights.transports.nccl_vllm:STOCK",
+    ("sglang", "nccl"): "rltool.weights.transports.nccl_sglang:SGLANG",
 }
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
 
-AUTO: tuple[Backend, ...] = ("nccl", "gloo", "disk")
-"""What weights.transport = "auto" tries, in order."""
+CANDIDATES: dict[str, tuple[Backend, ...]] = {
+    "auto": ("nccl", "vllm-nccl", "gloo", "disk"),
+    "nccl": ("nccl", "vllm-nccl"),
+    "gloo": ("gloo",),
+    "disk": ("disk",),
+}
+"""weights.transport -> what is tried, in order."""
 
 
 def transport(dialect: str, backend: Backend) -> Transport:
@@ -188,18 +201,18 @@ def transport(dialect: str, backend: Backend) -> Transport:
 
 
 def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Backend:
-    """How weights reach this engine: weights.transport, or with auto the first of AUTO that can.
+    """How weights reach this engine: the first of what weights.transport admits that can.
 
     trainer_device: cpu or cuda. UsageError, a sentence without the engine's name, where none can.
     """
-    if config.transport != "auto":
-        why = obstacle(info, config.transport, trainer_device)
-        if why is not None:
-            raise UsageError(why)
-        return config.transport
-    for backend in AUTO:
-        if obstacle(info, backend, trainer_device) is None:
+    reasons = []
+    for backend in CANDIDATES[config.transport]:
+        why = obstacle(info, backend, trainer_device)
+        if why is None:
             return backend
+        reasons.append(why)
+    if config.transport != "auto":
+        raise UsageError(reasons[0])
     if info.weight_backend is None:
         raise UsageError("has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`")
     raise UsageError(

@@ -5,7 +5,7 @@ A channel is opened by the init request and closed when the trainer, or another 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import torch
@@ -22,11 +22,15 @@ class ChannelError(RuntimeError):
         self.broken = broken
 
 
+Arriving = Generator[tuple[Bucket, torch.Tensor]]
+"""Each bucket with its bytes ([bytes] uint8), in order. Close it if you leave before its end."""
+
+
 class FlatChannel(Protocol):
     """Buckets come as flat runs of bytes."""
 
-    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket with its bytes ([bytes] uint8), in order. Raises ChannelError."""
+    def receive(self, buckets: Sequence[Bucket]) -> Arriving:
+        """Raises ChannelError."""
         ...
 
     def close(self) -> None: ...
@@ -40,7 +44,7 @@ class GlooChannel:
     ) -> None:
         self._group = wire.open_group(address, port, rank, world_size, group, timeout_seconds)
 
-    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def receive(self, buckets: Sequence[Bucket]) -> Arriving:
         for bucket in buckets:
             flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
             try:
@@ -73,7 +77,7 @@ class NcclChannel:
         self._communicator = nccl.Communicator(library, unique_id, world_size, rank, device, seconds=timeout_seconds)
         self._communicator.join(timeout_seconds)
 
-    def receive(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, torch.Tensor]]:
+    def receive(self, buckets: Sequence[Bucket]) -> Arriving:
         ahead: list[tuple[Bucket, torch.Tensor, nccl.Work | None]] = []
         try:
             for bucket in buckets:
@@ -84,7 +88,7 @@ class NcclChannel:
                 yield self._end(*begun)
         except nccl.NcclError as error:
             raise ChannelError(f"receiving weights over NCCL: {error}") from error
-        except GeneratorExit:  # the bucket before could not be loaded: the next one is on its way, and nobody takes it
+        except GeneratorExit:  # a bucket could not be loaded, the next one is on its way, and nobody takes it
             self.close()
             raise
 

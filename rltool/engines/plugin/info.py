@@ -23,6 +23,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "served_name": model.served_model_name,
         "vocab_size": model.get_vocab_size(),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "device": config.device_config.device_type,
         "max_model_len": model.max_model_len,
         "logprobs_mode": str(model.logprobs_mode),
         "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -67,8 +67,8 @@ class Loader:
         if self._replays() and not self._reloading:
             self._replay(bucket, flat)
             return
-        sources = self._sources(model, bucket, flat)
-        self.load_named(model, wire.split_flat(sources, bucket))
+        self._note_sources(model, bucket, flat)
+        self.load_named(model, wire.split_flat(flat, bucket))
         self._compare_complete(model)
 
     def load_named(self, model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
@@ -120,8 +120,8 @@ class Loader:
         return self._plan is not None and self._compared
 
     def _begin_reload(self, model: torch.nn.Module) -> None:
+        self._reloading = True  # whatever becomes of the next line, there is something to abandon
         reload.begin_reload(model)
-        self._reloading = True
 
     def _replay(self, bucket: Bucket, flat: torch.Tensor) -> None:
         assert self._plan is not None
@@ -156,20 +156,19 @@ class Loader:
 
     # -- comparing
 
-    def _sources(self, model: torch.nn.Module, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        """`flat`, whose parts are noted down where this update is the one that is compared."""
-        if self._plan is None or self._slow_for_ever:
-            return flat
+    def _note_sources(self, model: torch.nn.Module, bucket: Bucket, flat: torch.Tensor) -> None:
+        """The parts of `flat`, where this update is the one that is compared."""
+        if self._plan is None:
+            return
         if bucket not in self._plan:
             self._forget()
             self._to_compare = []
-            return flat
+            return
         owners = {_storage(parameter): layer for layer in model.modules() for parameter in _kernel_tensors(layer)}
         for copy in self._plan.copies(bucket):
             layer = owners.get(_storage(copy.destination))
             if layer is not None:
                 self._to_compare.append((layer, copy, copy.source(flat)))
-        return flat
 
     def _compare_complete(self, model: torch.nn.Module) -> None:
         """Layers that are loaded by now; the bytes of the others wait, as vLLM has them wait."""

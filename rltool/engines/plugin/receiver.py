@@ -1,33 +1,36 @@
 """The receiving end of weight transfer inside each vLLM worker: vLLM's weight-transfer backend "rltool".
 
-It joins the trainer's gloo group or reads safetensors files (the contract is rltool.engines.wire), feeds the tensors to
-the model's own load_weights, and accepts an update only if every tensor was taken and every layer is complete. Errors
-raised here reach the trainer as the reply to its HTTP request.
+It joins the trainer's group or reads safetensors files (the contract is rltool.engines.wire, the ways in are
+rltool.engines.plugin.channels), feeds the tensors to the model (rltool.engines.plugin.loading), and accepts an update
+only if every tensor was taken and every layer is complete. Errors raised here reach the trainer as the reply to its
+HTTP request.
 """
 
 from __future__ import annotations
 
+import base64
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from rltool.engines import wire
-from rltool.engines.plugin import reload
+from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
+from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.types import Bucket, TensorMeta
 
-NAMED_IN_ERRORS = 5
-"""How many of the missing layers an error lists."""
-
-
-class WeightUpdateError(RuntimeError):
-    """An update that cannot be applied; the text goes to the trainer."""
+NEEDED = {
+    "gloo": ("address", "port", "group", "timeout_seconds"),
+    "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
+    "disk": (),
+}
+"""Transport -> the fields of its init info that must be there; gloo and nccl have a rank as well."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """See rltool.engines.wire. All fields but `transport` belong to gloo."""
+    """See rltool.engines.wire."""
 
     transport: str
     address: str = ""
@@ -36,18 +39,17 @@ class InitInfo(WeightTransferInitInfo):
     world_size: int = 0
     group: str = ""
     timeout_seconds: float = 0.0
+    unique_id: str = ""
+    nccl_version: int = 0
 
     def __post_init__(self) -> None:
-        if self.transport not in ("gloo", "disk"):
-            raise ValueError(f"transport {self.transport!r} is neither gloo nor disk")
-        if self.transport == "gloo":
-            for name in ("address", "port", "group", "timeout_seconds"):
-                if not getattr(self, name):
-                    raise ValueError(f"init info of transport gloo lacks {name!r}")
-            if not 1 <= self.rank_offset < self.world_size:
-                raise ValueError(
-                    f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}"
-                )
+        if self.transport not in NEEDED:
+            raise ValueError(f"transport {self.transport!r} is none of {', '.join(NEEDED)}")
+        for name in NEEDED[self.transport]:
+            if not getattr(self, name):
+                raise ValueError(f"init info of transport {self.transport} lacks {name!r}")
+        if self.transport != "disk" and not 1 <= self.rank_offset < self.world_size:
+            raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
 
 
 @dataclass
@@ -56,52 +58,75 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     path: str | None = None
+    bucket_sizes: list[int] | None = None
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
             raise ValueError(
                 f"{len(self.names)} names, {len(self.dtypes)} dtypes and {len(self.shapes)} shapes were announced"
             )
+        if self.bucket_sizes is not None and sum(self.bucket_sizes) != len(self.names):
+            raise ValueError(f"buckets of {self.bucket_sizes} tensors were announced, with {len(self.names)} names")
 
-    def bucket(self) -> Bucket:
-        return tuple(TensorMeta(n, d, tuple(s)) for n, d, s in zip(self.names, self.dtypes, self.shapes, strict=True))
+    def buckets(self) -> list[Bucket]:
+        """The announced tensors; all are one bucket where bucket_sizes does not cut them."""
+        metas = tuple(TensorMeta(n, d, tuple(s)) for n, d, s in zip(self.names, self.dtypes, self.shapes, strict=True))
+        if self.bucket_sizes is None:
+            return [metas]
+        buckets, start = [], 0
+        for size in self.bucket_sizes:
+            buckets.append(metas[start : start + size])
+            start += size
+        return buckets
 
 
 class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """One per worker. `changed` is true from the first tensor of an update until it is finished: the weights are then a
-    mixture."""
+    """One per worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
-        self._group = None
-        self._received: set[str] = set()
-        self.changed = False
+        self._channel: FlatChannel | None = None
+        self._loader = Loader(pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
+
+    @property
+    def changed(self) -> bool:
+        """True from the first tensor of an update until it is finished: the weights are then a mixture."""
+        return self._loader.changed
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Join the trainer's group; the old one, of this trainer or of one that died, is left first."""
         self.shutdown()
+        parallel = self.parallel_config
+        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
         if init_info.transport == "gloo":
-            parallel = self.parallel_config
-            rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._group = wire.open_group(
+            self._channel = GlooChannel(
                 init_info.address,
                 init_info.port,
-                rank,
-                init_info.world_size,
-                init_info.group,
-                init_info.timeout_seconds,
+                rank=rank,
+                world_size=init_info.world_size,
+                group=init_info.group,
+                timeout_seconds=init_info.timeout_seconds,
+            )
+        elif init_info.transport == "nccl":
+            self._channel = NcclChannel(
+                base64.b64decode(init_info.unique_id, validate=True),
+                trainer_version=init_info.nccl_version,
+                rank=rank,
+                world_size=init_info.world_size,
+                device=self.device,
+                timeout_seconds=init_info.timeout_seconds,
             )
         self._transport = init_info.transport
 
     def start_weight_update(self) -> None:
         if self._transport is None:
             raise WeightUpdateError("no transfer was initialised: /init_weight_transfer_engine comes first")
-        reload.begin_reload(self.model)
-        self._received = set()
+        self._loader.start(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # Not the base class's: that one calls torch.accelerator.synchronize(), which raises where there is no
@@ -112,84 +137,44 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         try:
-            bucket = update_info.bucket()
-            named = self._read_file(bucket, update_info.path) if self._transport == "disk" else self._receive(bucket)
-            self._load(named)
+            if self._transport == "disk":
+                self._load_file(update_info)
+            else:
+                self._receive(update_info)
+        except ChannelError as error:
+            self._loader.abandon(self.model)
+            if error.broken:
+                self.shutdown()
+            raise WeightUpdateError(str(error)) from error
         except BaseException:
-            reload.abandon_reload(self.model)
+            self._loader.abandon(self.model)
             raise
 
     def finish_weight_update(self) -> None:
         try:
-            missing = reload.missing_layers(self.model)
-            if missing:
-                more = f" and {len(missing) - NAMED_IN_ERRORS} more" if len(missing) > NAMED_IN_ERRORS else ""
-                raise WeightUpdateError(f"the update is incomplete: {', '.join(missing[:NAMED_IN_ERRORS])}{more}")
-            reload.finish_reload(self.model, self.model_config)
+            self._loader.finish(self.model, self.model_config)
         except BaseException:
-            reload.abandon_reload(self.model)
+            self._loader.abandon(self.model)
             raise
-        self._received = set()
-        self.changed = False
 
     def abandon(self) -> None:
         """End an update that will not be finished."""
-        reload.abandon_reload(self.model)
-        self._received = set()
+        self._loader.abandon(self.model)
 
     def shutdown(self) -> None:
-        group, self._group, self._transport = self._group, None, None
-        if group is not None:
-            group.shutdown()
+        channel, self._channel, self._transport = self._channel, None, None
+        if channel is not None:
+            channel.close()
 
-    def _receive(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        if self._group is None:
+    def _receive(self, update_info: UpdateInfo) -> None:
+        if self._channel is None:
             raise WeightUpdateError("no transfer group is open: /init_weight_transfer_engine comes first")
-        flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
-        try:
-            wire.broadcast(self._group, flat)
-        except RuntimeError as error:
-            self.shutdown()  # gloo's connections are of no use after a timeout or a lost peer
-            raise WeightUpdateError(
-                f"the broadcast of {flat.numel()} bytes from the trainer failed: {error}"
-            ) from error
-        return wire.split_flat(flat, bucket)
+        with closing(self._channel.receive(update_info.buckets())) as arriving:
+            for bucket, flat in arriving:
+                self._loader.load_flat(self.model, bucket, flat)
 
-    def _read_file(self, bucket: Bucket, path: str | None) -> list[tuple[str, torch.Tensor]]:
-        from safetensors.torch import load_file
-
-        if path is None:
+    def _load_file(self, update_info: UpdateInfo) -> None:
+        if update_info.path is None:
             raise WeightUpdateError("a bucket that travels over the disk was announced without its path")
-        try:
-            tensors = load_file(path)
-        except Exception as error:  # the library raises its own type, OSError or whatever the header provokes
-            raise WeightUpdateError(
-                f"cannot read {path}: {error} (the engine must see the trainer's file system)"
-            ) from error
-        found = {name: wire.meta_of(name, tensor) for name, tensor in tensors.items()}
-        wrong = [meta.name for meta in bucket if found.get(meta.name) != meta]
-        wrong += sorted(found.keys() - {meta.name for meta in bucket})
-        if wrong:
-            raise WeightUpdateError(
-                f"{path} does not hold what was announced: {wrong[0]} is missing, surplus or of another form"
-            )
-        return [(meta.name, tensors[meta.name]) for meta in bucket]
-
-    def _load(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """Hand over one tensor at a time, so that an error and a tensor that nobody takes have a name."""
-        # A pipeline stage rightly ignores the tensors of the others.
-        all_mine = self.parallel_config.pipeline_parallel_size == 1
-        for name, tensor in named:
-            if name in self._received:
-                raise WeightUpdateError(f"{name} was sent twice in one update")
-            self._received.add(name)
-            self.changed = True
-            try:
-                taken = cast(Any, self.model).load_weights([(name, tensor)])
-            except Exception as error:  # a model's loaders assert, or raise whatever they like
-                what = str(error) or "its loader refused it, for its shape or dtype"
-                raise WeightUpdateError(
-                    f"{name} {tensor.dtype} {list(tensor.shape)}: {type(error).__name__}: {what}"
-                ) from error
-            if all_mine and not taken:
-                raise WeightUpdateError(f"the model of this engine has no use for {name} {list(tensor.shape)}")
+        for bucket in update_info.buckets():
+            self._loader.load_named(self.model, read_bucket_file(bucket, update_info.path))

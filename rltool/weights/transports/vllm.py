@@ -30,12 +30,12 @@ class VllmControl:
         return dialect("vllm").leave_transfer(group)
 
 
-def init_request(info: dict[str, Any]) -> HttpRequest:
+def init_request(**info: Any) -> HttpRequest:
     return HttpRequest("POST", "/init_weight_transfer_engine", {"init_info": info})
 
 
-def update_request(bucket: Bucket, **more: Any) -> HttpRequest:
-    """To rltool's plugin (rltool.engines.wire): one bucket."""
+def bucket_request(bucket: Bucket, **more: Any) -> HttpRequest:
+    """One bucket, for rltool's plugin (rltool.engines.wire)."""
     info: dict[str, Any] = {
         "names": [meta.name for meta in bucket],
         "dtypes": [meta.dtype for meta in bucket],
@@ -44,8 +44,8 @@ def update_request(bucket: Bucket, **more: Any) -> HttpRequest:
     return HttpRequest("POST", "/update_weights", {"update_info": info | more})
 
 
-def without_plugin(info: EngineInfo) -> str | None:
-    """Why a server whose backend is not rltool's cannot be sent weights; None: it is."""
+def no_transfer(info: EngineInfo) -> str | None:
+    """What is wrong with a server that takes no weights at all."""
     if info.weight_backend is None:
         return "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
     return None

@@ -1,0 +1,167 @@
+"""Which engines the trainer is connected with, and over which transport: kept from one sync to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State
+from rltool.engines.resume import TRANSFER_GROUP as GROUP
+from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.errors import EngineError, UsageError
+from rltool.weights.engine_calls import LEAVE_SECONDS, Act, EngineCalls
+from rltool.weights.sender import SendReport
+from rltool.weights.sync_report import Failures
+from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, choose, transport
+
+STEP_SHARE = 2
+"""Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
+
+
+class Ranks(Protocol):
+    """The trainer's ranks, awaited. host, join, abort and leave concern rank 0 alone, the others are collectives of all
+    ranks. Every rank knows the buckets: they follow from the metadata and weights.bucket_bytes (plan_buckets)."""
+
+    async def weight_metadata(self) -> list[TensorMeta]: ...
+    async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]: ...
+    async def join(self) -> Failures: ...
+    async def send(self, version: str, urls: Collection[str]) -> SendReport: ...
+
+    async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
+        """Beside `join` and `send`: what is under way to these engines ends."""
+        ...
+
+    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
+    async def logprobs(self, batch: TrainBatch) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Connection:
+    """boot_id: of the engine's process that joined."""
+
+    boot_id: str | None
+    control: ReceiverControl
+    rendezvous: Rendezvous
+
+
+class Connections:
+    """infos: live, by URL. trainer_device: cpu or cuda; directory: of this run alone, for transports that leave
+    files."""
+
+    def __init__(
+        self, calls: EngineCalls, fleet: Fleet, infos: Mapping[str, EngineInfo], ranks: Ranks, config: WeightsConfig,
+        *, trainer_device: str, directory: Path,
+    ) -> None:  # fmt: skip
+        self._calls, self._fleet, self._infos, self._ranks, self._config = calls, fleet, infos, ranks, config
+        self._trainer_device, self._directory = trainer_device, directory
+        self._connected: dict[str, Connection] = {}
+        self._left: set[str] = set()  # engines whose groups the ranks have not left yet
+
+    def __getitem__(self, url: str) -> Connection:
+        return self._connected[url]
+
+    def lost(self, url: str) -> None:
+        """It is to be connected anew."""
+        self._connected.pop(url, None)
+
+    async def connect(self, urls: Sequence[str]) -> tuple[set[str], Failures]:
+        """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
+        if self._left:
+            left, self._left = sorted(self._left), set()
+            await self._ranks.leave_transfer(left)
+        new = [url for url in urls if url not in self._connected or self._connected[url].boot_id != self._boot_id(url)]
+        # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
+        failures = await self._calls.gather(new, self._calls.answers)
+        receivers, refused = self._receivers([url for url in new if url not in failures])
+        failures |= refused
+        if not receivers:
+            return set(), failures
+        meeting = await self._ranks.host(list(receivers.values()), GROUP, self._directory)
+        joining = asyncio.ensure_future(self._ranks.join())
+        try:
+            answered = await self._calls.gather(list(receivers), self._join(receivers, meeting))
+        finally:
+            joined = await joining
+        # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
+        failures |= joined | answered
+        self._connected |= {
+            url: Connection(self._boot_id(url), _control(receiver), meeting[url])
+            for url, receiver in receivers.items()
+            if url not in failures
+        }
+        return set(receivers), failures
+
+    async def leave_engine(self, url: str) -> None:
+        """One engine leaves the run. The ranks, which may be in a training step now, leave its group at the next sync.
+        Raises EngineError."""
+        self._left.add(url)
+        connection = self._connected.pop(url, None)
+        if connection is not None:
+            requests = connection.control.leave(GROUP)
+            await self._calls.client.run(self._calls.endpoints[url], requests, timeout=LEAVE_SECONDS)
+
+    async def leave(self, ceded: Collection[str]) -> Failures:
+        """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
+        calls, urls = self._calls, [url for url in self._connected if url not in ceded and url in self._calls.endpoints]
+
+        async def leave(endpoint: EngineEndpoint) -> None:
+            await calls.run(endpoint, self._connected[endpoint.url].control.leave(GROUP))
+
+        async def resume(endpoint: EngineEndpoint) -> None:
+            await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
+
+        failures = await calls.gather(urls, leave)
+        gone = (State.DEAD, State.STARTING)
+        members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
+        failures = await calls.gather([m.url for m in members if m.url not in ceded], resume) | failures
+        self._connected = {}
+        await self._ranks.leave_transfer()
+        return failures
+
+    # -- the rest is private
+
+    def _boot_id(self, url: str) -> str | None:
+        return self._fleet.member(url).boot_id
+
+    def _receivers(self, urls: Sequence[str]) -> tuple[dict[str, Receiver], Failures]:
+        """With the transport of each; an engine that was started again may be another one than was checked at first."""
+        receivers, refused = {}, {}
+        for url in urls:
+            info = self._infos[url]
+            try:
+                backend = choose(info, self._config, self._trainer_device)
+            except UsageError as error:
+                refused[url] = str(error)
+                continue
+            receivers[url] = Receiver(url, info.dialect, backend, info.world_size)
+        return receivers, refused
+
+    def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:
+        async def join(endpoint: EngineEndpoint) -> None:
+            url = endpoint.url
+            control = _control(receivers[url])
+            # A trainer that died may have left a group behind; one that cannot be left fails now.
+            with suppress(EngineError):
+                await self._calls.run(endpoint, control.leave(GROUP))
+            seconds = STEP_SHARE * self._calls.deadline
+            try:
+                await self._calls.run(endpoint, control.init(meeting[url], rank_offset=1, timeout_seconds=seconds))
+            except (EngineError, asyncio.CancelledError) as error:
+                await self._ranks.abort_transfer([url], f"the engine did not join: {error}")
+                raise
+
+        return join
+
+
+def _control(receiver: Receiver) -> ReceiverControl:
+    return transport(receiver.dialect, receiver.backend).control

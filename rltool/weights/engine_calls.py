@@ -1,0 +1,56 @@
+"""Control calls to several engines side by side; the failure of one is that engine's alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, EngineUnreachable
+from rltool.weights.liveness import EngineSilent, while_alive
+from rltool.weights.sync_report import Failures
+
+LEAVE_SECONDS = 5.0
+"""For telling an engine whose update failed to leave its group, or one that has fallen silent to resume;
+if it does not answer that either, its deadline will do."""
+
+Act = Callable[[EngineEndpoint], Awaitable[None]]
+
+
+class EngineCalls:
+    """endpoints: a live view, by URL. deadline: seconds for each step (deadlines.sync_step).
+
+    silent: engines that answered nothing any more, since the owner emptied it.
+    """
+
+    def __init__(self, client: EngineClient, endpoints: Mapping[str, EngineEndpoint], deadline: float) -> None:
+        self.client, self.endpoints, self.deadline = client, endpoints, deadline
+        self.silent: set[str] = set()
+
+    async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
+        await self.client.run(endpoint, requests, timeout=self.deadline)
+
+    async def answers(self, endpoint: EngineEndpoint) -> None:
+        """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
+        try:
+            await self.client.health(endpoint)
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            pass
+
+    async def gather(self, urls: Sequence[str], act: Act) -> Failures:
+        """`act` on all of them; an engine that answers no health check any more meanwhile is given up."""
+        steps = (while_alive(self.client, self.endpoints[url], act(self.endpoints[url])) for url in urls)
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        failures = {}
+        for url, result in zip(urls, results, strict=True):
+            if isinstance(result, EngineSilent):
+                self.silent.add(url)
+            if isinstance(result, EngineError):
+                failures[url] = str(result)
+            elif isinstance(result, BaseException):
+                raise result  # a bug of ours, not a failure of the engine
+        return failures

@@ -1,0 +1,90 @@
+"""What every transport asks of an SGLang server."""
+
+from __future__ import annotations
+
+from rltool.engines.dialects import dialect
+from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.errors import EngineError
+from rltool.weights.transport import Rendezvous
+
+DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+
+
+class SglangControl:
+    """The part of ReceiverControl that does not depend on how the bytes travel."""
+
+    after_send = False
+
+    def begin(self) -> list[HttpRequest]:
+        # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
+        return [HttpRequest("POST", "/begin_weight_update", {})]
+
+    def finish(self, version: str) -> list[HttpRequest]:
+        """The version comes last: an engine whose flush was refused still holds the old policy's keys and values."""
+        return [
+            HttpRequest("POST", "/end_weight_update", {}),
+            # Without `timeout`: while paused, waiting for idleness is in vain if requests were kept, and needless if
+            # not.
+            HttpRequest("POST", "/flush_cache"),
+            # abort_all_requests is true by default, which would throw away what a pause with `keep` has kept.
+            HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+        ]
+
+    def leave(self, group: str) -> list[HttpRequest]:
+        return dialect("sglang").leave_transfer(group)
+
+
+def join_request(rendezvous: Rendezvous, rank_offset: int, backend: str) -> HttpRequest:
+    """Join the update group; backend: torch's name. SGLang cannot be told how long to wait: its scheduler waits torch's
+    30 minutes for a trainer that does not come. Refused by the server with data parallelism."""
+    body = {
+        "master_address": rendezvous.address,
+        "master_port": rendezvous.port,
+        "rank_offset": rank_offset,
+        "world_size": rendezvous.world_size,
+        "group_name": rendezvous.group,
+        "backend": backend,
+    }
+    return HttpRequest("POST", "/init_weights_update_group", body)
+
+
+def bucket_request(bucket: Bucket, group: str) -> HttpRequest:
+    """SGLang receives one flat uint8 broadcast from rank 0.
+
+    The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
+    """
+    _check_alignment(bucket)
+    body = {
+        "names": [meta.name for meta in bucket],
+        "dtypes": [meta.dtype for meta in bucket],
+        "shapes": [list(meta.shape) for meta in bucket],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+        "flush_cache": False,
+    }
+    return HttpRequest("POST", "/update_weights_from_distributed", body)
+
+
+def data_parallel(info: EngineInfo) -> str | None:
+    """What keeps a server with replicas of its own out of an update group."""
+    if info.dp_size > 1:
+        return (
+            f"has {info.dp_size} data-parallel replicas, with which SGLang joins no update group: "
+            'set weights.transport = "disk", or "auto"'
+        )
+    return None
+
+
+def _check_alignment(bucket: Bucket) -> None:
+    """SGLang views each tensor in place in the flat buffer, so each must start at a multiple of its item size."""
+    offset = 0
+    for meta in bucket:
+        size = DTYPE_BYTES.get(meta.dtype, 1)
+        if offset % size:
+            raise EngineError(
+                f"{meta.name} ({meta.dtype}) starts at byte {offset} of its bucket, which SGLang cannot read: "
+                "put tensors of one dtype into a bucket, or the wider ones first"
+            )
+        for dimension in meta.shape:
+            size *= dimension
+        offset += size
