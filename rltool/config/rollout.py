@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rltool.config.base import Config
 
@@ -175,9 +175,9 @@ class EvalConfig(Config):
 class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
-    transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
+    transport: Literal["auto", "gloo", "disk", "delta", "nccl"] = "auto"
     """auto: gloo, in pieces of bucket_bytes through the hosts' memory; disk: a directory that trainer and engines
-    share; nccl is not built yet."""
+    share; delta: what changed alone, in a store; nccl is not built yet."""
     bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Tensors are sent together until they are larger than this many bytes: a bucket is closed after the tensor that
     makes it so."""
@@ -191,8 +191,22 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
+    store: str | None = None
+    """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
+    One run at a time."""
+    anchor_every: int = Field(default=10, ge=1)
+    """delta: versions from one full copy of the weights in the store to the next; between them are patches."""
     verify_tolerance: float = Field(default=1e-3, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection."""
+
+    @model_validator(mode="after")
+    def _store(self) -> WeightsConfig:
+        if (self.transport == "delta") != (self.store is not None):
+            raise ValueError(
+                'transport = "delta" and store go together: name a directory that trainer and engines share, or '
+                "s3://BUCKET/PREFIX"
+            )
+        return self
 
 
 class DeadlinesConfig(Config):

@@ -22,7 +22,7 @@ from rltool.errors import EngineError, UsageError
 from rltool.weights.engine_calls import LEAVE_SECONDS, Act, EngineCalls
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
-from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, choose, transport
+from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, Transport, choose, transport
 
 STEP_SHARE = 2
 """Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
@@ -50,8 +50,12 @@ class Connection:
     """boot_id: of the engine's process that joined."""
 
     boot_id: str | None
-    control: ReceiverControl
+    transport: Transport
     rendezvous: Rendezvous
+
+    @property
+    def control(self) -> ReceiverControl:
+        return self.transport.control
 
 
 class Connections:
@@ -95,7 +99,7 @@ class Connections:
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
         self._connected |= {
-            url: Connection(self._boot_id(url), _control(receiver), meeting[url])
+            url: Connection(self._boot_id(url), _transport(receiver), meeting[url])
             for url, receiver in receivers.items()
             if url not in failures
         }
@@ -149,7 +153,7 @@ class Connections:
     def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:
         async def join(endpoint: EngineEndpoint) -> None:
             url = endpoint.url
-            control = _control(receivers[url])
+            control = _transport(receivers[url]).control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
                 await self._calls.run(endpoint, control.leave(GROUP))
@@ -163,5 +167,5 @@ class Connections:
         return join
 
 
-def _control(receiver: Receiver) -> ReceiverControl:
-    return transport(receiver.dialect, receiver.backend).control
+def _transport(receiver: Receiver) -> Transport:
+    return transport(receiver.dialect, receiver.backend)

@@ -26,7 +26,8 @@ class WeightSyncFailed(EngineError):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """bytes: of one copy of the weights; seconds by phase: connect, pause, transfer, finish, resume, verify.
+    """bytes: of one copy of the weights; seconds by phase: connect, pause, transfer, finish, resume, verify; and
+    paused, for which the engine that was paused longest stood still.
 
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was.

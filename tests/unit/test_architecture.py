@@ -49,6 +49,7 @@ OWNERS = {
         "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
+        "engines/delta": "patches of tensors, which trainer, plugin and followers share",
         "rollout/batching.py": "samples become tensors",
         "quickstart/tiny_model.py": "makes a model",
     },
@@ -58,19 +59,21 @@ OWNERS = {
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
+    "boto3": {"engines/delta/store.py": "S3-compatible stores"},
+    "botocore": {"engines/delta/store.py": "its errors and settings"},
     "aiohttp": {"engines/client.py": "generation and control calls", "training/run_server.py": "the driver's endpoint"},
     "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
 
-LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
+LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
 IMPORTS_NOTHING_HEAVY = (
     "cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines",
     "models/weight_files.py",
 )  # fmt: skip
-"""Modules that load in the base installation. Of engines: all but the plugin, and wire.py, which needs torch alone."""
+"""Modules that load in the base installation. Of engines: all but the plugin, and delta/ and wire.py, which need torch."""
 
 
 class Import(NamedTuple):
@@ -196,14 +199,15 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
     heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
     wrong = []
     for found in all_imports():
-        if found.lazy or found.file.startswith("engines/plugin/") or found.file == "engines/wire.py":
+        if found.lazy or found.file.startswith(("engines/plugin/", "engines/delta/", "engines/wire.py")):
             continue
         if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
             continue
         if found.module == "rltool.models.weight_files":  # which is among those that are looked at here
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        if found.package in heavy or room in heavy_rooms or found.module == "rltool.engines.wire":
+        shared = found.module.startswith(("rltool.engines.wire", "rltool.engines.delta"))
+        if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
@@ -212,7 +216,7 @@ def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
     assert {
-        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire"))
+        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.delta"))
     } <= allowed
 
 

@@ -81,8 +81,8 @@ class DirectoryCopy:
 
 @dataclass(frozen=True)
 class Report:
-    """What a follower has for its engine. directory: of `version`, on the engine's host; error: why there is none of
-    the newest version."""
+    """What a follower has for its engine, nothing yet where version is None. directory: of `version`, on the engine's
+    host; error: why it does not have the newest one."""
 
     engine: str
     version: str | None
@@ -116,8 +116,10 @@ def follow(
     """Rebuild each newest version of `store` below `directory` until `stopped`.
 
     engine: its URL as the trainer has it; every: seconds between two looks at the store; deadline: seconds for one
-    version. What goes wrong with one version is logged and reported, and tried again.
+    version. What goes wrong with one version is logged and reported, and tried again. Raises StoreError where the store
+    cannot be written at the start.
     """
+    Report(engine, None, None, None).write(store)
     copy = DirectoryCopy(directory)
     directory.mkdir(parents=True, exist_ok=True)
     said = ""

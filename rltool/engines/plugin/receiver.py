@@ -18,12 +18,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 
 from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
+from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
 from rltool.engines.types import Bucket, TensorMeta
 
 NEEDED = {
     "gloo": ("address", "port", "group", "timeout_seconds"),
     "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
     "disk": (),
+    "delta": (),
 }
 """Transport -> the fields of its init info that must be there; gloo and nccl have a rank as well."""
 
@@ -48,7 +50,7 @@ class InitInfo(WeightTransferInitInfo):
         for name in NEEDED[self.transport]:
             if not getattr(self, name):
                 raise ValueError(f"init info of transport {self.transport} lacks {name!r}")
-        if self.transport != "disk" and not 1 <= self.rank_offset < self.world_size:
+        if self.transport in ("gloo", "nccl") and not 1 <= self.rank_offset < self.world_size:
             raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
 
 
@@ -58,6 +60,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     path: str | None = None
+    version: str | None = None
     bucket_sizes: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -91,6 +94,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
+        self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
         self._loader = Loader(pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
 
     @property
@@ -139,12 +143,17 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if self._transport == "disk":
                 self._load_file(update_info)
+            elif self._transport == "delta":
+                self._load_fetched(update_info)
             else:
                 self._receive(update_info)
         except ChannelError as error:
             self._loader.abandon(self.model)
             if error.broken:
                 self.shutdown()
+            raise WeightUpdateError(str(error)) from error
+        except NotFetched as error:
+            self._loader.abandon(self.model)
             raise WeightUpdateError(str(error)) from error
         except BaseException:
             self._loader.abandon(self.model)
@@ -172,6 +181,12 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         with closing(self._channel.receive(update_info.buckets())) as arriving:
             for bucket, flat in arriving:
                 self._loader.load_flat(self.model, bucket, flat)
+
+    def _load_fetched(self, update_info: UpdateInfo) -> None:
+        if update_info.version is None:
+            raise WeightUpdateError("weights that were fetched are announced by their version, which is missing")
+        for bucket, flat in self.prefetcher.buckets(update_info.version):
+            self._loader.load_flat(self.model, bucket, flat.to(self.device, non_blocking=True))
 
     def _load_file(self, update_info: UpdateInfo) -> None:
         if update_info.path is None:

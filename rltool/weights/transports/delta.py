@@ -145,5 +145,5 @@ def _sglang_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
 
 VLLM = Transport(DeltaSender, VllmDeltaControl(), _vllm_obstacle, shared=True, listens=False)
 SGLANG = Transport(
-    DeltaSender, SglangDeltaControl(), _sglang_obstacle, shared=True, listens=False, prepared=wait_for_follower
+    DeltaSender, SglangDeltaControl(), _sglang_obstacle, shared=True, listens=False, located=wait_for_follower
 )

@@ -15,6 +15,9 @@ class SglangControl:
 
     after_send = False
 
+    def prefetch(self, rendezvous: Rendezvous, *, version: str, seconds: float) -> list[HttpRequest]:
+        return []
+
     def begin(self) -> list[HttpRequest]:
         # Mandatory before a transfer, and harmless around a load from disk as long as no weights are quantised.
         return [HttpRequest("POST", "/begin_weight_update", {})]

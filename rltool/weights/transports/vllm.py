@@ -6,12 +6,16 @@ from typing import Any
 
 from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.weights.transport import Rendezvous
 
 
 class VllmControl:
     """The part of ReceiverControl that does not depend on how the bytes travel."""
 
     after_send = False
+
+    def prefetch(self, rendezvous: Rendezvous, *, version: str, seconds: float) -> list[HttpRequest]:
+        return []
 
     def begin(self) -> list[HttpRequest]:
         return [HttpRequest("POST", "/start_weight_update")]

@@ -12,6 +12,7 @@ import time
 import uuid
 import zlib
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +21,9 @@ from rltool.engines import arrays, wire
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
+from rltool.engines.plugin.prefetch import Prefetcher
+from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.types import TensorMeta
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
@@ -67,6 +71,8 @@ class FakeVllm(FakeServer):
         self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
         self.transport: str | None = None
+        self.worker = WeightUpdateRecovery()
+        self.worker.weight_transfer_engine = SimpleNamespace(prefetcher=Prefetcher(pin=False))
         self.updating = False
         self.changed = False
         self._group = None
@@ -129,6 +135,7 @@ class FakeVllm(FakeServer):
         }
         if self.plugin:
             routes |= {
+                ("POST", PREFETCH_PATH): self._prefetch,
                 ("GET", "/rltool/info"): self._info,
                 ("POST", LEASE_PATH): self._lease,
                 ("POST", "/generate"): self._sglang_generate,
@@ -350,6 +357,14 @@ class FakeVllm(FakeServer):
         self.updating = True
         return web.json_response({"message": "Weight update started"})
 
+    async def _prefetch(self, recorded: Recorded) -> web.Response:
+        status, reply = await prefetch(self, recorded.body)
+        return web.json_response(reply, status=status)
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What the plugin's worker extension answers: here it is the real one."""
+        return [getattr(self.worker, method)(*args)]
+
     async def _update(self, recorded: Recorded) -> web.Response:
         if not self.updating:
             return _worker_failed("start_weight_update must be called before update_weights.")
@@ -362,6 +377,9 @@ class FakeVllm(FakeServer):
                 from safetensors.torch import load_file
 
                 self.tensors |= load_file(info["path"])
+            elif self.transport == "delta":
+                for held, flat in self.worker.weight_transfer_engine.prefetcher.buckets(info["version"]):
+                    self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
             else:
                 import torch
 
