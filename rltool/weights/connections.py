@@ -19,7 +19,7 @@ from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import EngineInfo, TensorMeta
 from rltool.errors import EngineError, UsageError
-from rltool.weights.engine_calls import LEAVE_SECONDS, Act, EngineCalls
+from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, Transport, choose, transport
@@ -111,8 +111,7 @@ class Connections:
         self._left.add(url)
         connection = self._connected.pop(url, None)
         if connection is not None:
-            requests = connection.control.leave(GROUP)
-            await self._calls.client.run(self._calls.endpoints[url], requests, timeout=LEAVE_SECONDS)
+            await self._calls.run_briefly(self._calls.endpoints[url], connection.control.leave(GROUP))
 
     async def leave(self, ceded: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""

@@ -32,6 +32,10 @@ class EngineCalls:
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
         await self.client.run(endpoint, requests, timeout=self.deadline)
 
+    async def run_briefly(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
+        """To an engine that has failed already: nobody waits long for its answer."""
+        await self.client.run(endpoint, requests, timeout=LEAVE_SECONDS)
+
     async def answers(self, endpoint: EngineEndpoint) -> None:
         """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
         try:

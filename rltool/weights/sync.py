@@ -33,12 +33,15 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.connections import STEP_SHARE, Connections, Ranks
-from rltool.weights.engine_calls import LEAVE_SECONDS, Act, EngineCalls
+from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
 from rltool.weights.transport import Rendezvous
 from rltool.weights.verify import ValueCheck
+
+REASON_SECONDS = 5.0
+"""For an engine that the ranks have given up to say what is wrong: that is nearer to the cause than what they saw."""
 
 
 class WeightSync:
@@ -178,7 +181,7 @@ class WeightSync:
         try:
             await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done() and (lost := _lost_by_the_ranks(url, sending)) is not None:
-                await asyncio.wait((taking,), timeout=LEAVE_SECONDS)  # what the engine says of it is the better reason
+                await asyncio.wait((taking,), timeout=REASON_SECONDS)
                 if not taking.done():
                     raise EngineError(lost)
             await taking
@@ -187,8 +190,7 @@ class WeightSync:
                 await self.ranks.abort_transfer([url], f"the engine failed: {error}")
             if isinstance(error, EngineError):
                 with suppress(EngineError):  # the first failure is the one to report
-                    leave = self.connections[url].control.leave(GROUP)
-                    await self.client.run(endpoint, leave, timeout=LEAVE_SECONDS)
+                    await self.calls.run_briefly(endpoint, self.connections[url].control.leave(GROUP))
             raise
         finally:
             taking.cancel()
@@ -229,9 +231,9 @@ class WeightSync:
         a frozen one serves nobody, not even somebody else."""
 
         async def resume(endpoint: EngineEndpoint) -> None:
-            seconds = LEAVE_SECONDS if endpoint.url in self.calls.silent else self.calls.deadline
+            run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
             try:
-                await self.client.run(endpoint, dialect(endpoint.dialect or "").resume(), timeout=seconds)
+                await run(endpoint, dialect(endpoint.dialect or "").resume())
             finally:
                 self._pauses[endpoint.url] += time.perf_counter()
 

@@ -27,7 +27,7 @@ from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineError, RltoolError, TrainingStopped
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
-from rltool.weights.sync import WeightSyncFailed
+from rltool.weights.sync_report import WeightSyncFailed
 from tests.chaos.engines import WitnessEngine
 from tests.chaos.events import Events
 from tests.chaos.invariants import Invariants, Journal, Violation
@@ -103,7 +103,7 @@ class ChaosRun:
         self._lineage = Lineage(RUN, 0)
         self._state: dict[str, Any] | None = None
         self._state_directory: Path | None = None
-        self._ranks = OneNumberRanks(0, directory / "nothing")
+        self._ranks = OneNumberRanks(self._config.weights, 0, directory / "nothing")
         self._killed = asyncio.Event()
         self._events = Events(self, seed)
         self._events.counts = self.report.events
@@ -194,14 +194,14 @@ class ChaosRun:
         if self._attempt or self._state or self.report.attempts > 1:
             self._attempt += 1
             self._lineage = self._lineage.resumed(self._attempt, self._done)
-        self._ranks = OneNumberRanks(self._attempt, self._directory / "nothing")
+        self._ranks = OneNumberRanks(self._config.weights, self._attempt, self._directory / "nothing")
         self._ranks.step = self._done
         infos, absent = await self._within(self._preflight(), "an engine that answers")
         service = self._service = RolloutService(
             self._config,
             Engines(tuple(e for e in self._members if e.url in infos), infos),
             vocab_size=64,
-            syncing=Syncing(self._ranks, self._lineage, "disk", self._directory / "weights"),
+            syncing=Syncing(self._ranks, self._lineage, "cpu", self._directory / "weights"),
             log=self.note,
             policy=POLICY,
             on_event=self._invariants.look,
@@ -290,6 +290,7 @@ class ChaosRun:
                 task.cancel()
             await asyncio.wait(tasks, timeout=1)
         await service._pool.close()
+        self._ranks.sender.close()
 
     def _nothing_runs(self) -> None:
         left = [task.get_name() for task in asyncio.all_tasks() if not _is_ours(task)]
@@ -338,7 +339,7 @@ class ChaosRun:
                 "sampling": {
                     "max_prompt_tokens": 8, "max_response_tokens": RESPONSE_TOKENS, "stop_token_ids": STOPS,
                 },
-                "weights": {"pause_mode": self.report.pause_mode},
+                "weights": {"pause_mode": self.report.pause_mode, "transport": "disk"},
                 "deadlines": DEADLINES,
                 "data": {"train": [data]},
                 "reward": {"function": "tests.chaos.functions:length"},

@@ -10,6 +10,7 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs, UsageError
+from rltool.weights.transport import transport
 from tests.contract.fakes.server import FakeServer
 
 GENERATE = "/inference/v1/generate"
@@ -143,7 +144,7 @@ def test_a_control_call_is_sent_once(fake_vllm, engine, fault):
     else:
         fake_vllm.reset("/start_weight_update")
     with pytest.raises(EngineError):
-        run(lambda client: client.run(engine, dialect("vllm").begin_update(), timeout=5))
+        run(lambda client: client.run(engine, transport("vllm", "gloo").control.begin(), timeout=5))
     assert fake_vllm.paths() == ["/start_weight_update"]
 
 
@@ -206,7 +207,7 @@ def test_a_404_on_a_control_route_is_no_success(fake_vllm, engine):
 def test_control_calls_go_in_order_and_end_at_the_first_failure(fake_vllm, engine):
     fake_vllm.fail("/finish_weight_update", 500)
     with pytest.raises(EngineError):
-        run(lambda client: client.run(engine, dialect("vllm").finish_update("v"), timeout=5))
+        run(lambda client: client.run(engine, transport("vllm", "gloo").control.finish("v"), timeout=5))
     assert fake_vllm.paths() == ["/finish_weight_update"]  # and no /reset_prefix_cache
 
 

@@ -57,6 +57,7 @@ class LeavingRanks(Ranks):
 
     async def leave_transfer(self, urls=None):
         self.left += urls or ()
+        await super().leave_transfer(urls)
 
 
 class Run:
@@ -93,6 +94,7 @@ def serve(model_dir, tmp_path):
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "data": {"train": [data]},
             "reward": {"function": "tests.contract.rollout_functions:long_is_good"},
+            "weights": {"transport": "disk"},
         } | sections
         config = TrainConfig.model_validate(values)
 
@@ -100,8 +102,8 @@ def serve(model_dir, tmp_path):
             endpoints = [EngineEndpoint(url=engine.url, dialect="vllm", key_file=key_file) for engine in engines]
             async with EngineClient() as client:
                 infos = {e.url: await client.probe(e) for e in endpoints}
-            ranks = LeavingRanks(tmp_path / "nothing")
-            syncing = Syncing(ranks, Lineage(RUN, 0), "disk", tmp_path / "weights")
+            ranks = LeavingRanks(config.weights, tmp_path / "nothing")
+            syncing = Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights")
             service = RolloutService(
                 config, Engines(tuple(endpoints), infos, router), vocab_size=64, syncing=syncing, log=lambda line: None
             )
@@ -180,11 +182,11 @@ def test_what_an_engine_does_not_finish_in_time_goes_on_elsewhere(serve, engines
 
 def test_an_engine_that_hangs_has_left_in_bounded_time_and_says_what_failed(serve, engines, monkeypatch):
     from rltool.rollout import data_plane
-    from rltool.weights import sync
+    from rltool.weights import engine_calls
 
     monkeypatch.setattr(data_plane, "ABORT_SECONDS", 0.2)
     monkeypatch.setattr(fleet_membership, "ABORTED_SECONDS", 0.2)
-    monkeypatch.setattr(sync, "LEAVE_SECONDS", 0.2)
+    monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.2)
     leaving, _ = engines
 
     async def work(run: Run):

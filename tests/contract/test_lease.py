@@ -66,10 +66,10 @@ class GatedRanks(Ranks):
         self.gate, self.writing = asyncio.Event(), asyncio.Event()
         self.gate.set()
 
-    async def write(self, buckets, directory):
+    async def send(self, version, urls):
         self.writing.set()
         await self.gate.wait()
-        return await super().write(buckets, directory)
+        return await super().send(version, urls)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def run_as(settings, tmp_path):  # noqa: F811
         async with EngineClient() as client:
             infos = {e.url: await client.probe(e) for e in endpoints}
         syncing = Syncing(
-            GatedRanks(tmp_path / "nothing"), Lineage(holder.run, 0), "disk", tmp_path / f"weights-{holder.name}",
+            GatedRanks(config.weights, tmp_path / "nothing"), Lineage(holder.run, 0), "cpu", tmp_path / f"weights-{holder.name}",
             LeaseTerms(holder, seconds, steal),
         )  # fmt: skip
         service = RolloutService(config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing)
@@ -288,7 +288,7 @@ def test_others_may_generate_and_end_their_requests_but_not_control(fake_vllm, k
             assert (await ask_lease(client, engine, "acquire", A, 60)).granted
             assert len((await client.generate(engine, request, timeout=SECONDS))[0].token_ids) == 3
             await client.abort(engine, ["e" * 32], timeout=SECONDS)
-            for calls in (dialect("vllm").pause("keep"), dialect("vllm").shutdown_transfer("g")):
+            for calls in (dialect("vllm").pause("keep"), dialect("vllm").leave_transfer("g")):
                 with pytest.raises(EngineRejected, match=r"leased by run run-a \(pid 1 on host-a\)") as refused:
                     await client.run(engine, calls, timeout=SECONDS)
                 assert refused.value.status == 409

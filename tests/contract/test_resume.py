@@ -11,6 +11,7 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.resume import TRANSFER_GROUP, resume_engines
 from rltool.engines.types import Holder
+from rltool.weights.transport import Rendezvous, transport
 from tests.contract.fakes.sglang import FakeSglang
 
 
@@ -30,10 +31,9 @@ def engine(fake_vllm, key_file):
 
 
 def test_a_paused_engine_leaves_its_group_before_it_goes_on(fake_vllm, engine):
-    joined = dialect("vllm").init_transfer(
-        "disk", address="", port=0, rank_offset=1, world_size=2, group=TRANSFER_GROUP, timeout_seconds=5
-    )
-    before = [*joined, *dialect("vllm").pause("keep"), *dialect("vllm").begin_update()]
+    control = transport("vllm", "disk").control
+    joined = control.init(Rendezvous("disk", 2, TRANSFER_GROUP), rank_offset=1, timeout_seconds=5)
+    before = [*joined, *dialect("vllm").pause("keep"), *control.begin()]
     [result] = resume(engine, before=before)
     assert (result.url, result.was_paused, result.error) == (engine.url, True, None)
     assert not fake_vllm.paused and not fake_vllm.updating

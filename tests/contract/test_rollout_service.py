@@ -22,7 +22,6 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import FleetPolicy
 from rltool.engines.weight_version import Lineage, WeightVersion
-from rltool.engines.wire import meta_of
 from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
@@ -34,11 +33,11 @@ from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
-from rltool.weights.sender import write_to_disk
-from rltool.weights.sync import WeightSyncFailed
+from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.ranks import SenderRanks
 
 EOS = 1
 RUN = "c" * 32
@@ -65,22 +64,11 @@ class Speller(FakeVllm):
         return [*self.tokenizer.encode_prompt(answer), EOS][len(begun) :][:limit]
 
 
-class Ranks:
-    """Ranks whose model is the step's number, sent by way of the disk, and whose log-probabilities are the engines'."""
+class Ranks(SenderRanks):
+    """Ranks whose model is the step's number, and whose log-probabilities are the engines'."""
 
-    def __init__(self, model_files: Path) -> None:
-        self._model_files = model_files
-
-    async def weight_metadata(self):
-        return [meta_of("a", torch.zeros(4))]
-
-    async def write(self, buckets, directory):
-        tensor = torch.full((4,), float(directory.name.rsplit("-", 1)[1]))
-        stream = [(meta_of("a", tensor), tensor)]
-        return await asyncio.to_thread(write_to_disk, stream, buckets, directory, self._model_files)
-
-    async def leave_transfer(self, urls=None):
-        pass
+    def weights(self, step):
+        return {"a": torch.full((4,), float(step))}
 
     async def logprobs(self, batch):
         return batch.rollout_logprobs.clone()
@@ -133,6 +121,7 @@ def settings(model_dir, data_file):
             "seed": 3,
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
+            "weights": {"transport": "disk"},
             "deadlines": {"generate": LONG, "sync_step": LONG},
             "data": {"train": [data_file]},
             "eval": {"sets": {"words": data_file}, "samples_per_prompt": 2},
@@ -159,7 +148,7 @@ def serve(tmp_path):
         async with EngineClient() as client:
             infos = {e.url: await client.probe(e) for e in endpoints}
         syncing = (
-            None if lineage is None else Syncing(Ranks(tmp_path / "nothing"), lineage, "disk", tmp_path / "weights")
+            None if lineage is None else Syncing(Ranks(config.weights, tmp_path / "nothing"), lineage, "cpu", tmp_path / "weights")
         )
         service = RolloutService(
             config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None

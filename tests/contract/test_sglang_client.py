@@ -20,10 +20,12 @@ from rltool.engines.types import EngineLoad, GenerateRequest, HttpRequest, Sampl
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
-from rltool.weights.sglang_group import open_sglang_group
+from rltool.weights.transport import Rendezvous, transport
+from rltool.weights.transports.sglang_group import open_sglang_group
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 
 SPEAKS = dialect("sglang")
+CONTROL = transport("sglang", "gloo").control
 GROUP = "test-weights"
 SECONDS = 20.0
 TENSORS = {
@@ -75,22 +77,16 @@ class Trainer:
 
     async def join(self):
         store = host_store("127.0.0.1", 0, SECONDS)
-        init = SPEAKS.init_transfer(
-            "gloo",
-            address="127.0.0.1",
-            port=store.port,
-            rank_offset=1,
-            world_size=2,
-            group=GROUP,
-            timeout_seconds=SECONDS,
-        )
+        meeting = Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port)
+        init = CONTROL.init(meeting, rank_offset=1, timeout_seconds=SECONDS)
         opening = asyncio.to_thread(open_sglang_group, store, 2, GROUP, SECONDS)
         group, _ = await asyncio.gather(opening, self.tell(init))
         return group
 
     async def send(self, group, tensors=TENSORS, bucket=BUCKET) -> None:
         flat = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors.values()])
-        announce = self.tell(SPEAKS.update_bucket("gloo", bucket, group=GROUP, version="v1"))
+        [(request, _)] = CONTROL.announce([bucket], Rendezvous("gloo", 2, GROUP), version="v1")
+        announce = self.tell([request])
         await asyncio.gather(announce, asyncio.to_thread(lambda: group.broadcast(flat, 0).wait()))
 
 
@@ -213,7 +209,7 @@ def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key
         where = endpoint(engine, key_file)
         running = asyncio.create_task(client.generate(where, request(max_tokens=60), timeout=SECONDS))
         await asyncio.to_thread(engine.wait_in_flight, 1)
-        requests = [*SPEAKS.pause("keep"), *SPEAKS.begin_update(), *SPEAKS.finish_update("v1"), *SPEAKS.resume()]
+        requests = [*SPEAKS.pause("keep"), *CONTROL.begin(), *CONTROL.finish("v1"), *SPEAKS.resume()]
         await client.run(where, requests, timeout=SECONDS)
         (sample,) = await running
         assert [span.version for span in sample.versions] == ["default", "v1"]
@@ -311,10 +307,10 @@ def test_every_byte_arrives_over_gloo_and_generation_changes(engine, key_file):
         trainer = Trainer(client, endpoint(engine, key_file))
         (before,) = await client.generate(trainer.where, request(), timeout=SECONDS)
         group = await trainer.join()
-        await trainer.tell([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
+        await trainer.tell([*SPEAKS.pause("keep"), *CONTROL.begin()])
         await trainer.send(group)
         assert engine.weight_version == "default"  # not before the end
-        await trainer.tell([*SPEAKS.finish_update("v1"), *SPEAKS.resume(), *SPEAKS.shutdown_transfer(GROUP)])
+        await trainer.tell([*CONTROL.finish("v1"), *SPEAKS.resume(), *CONTROL.leave(GROUP)])
         for name, tensor in TENSORS.items():
             assert engine.weights[name] == tensor.flatten().view(torch.uint8).numpy().tobytes()
         (after,) = await client.generate(trainer.where, request(), timeout=SECONDS)
@@ -332,7 +328,7 @@ def test_the_group_leaves_torchs_default_group_alone(engine, key_file, tmp_path)
         async def scenario(client):
             trainer = Trainer(client, endpoint(engine, key_file))
             group = await trainer.join()
-            await trainer.tell(SPEAKS.begin_update())
+            await trainer.tell(CONTROL.begin())
             await trainer.send(group)
             assert torch.distributed.group.WORLD is default
 
@@ -356,33 +352,32 @@ def test_a_sync_that_failed_midway_does_not_block_the_next_one(engine, key_file)
     async def scenario(client):
         trainer = Trainer(client, endpoint(engine, key_file))
         await trainer.join()
-        await trainer.tell(SPEAKS.begin_update())  # and here the trainer dies
+        await trainer.tell(CONTROL.begin())  # and here the trainer dies
         with pytest.raises(EngineRejected, match="already open"):
-            await trainer.tell(SPEAKS.begin_update())
+            await trainer.tell(CONTROL.begin())
 
-        await trainer.tell(SPEAKS.shutdown_transfer(GROUP))
+        await trainer.tell(CONTROL.leave(GROUP))
         group = await trainer.join()
-        await trainer.tell(SPEAKS.begin_update())
+        await trainer.tell(CONTROL.begin())
         await trainer.send(group)
-        await trainer.tell(SPEAKS.finish_update("v1"))
+        await trainer.tell(CONTROL.finish("v1"))
         assert engine.weight_version == "v1"
-        await trainer.tell([*SPEAKS.shutdown_transfer(GROUP), *SPEAKS.shutdown_transfer(GROUP)])
+        await trainer.tell([*CONTROL.leave(GROUP), *CONTROL.leave(GROUP)])
 
     play(scenario)
 
 
 def test_a_directory_is_loaded_once_it_is_complete(engine, key_file, tmp_path):
     async def scenario(client):
-        files = [tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+        (tmp_path / "v1").mkdir()
+        files = [tmp_path / "v1" / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
         save_file({"embed": TENSORS["embed"]}, files[0])
         save_file({"norm": TENSORS["norm"], "bias": TENSORS["bias"]}, files[1])
         where = endpoint(engine, key_file)
-        requests = [
-            http
-            for file in files
-            for http in SPEAKS.update_bucket("disk", BUCKET, group=GROUP, version="v1", path=str(file))
-        ]
-        await client.run(where, [*SPEAKS.begin_update(), *requests, *SPEAKS.finish_update("v1")], timeout=SECONDS)
+        meeting = Rendezvous("disk", 2, GROUP, directory=str(tmp_path))
+        announced = transport("sglang", "disk").control.announce([BUCKET[:1], BUCKET[1:]], meeting, version="v1")
+        requests = [request for request, _ in announced]
+        await client.run(where, [*CONTROL.begin(), *requests, *CONTROL.finish("v1")], timeout=SECONDS)
         assert engine.seen["/update_weights_from_disk"] == 1
         assert set(engine.weights) == set(TENSORS)
         assert engine.weight_version == "v1"
@@ -395,7 +390,7 @@ def test_a_flush_that_is_refused_leaves_the_old_version_name(engine, key_file):
         engine.faults["/flush_cache"] = Fault(status=400)
         with pytest.raises(EngineRejected, match="flush_cache"):
             await client.run(
-                endpoint(engine, key_file), [*SPEAKS.begin_update(), *SPEAKS.finish_update("v1")], timeout=SECONDS
+                endpoint(engine, key_file), [*CONTROL.begin(), *CONTROL.finish("v1")], timeout=SECONDS
             )
         assert engine.weight_version == "default"
 

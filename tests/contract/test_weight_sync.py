@@ -18,15 +18,16 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import meta_of
-from rltool.weights import liveness
+from rltool.weights import engine_calls, liveness
 from rltool.weights import sync as sync_module
-from rltool.weights.sender import WeightSender, remove_old_versions, write_to_disk
-from rltool.weights.sync import SyncReport, WeightSync, WeightSyncFailed
+from rltool.weights.sender import SendReport
+from rltool.weights.sync import WeightSync
+from rltool.weights.sync_report import SyncReport, WeightSyncFailed
 from rltool.weights.verify import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.ranks import SenderRanks
 
 TENSORS = {
     "a.weight": torch.arange(6.0).reshape(2, 3),
@@ -41,46 +42,36 @@ def version(step: int) -> WeightVersion:
     return WeightVersion(RUN, 1, step)
 
 
-class Ranks:
-    """One rank: a real WeightSender in threads, as a Ray actor has it. `wrong`: positions of compared engines whose
-    log-probabilities it does not share; `log`: the calls, in order, each with its end."""
+class Ranks(SenderRanks):
+    """`wrong`: positions of compared engines whose log-probabilities it does not share; `log`: the calls, in order,
+    each with its end."""
 
     def __init__(self, config: WeightsConfig, model_files: Path) -> None:
-        self.sender, self._model_files = WeightSender(config, timeout=DEADLINE), model_files
+        super().__init__(config, model_files, deadline=DEADLINE)
         self.tensors = dict(TENSORS)
         self.wrong: set[int] = set()
         self.log: list[str] = []
+        self.before_send: Callable[[], Any] = lambda: None
         self.on_send: Callable[[Sequence[str]], Any] = lambda urls: None
         self.on_logprobs: Callable[[], Any] = lambda: None
-        self.before_write: Callable[[], Any] = lambda: None
 
-    def stream(self) -> Iterator[Any]:
-        return ((meta_of(name, tensor), tensor) for name, tensor in self.tensors.items())
+    def weights(self, step):
+        return self.tensors
 
-    async def weight_metadata(self):
-        return [meta_of(name, tensor) for name, tensor in self.tensors.items()]
+    async def host(self, receivers, group, directory):
+        self.log.append(f"host {len(receivers)}")
+        return await super().host(receivers, group, directory)
 
-    async def host(self, targets, group):
-        self.log.append(f"host {len(targets)}")
-        return await asyncio.to_thread(self.sender.host, targets, group)
-
-    async def join(self):
-        return await asyncio.to_thread(self.sender.join)
-
-    async def send(self, buckets, urls):
-        report = await asyncio.to_thread(self.sender.send, self.stream(), buckets, urls)
+    async def send(self, version, urls):
+        self.before_send()
+        report = await super().send(version, urls)
         report = self.on_send(urls) or report
         self.log.append("sent")
         return report
 
-    async def write(self, buckets, directory):
-        self.before_write()
-        report = await asyncio.to_thread(write_to_disk, self.stream(), buckets, directory, self._model_files)
-        remove_old_versions(directory.parent, directory.name.split("-")[0])
-        return report
-
-    async def leave_transfer(self, urls=None):
-        self.sender.close()
+    async def abort_transfer(self, urls, reason):
+        self.log.append(f"abort {len(urls)}: {reason}")
+        await super().abort_transfer(urls, reason)
 
     async def logprobs(self, batch):
         self.on_logprobs()
@@ -99,12 +90,12 @@ class Rig:
         self.client, self.engines, self._key = client, list(engines), directory / "key"
         self._key.write_text(KEY)
         (directory / "config.json").write_text("{}")
-        config = WeightsConfig(bucket_bytes=24)
+        config = WeightsConfig(bucket_bytes=24, transport=transport)
         self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
         self.ranks = Ranks(config, directory)
         self.sync = WeightSync(
             client, self.fleet, self.endpoints, self.infos, self.ranks, config, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            transport=transport, step_deadline=DEADLINE, disk_root=directory / "weights",
+            trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE, directory=directory / "weights",
         )  # fmt: skip
 
     async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
@@ -254,8 +245,8 @@ def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             await r.sync.sync(version(0))
-            r.sync.deadline = 600.0  # only the health checks can end this in time
-            monkeypatch.setattr(sync_module, "LEAVE_SECONDS", 0.05)
+            r.sync.calls.deadline = 600.0  # only the health checks can end this in time
+            monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
             for path in ("/pause", "/resume", "/health"):
                 sick.hang(path)
             report = await r.sync.sync(version(1))
@@ -340,9 +331,7 @@ def test_an_engine_that_only_the_trainer_saw_failing_is_not_given_the_version(tw
     asyncio.run(run())
 
 
-def _report(sync: SyncReport):
-    from rltool.weights.sender import SendReport
-
+def _report(sync: SyncReport) -> SendReport:
     return SendReport(sync.bytes, sync.seconds)
 
 
@@ -508,13 +497,13 @@ def test_an_engine_that_cannot_sample_for_the_check_does_not_serve(two, tmp_path
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("where", ["on_send", "on_logprobs", "before_write"])
+@pytest.mark.parametrize("where", ["before_send", "on_send", "on_logprobs"])
 def test_a_rank_that_fails_leaves_no_engine_paused(two, tmp_path, where):
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
     async def run() -> None:
-        async with rig(*two, directory=tmp_path, transport="disk" if where == "before_write" else "gloo") as r:
+        async with rig(*two, directory=tmp_path) as r:
             setattr(r.ranks, where, fail)
             with pytest.raises(OSError, match="no space left"):
                 await r.sync.sync(version(0))
@@ -616,6 +605,163 @@ def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_pat
             two[1].fail("/shutdown_weight_transfer_engine", 500, times=None)
             failures = await r.sync.leave()
             assert failures.keys() == {two[1].url} and "shutdown_weight_transfer_engine" in failures[two[1].url]
+
+    asyncio.run(run())
+
+
+# -- several transports
+
+
+def on_disk_alone(r: Rig, engine: FakeSglang) -> None:
+    """SGLang with data parallelism joins no update group."""
+    r.infos[engine.url] = replace(r.infos[engine.url], dp_size=2)
+
+
+def test_one_sync_feeds_gloo_and_disk_engines_from_one_gather(stack, two, tmp_path):
+    sglang = stack.enter_context(FakeSglang())
+
+    async def run() -> None:
+        async with rig(*two, sglang, directory=tmp_path, transport="auto") as r:
+            on_disk_alone(r, sglang)
+            gathers, stream = [], r.ranks.stream
+            r.ranks.stream = lambda step: gathers.append(step) or stream(step)
+            for step in (1, 2):
+                gathers.clear()
+                r.ranks.tensors = {name: tensor + step for name, tensor in TENSORS.items()}
+                report = await r.sync.sync(version(step))
+                assert (set(report.updated), report.failed) == ({e.url for e in (*two, sglang)}, {})
+                assert gathers.count(step) == 1
+                for engine in two:
+                    assert_received(engine, r.ranks.tensors)
+                sent = {n: t.flatten().view(torch.uint8).numpy().tobytes() for n, t in r.ranks.tensors.items()}
+                assert sglang.weights == sent
+                assert sglang.weight_version == str(version(step))
+
+    asyncio.run(run())
+    assert "/init_weights_update_group" not in sglang.seen and sglang.seen["/update_weights_from_disk"] == 2
+    assert [connections(engine) for engine in two] == [1, 1]
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"{RUN}-1-1", f"{RUN}-1-2"}
+
+
+def test_a_directory_that_cannot_be_written_fails_the_engines_that_read_it_alone(stack, two, tmp_path):
+    sglang = stack.enter_context(FakeSglang())
+    (tmp_path / "weights").write_text("a file where the directory should be")
+
+    async def run() -> None:
+        async with rig(two[0], sglang, directory=tmp_path, transport="auto") as r:
+            on_disk_alone(r, sglang)
+            report = await r.sync.sync(version(1))
+            assert report.updated == (two[0].url,) and report.failed.keys() == {sglang.url}
+            assert "sending weights" in report.failed[sglang.url] and "weights" in report.failed[sglang.url]
+            (tmp_path / "weights").unlink()
+            assert (await r.sync.sync(version(2))).failed == {}
+            assert r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+    assert "/update_weights_from_disk" in sglang.seen
+
+
+def test_an_engine_that_no_transport_reaches_any_more_is_named_and_the_others_are_synced(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path, transport="auto") as r:
+            r.infos[two[0].url] = replace(r.infos[two[0].url], weight_backend="nccl")  # started anew, otherwise
+            report = await r.sync.sync(version(0))
+            assert report.updated == (two[1].url,) and "--weight-backend rltool" in report.failed[two[0].url]
+            assert r.states() == [State.STALE, State.READY]
+
+    asyncio.run(run())
+
+
+# -- ranks and engines do not wait for each other in vain
+
+
+LARGE = {"large": torch.zeros(8 << 20)}
+"""More than the sockets of a connection hold: its broadcast waits for the engine."""
+LONG = 60.0
+"""Deadline of a test in which nothing may wait for it."""
+
+
+def patient(r: Rig) -> None:
+    r.sync.calls.deadline = r.ranks.sender.deadline = LONG
+
+
+async def within(work: Any) -> Any:
+    async with asyncio.timeout(LONG / 2):
+        return await work
+
+
+def test_the_ranks_do_not_wait_in_join_for_an_engine_that_refused(two, tmp_path):
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            patient(r)
+            sick.fail("/init_weight_transfer_engine", 500, times=1)
+            report = await within(r.sync.sync(version(0)))
+            assert "init_weight_transfer_engine" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert r.ranks.log[1].startswith("abort 1: the engine did not join")
+            assert (await within(r.sync.sync(version(1)))).failed == {}
+            assert_received(sick)
+
+    asyncio.run(run())
+
+
+def test_the_ranks_do_not_wait_in_send_for_an_engine_that_failed(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            patient(r)
+            r.ranks.tensors = LARGE
+            await within(r.sync.sync(version(0)))
+            sick.fail("/update_weights", 500, times=1)
+            sick.hang("/shutdown_weight_transfer_engine")  # or its leaving would end the broadcast
+            report = await within(r.sync.sync(version(1)))
+            assert "answered 500" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert any(line.startswith("abort 1: the engine failed") for line in r.ranks.log)
+            assert_received(healthy, LARGE)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            patient(r)
+            r.ranks.tensors = LARGE
+            await within(r.sync.sync(version(0)))
+            for path in ("/update_weights", "/resume", "/health"):
+                sick.hang(path)
+            report = await within(r.sync.sync(version(1)))
+            assert "missed 3 health checks" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert r.states() == [State.SUSPECT, State.READY]
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_holds_a_bucket_too_long_is_stale_and_not_waited_for(two, tmp_path, monkeypatch):
+    """Its request stays open: nothing but the ranks shows that it takes nothing."""
+    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    sick, healthy = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            r.sync.calls.deadline = LONG
+            r.ranks.sender.deadline = 1.0
+            r.ranks.tensors = LARGE
+            await within(r.sync.sync(version(0)))
+            sick.hang("/update_weights")
+            report = await within(r.sync.sync(version(1)))
+            assert "sending weights" in report.failed[sick.url] and report.updated == (healthy.url,)
+            assert r.states() == [State.STALE, State.READY] and sick.version != str(version(1))
+            assert "/shutdown_weight_transfer_engine" == sick.paths()[-2], "it is told to leave, then to resume"
+            sick.heal()
+            assert (await within(r.sync.sync(version(2)))).failed == {}
 
     asyncio.run(run())
 

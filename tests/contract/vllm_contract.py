@@ -16,6 +16,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.lease import ask_lease
 from rltool.engines.types import Completion, EngineLoad, GenerateRequest, Holder, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected
+from rltool.weights.transport import transport
+from rltool.weights.transports.vllm import bucket_request
 
 PROMPT = (40, 41, 17, 90, 33, 5)
 SECONDS = 60.0
@@ -223,16 +225,14 @@ async def the_load_tells_what_runs_and_what_waits(client: EngineClient, engine: 
 
 
 async def an_update_without_a_transfer_or_a_start_is_an_error(client: EngineClient, engine: EngineEndpoint) -> None:
-    speaks = dialect("vllm")
-    await client.run(engine, speaks.shutdown_transfer("g"), timeout=SECONDS)
+    control = transport("vllm", "disk").control
+    await client.run(engine, control.leave("g"), timeout=SECONDS)
     with pytest.raises(EngineError, match="no transfer was initialised"):
-        await client.run(engine, speaks.begin_update(), timeout=SECONDS)
+        await client.run(engine, control.begin(), timeout=SECONDS)
     with pytest.raises(EngineError, match="start_weight_update must be called"):
-        await client.run(
-            engine, speaks.update_bucket("disk", (), group="g", version="v", path="/none"), timeout=SECONDS
-        )
+        await client.run(engine, [bucket_request((), path="/none")], timeout=SECONDS)
     with pytest.raises(EngineError, match="finish_weight_update called without"):
-        await client.run(engine, speaks.finish_update("v"), timeout=SECONDS)
+        await client.run(engine, control.finish("v"), timeout=SECONDS)
 
 
 async def a_leased_engine_is_controlled_by_its_holder_alone(client: EngineClient, engine: EngineEndpoint) -> None:
@@ -252,7 +252,7 @@ async def a_leased_engine_is_controlled_by_its_holder_alone(client: EngineClient
                 assert (await client.probe(engine)).paused is True
             assert (await ask_lease(two, engine, "steal", second, SECONDS)).granted
             with pytest.raises(EngineRejected, match="taken over by run run-b"):
-                await one.run(engine, DIALECT.shutdown_transfer("g"), timeout=SECONDS)
+                await one.run(engine, DIALECT.leave_transfer("g"), timeout=SECONDS)
             async with paused(two, engine):
                 assert (await client.probe(engine)).lease.holder == second
         finally:

@@ -12,7 +12,7 @@ import os
 import secrets
 import subprocess
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,25 +26,27 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.config.serve import EngineLaunch
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Transport
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.resume import resume_engines
-from rltool.engines.types import Bucket, Completion, EngineInfo, Holder, HttpRequest, TensorMeta
+from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import host_store, meta_of
+from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
-from rltool.weights.sender import Connection, SendReport, Target, WeightSender, write_to_disk
-from rltool.weights.sync import Failures, SyncReport, WeightSync
+from rltool.weights.sync import WeightSync
+from rltool.weights.sync_report import SyncReport
+from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine, free_port, wait_ready
 from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
+from tests.ranks import SenderRanks
 
 pytestmark = pytest.mark.e2e
 
 SPEAKS = dialect("sglang")
+CONTROL = transport("sglang", "gloo").control
 EQUAL = 1e-4
 """Mean absolute difference of fp32 log-probabilities; measured 1e-5."""
 DIFFERENT = 0.05
@@ -111,37 +113,13 @@ def serving(model: Path, work_dir: Path) -> Iterator[RunningEngine]:
             child.kill()
 
 
-class Ranks:
-    """The trainer's ranks, one of them, with transformers in place of Megatron: a real WeightSender in threads."""
+class Ranks(SenderRanks):
+    """The trainer's ranks, one of them, with transformers in place of Megatron."""
 
-    def __init__(self, config: WeightsConfig, model_files: Path) -> None:
-        self.sender, self._model_files = WeightSender(config, timeout=SECONDS), model_files
-        self.model: torch.nn.Module | None = None
+    model: torch.nn.Module | None = None
 
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def weights(self, step: int) -> Mapping[str, torch.Tensor]:
         return tensors_of(self.model)
-
-    def _stream(self) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
-        return ((meta_of(name, tensor), tensor) for name, tensor in self.tensors.items())
-
-    async def weight_metadata(self) -> list[TensorMeta]:
-        return [meta for meta, _ in self._stream()]
-
-    async def host(self, targets: Sequence[Target], group: str) -> list[Connection]:
-        return await asyncio.to_thread(self.sender.host, targets, group)
-
-    async def join(self) -> Failures:
-        return await asyncio.to_thread(self.sender.join)
-
-    async def send(self, buckets: Sequence[Bucket], urls: Collection[str]) -> SendReport:
-        return await asyncio.to_thread(self.sender.send, self._stream(), buckets, urls)
-
-    async def write(self, buckets: Sequence[Bucket], directory: Path) -> SendReport:
-        return await asyncio.to_thread(write_to_disk, self._stream(), buckets, directory, self._model_files)
-
-    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
-        self.sender.close()
 
     async def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """log p of each token given those before it, [T] float32; 0 for the first of a sample."""
@@ -158,18 +136,18 @@ class Ranks:
 class Trainer:
     """rltool's own weight sync, with one plain rank in place of Megatron, against one engine."""
 
-    def __init__(self, client: EngineClient, engine: RunningEngine, disk_root: Path, transport: Transport) -> None:
+    def __init__(self, client: EngineClient, engine: RunningEngine, directory: Path, backend: Backend) -> None:
         self.client, self.engine, self.where = client, engine, engine.endpoint
         self.version = WeightVersion(uuid.uuid4().hex, 0, 0)
         self.fleet = Fleet()
         self.endpoints, self.infos = {self.where.url: self.where}, {}
         self.reports: list[SyncReport] = []
-        config = WeightsConfig(bucket_bytes=BUCKET_BYTES)
-        self.ranks = Ranks(config, engine.launch.model)
+        config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=backend)
+        self.ranks = Ranks(config, engine.launch.model, deadline=SECONDS)
         self.sync = WeightSync(
             client, self.fleet, self.endpoints, self.infos, self.ranks, config,
             ValueCheck(vocab_size(engine.launch.model), temperature=1.0, tolerance=EQUAL, max_model_len=512),
-            transport=transport, step_deadline=SECONDS, disk_root=disk_root,
+            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=directory,
         )  # fmt: skip
 
     async def connected(self) -> Trainer:
@@ -197,7 +175,7 @@ class Trainer:
         self.version = replace(self.version, number=self.version.number + 1)
         report = await self.sync.sync(self.version)
         assert (report.version, report.updated, report.failed) == (str(self.version), (self.where.url,), {})
-        assert report.bytes == sum(t.numel() * t.element_size() for t in self.ranks.tensors.values())
+        assert report.bytes == sum(t.numel() * t.element_size() for t in self.ranks.weights(0).values())
         assert self.fleet.serving() == (self.where.url,)
         assert (report.difference is None) == bool(self.reports)
         self.reports.append(report)
@@ -215,15 +193,15 @@ def vocab_size(directory: Path) -> int:
 
 
 class Play(Protocol):
-    def __call__(self, scenario: Callable[[Trainer], Awaitable[None]], transport: Transport = "gloo") -> None: ...
+    def __call__(self, scenario: Callable[[Trainer], Awaitable[None]], backend: Backend = "gloo") -> None: ...
 
 
 @pytest.fixture
 def play(engine: RunningEngine, tmp_path: Path) -> Play:
-    def run(scenario: Callable[[Trainer], Awaitable[None]], transport: Transport = "gloo") -> None:
+    def run(scenario: Callable[[Trainer], Awaitable[None]], backend: Backend = "gloo") -> None:
         async def session() -> None:
             async with EngineClient() as client:
-                trainer = Trainer(client, engine, tmp_path / "weights", transport)
+                trainer = Trainer(client, engine, tmp_path / "weights", backend)
                 try:
                     await scenario(await trainer.connected())
                 finally:
@@ -237,8 +215,8 @@ def play(engine: RunningEngine, tmp_path: Path) -> Play:
 # -- values
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play, transport):
+@pytest.mark.parametrize("backend", ["gloo", "disk"])
+def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play, backend):
     async def scenario(trainer: Trainer):
         old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (1, 2))
         await trainer.push(old)
@@ -256,7 +234,7 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, play
         assert await trainer.sync.leave() == {}
         assert (await trainer.probe()).paused is False
 
-    play(scenario, transport)
+    play(scenario, backend)
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(engine, play):
@@ -414,9 +392,9 @@ def test_a_paused_engine_ends_what_it_was_generating_but_does_not_know_yet_what_
 
 def test_an_update_that_a_dead_trainer_left_open_is_cleared_by_the_next_one(engine, play):
     async def die_midway(trainer: Trainer):
-        await trainer.run([*SPEAKS.pause("keep"), *SPEAKS.begin_update()])
+        await trainer.run([*SPEAKS.pause("keep"), *CONTROL.begin()])
         with pytest.raises(EngineRejected, match="already open"):
-            await trainer.run(SPEAKS.begin_update())
+            await trainer.run(CONTROL.begin())
 
     async def come_back(trainer: Trainer):
         model = perturbed_model(engine.launch.model, seed=11)
@@ -435,15 +413,8 @@ def test_an_engine_that_joins_a_trainer_that_dies_is_free_at_once(engine, play):
 
     async def scenario(trainer: Trainer):
         store = host_store("127.0.0.1", 0, SECONDS)
-        init = SPEAKS.init_transfer(
-            "gloo",
-            address="127.0.0.1",
-            port=store.port,
-            rank_offset=1,
-            world_size=2,
-            group=GROUP,
-            timeout_seconds=SECONDS,
-        )
+        meeting = Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port)
+        init = CONTROL.init(meeting, rank_offset=1, timeout_seconds=SECONDS)
         joining = asyncio.create_task(trainer.run(init))
         while store.num_keys() < 2:  # torch's count of clients and rank 1's address: now it waits for ours
             assert not joining.done()
@@ -462,11 +433,10 @@ def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engin
     async def scenario(trainer: Trainer):
         model = perturbed_model(engine.launch.model, seed=12)
         version = await trainer.push(model)
-        absent = str(tmp_path / "absent" / "model-00001-of-00001.safetensors")
+        absent = Rendezvous("disk", 2, GROUP, directory=str(tmp_path))
         with pytest.raises(EngineRejected, match="update_weights_from_disk"):
-            await trainer.run(
-                [*SPEAKS.begin_update(), *SPEAKS.update_bucket("disk", (), group=GROUP, version="v", path=absent)]
-            )
+            [(load, _)] = transport("sglang", "disk").control.announce([()], absent, version="absent")
+            await trainer.run([*CONTROL.begin(), load])
         await trainer.bring_back()
         sample = await trainer.sample()
         assert mean_difference(model, sample) < EQUAL
@@ -503,9 +473,9 @@ def test_the_key_is_in_no_command_line_or_environment_of_the_server(engine):
         HttpRequest("GET", "/server_info"),
         *SPEAKS.pause("keep"),
         *SPEAKS.resume(),
-        *SPEAKS.begin_update(),
-        *SPEAKS.shutdown_transfer(GROUP),
-        *SPEAKS.finish_update("mine"),
+        *CONTROL.begin(),
+        *CONTROL.leave(GROUP),
+        *CONTROL.finish("mine"),
     ],
     ids=lambda http: http.path,
 )

@@ -14,7 +14,11 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
+from rltool.weights.transport import Rendezvous
+from rltool.weights.transports.vllm import bucket_request
 from tests.e2e.weights import (
+    DISK,
+    GLOO,
     GROUP,
     PROMPT,
     TIMEOUT,
@@ -167,13 +171,11 @@ def test_an_update_that_its_trainer_left_open_does_not_stop_the_next_trainer(vll
         speaks = dialect("vllm")
         await sender.control(speaks.pause("keep"))
         await sender.control(
-            speaks.init_transfer(
-                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
-            )
+            DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT)
         )
-        await sender.control(speaks.begin_update())
+        await sender.control(DISK.begin())
         # ... and here the trainer died. What another one does before its first sync:
-        await sender.control(speaks.shutdown_transfer(GROUP))
+        await sender.control(DISK.leave(GROUP))
         await sender.control(speaks.resume())
         await sender.one()
         await sender.gloo(tensors_of(model), "next")
@@ -191,11 +193,8 @@ def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied
         lying = (replace(bucket[0], dtype="bfloat16"), bucket[1])
         path = tmp_path / "bucket.safetensors"
         save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
-        speaks = dialect("vllm")
         await sender.control(
-            speaks.init_transfer(
-                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
-            )
+            DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT)
         )
         for announced, file in (
             (lying, path),
@@ -203,12 +202,10 @@ def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied
             (bucket, tmp_path / "absent"),
             ((*bucket, TensorMeta("x", "float32", (1,))), path),
         ):
-            await sender.control(speaks.begin_update())
+            await sender.control(GLOO.begin())
             with pytest.raises(EngineError, match="does not hold what was announced|cannot read"):
-                await sender.control(
-                    speaks.update_bucket("disk", announced, group=GROUP, version="bad", path=str(file))
-                )
-        await sender.control(speaks.shutdown_transfer(GROUP))
+                await sender.control([bucket_request(announced, path=str(file))])
+        await sender.control(GLOO.leave(GROUP))
         await sender.gloo(tensors, "good")
 
     session(engine, scenario)
@@ -219,16 +216,15 @@ def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_
 
     async def scenario(sender: Sender):
         tensors = tensors_of(perturbed_model(engine.launch.model, seed=13))
-        speaks = dialect("vllm")
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = speaks.init_transfer(
-            "gloo", address="127.0.0.1", port=store.port, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=2.0
+        init = GLOO.init(
+            Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=2.0
         )
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, 2.0, store=store)
         _, group = await asyncio.gather(sender.control(init), join)
-        await sender.control(speaks.begin_update())
+        await sender.control(GLOO.begin())
         with pytest.raises(EngineError, match="broadcast of .* bytes from the trainer failed"):
-            await sender.control(speaks.update_bucket("gloo", buckets_of(tensors)[0], group=GROUP, version="never"))
+            await sender.control([bucket_request(buckets_of(tensors)[0])])
         group.shutdown()
         await sender.gloo(tensors, "good")
 
@@ -244,23 +240,16 @@ def test_a_shut_down_transfer_leaves_no_connection_open(vllm_engine_untied):
         return sum(len(worker.net_connections(kind="tcp")) for worker in workers)
 
     async def scenario(sender: Sender):
-        speaks = dialect("vllm")
-        await sender.control(speaks.shutdown_transfer(GROUP))
+        await sender.control(GLOO.leave(GROUP))
         before = open_sockets()
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = speaks.init_transfer(
-            "gloo",
-            address="127.0.0.1",
-            port=store.port,
-            rank_offset=1,
-            world_size=2,
-            group=GROUP,
-            timeout_seconds=TIMEOUT,
+        init = GLOO.init(
+            Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=TIMEOUT
         )
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         await asyncio.gather(sender.control(init), join)
         assert open_sockets() > before
-        await sender.control(speaks.shutdown_transfer(GROUP))
+        await sender.control(GLOO.leave(GROUP))
         assert open_sockets() == before
 
     session(engine, scenario)

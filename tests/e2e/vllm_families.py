@@ -41,8 +41,8 @@ from safetensors.torch import load_file, save_file
 from rltool.engines import wire
 from rltool.engines.types import Bucket
 from rltool.engines.vllm import WORKER_EXTENSION
-from rltool.weights.stream import flatten
 from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model
+from tests.ranks import flat_bytes
 
 HIDDEN = 128
 """With four heads, a head size of 32: vLLM's smallest on the CPU."""
@@ -132,7 +132,7 @@ def sync_over_gloo(engine: Any, tensors: Tensors, buckets: list[Bucket], work: P
         try:
             engine.start_weight_update()
             for bucket in buckets:
-                flat = flatten([tensors[meta.name] for meta in bucket], wire.bucket_bytes(bucket), "cpu")
+                flat = flat_bytes(tensors, bucket)
                 sent = trainer.submit(wire.broadcast, group, flat)
                 engine.update_weights(announced(bucket))
                 sent.result()

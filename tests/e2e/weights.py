@@ -14,13 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from rltool.engines import wire
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
-from rltool.weights.stream import flatten
+from rltool.weights.transport import Rendezvous, transport
+from rltool.weights.transports.vllm import bucket_request
 from tests.e2e.engines import RunningEngine
+from tests.ranks import flat_bytes
 
 GROUP = "test-weights"
 TIMEOUT = 30.0
+GLOO = transport("vllm", "gloo").control
+DISK = transport("vllm", "disk").control
 PROMPT = (40, 41, 17, 90, 33, 5, 64, 22)
 
 
@@ -79,43 +82,31 @@ class Sender:
         self, tensors: Mapping[str, torch.Tensor], version: str, *, buckets: list[Bucket] | None = None
     ) -> None:
         """begin, all buckets, finish, shutdown. `buckets` overrides what is announced (and the bytes that are sent)."""
-        speaks = dialect("vllm")
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = speaks.init_transfer(
-            "gloo",
-            address="127.0.0.1",
-            port=store.port,
-            rank_offset=1,
-            world_size=2,
-            group=GROUP,
-            timeout_seconds=TIMEOUT,
-        )
+        meeting = Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port)
+        init = GLOO.init(meeting, rank_offset=1, timeout_seconds=TIMEOUT)
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         _, group = await asyncio.gather(self.control(init), join)
         try:
-            await self.control(speaks.begin_update())
-            for bucket in buckets or buckets_of(tensors):
-                flat = flatten([tensors[meta.name] for meta in bucket], wire.bucket_bytes(bucket), "cpu")
-                announce = self.control(speaks.update_bucket("gloo", bucket, group=GROUP, version=version))
-                await asyncio.gather(announce, asyncio.to_thread(wire.broadcast, group, flat))
-            await self.control(speaks.finish_update(version))
+            await self.control(GLOO.begin())
+            planned = buckets or buckets_of(tensors)
+            requests = GLOO.announce(planned, meeting, version=version)
+            for bucket, (request, _) in zip(planned, requests, strict=True):
+                flat = flat_bytes(tensors, bucket)
+                await asyncio.gather(self.control([request]), asyncio.to_thread(wire.broadcast, group, flat))
+            await self.control(GLOO.finish(version))
         finally:
-            await self.control(speaks.shutdown_transfer(GROUP))
+            await self.control(GLOO.leave(GROUP))
             group.shutdown()
 
     async def disk(self, tensors: Mapping[str, torch.Tensor], version: str, directory: Path) -> None:
-        speaks = dialect("vllm")
-        await self.control(
-            speaks.init_transfer(
-                "disk", address="", port=0, rank_offset=1, world_size=2, group=GROUP, timeout_seconds=TIMEOUT
-            )
-        )
-        await self.control(speaks.begin_update())
+        await self.control(DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT))
+        await self.control(DISK.begin())
         for index, bucket in enumerate(buckets_of(tensors)):
             path = directory / f"{version.replace(':', '-')}-{index}.safetensors"
             save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
-            await self.control(speaks.update_bucket("disk", bucket, group=GROUP, version=version, path=str(path)))
-        await self.control(speaks.finish_update(version))
+            await self.control([bucket_request(bucket, path=str(path))])
+        await self.control(DISK.finish(version))
 
     async def one(self, request: GenerateRequest | None = None) -> Completion:
         return (await self.client.generate(self.engine.endpoint, request or new_request(), timeout=TIMEOUT))[0]

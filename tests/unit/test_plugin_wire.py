@@ -8,8 +8,8 @@ import torch
 
 from rltool.engines import wire
 from rltool.engines.types import TensorMeta
-from rltool.weights.address import local_address_towards
-from rltool.weights.stream import flatten
+from rltool.weights.transports.rendezvous import local_address_towards
+from tests.ranks import flat_bytes
 
 
 def tensors():
@@ -29,7 +29,7 @@ def bucket_of(named):
 
 
 def flat_bytes(named):
-    return flatten(named.values(), wire.bucket_bytes(bucket_of(named)), "cpu")
+    return flat_bytes(named, bucket_of(named))
 
 
 def test_tensors_survive_the_wire_bit_by_bit():

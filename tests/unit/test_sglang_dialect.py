@@ -310,72 +310,10 @@ def test_waiting_is_refused_with_the_alternatives():
         SPEAKS.pause("wait")
 
 
-# -- weights
-
-BUCKET = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (5,)))
-
-
-def test_joining_over_gloo_names_group_and_rank():
-    (http,) = SPEAKS.init_transfer(
-        "gloo", address="10.0.0.1", port=4000, rank_offset=1, world_size=3, group="g", timeout_seconds=9
-    )
-    assert http.path == "/init_weights_update_group"
-    assert http.body == {
-        "master_address": "10.0.0.1", "master_port": 4000, "rank_offset": 1, "world_size": 3, "group_name": "g",
-        "backend": "gloo",
-    }  # fmt: skip
-
-
-def test_a_bucket_is_announced_as_one_flat_broadcast_and_names_no_version_yet():
-    (http,) = SPEAKS.update_bucket("gloo", BUCKET, group="g", version="run:0:3")
-    assert http.path == "/update_weights_from_distributed"
-    assert http.body == {
-        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g",
-        "load_format": "flattened_bucket", "flush_cache": False,
-    }  # fmt: skip
-
-
-def test_the_version_is_named_after_the_cache_of_the_old_weights_is_gone_and_aborts_nothing():
-    paths = [http.path for http in SPEAKS.finish_update("run:0:3")]
-    assert paths == ["/end_weight_update", "/flush_cache", "/update_weight_version"]
-    assert SPEAKS.finish_update("run:0:3")[-1].body == {"new_version": "run:0:3", "abort_all_requests": False}
-
-
-def test_a_bucket_that_sglang_could_not_view_in_place_is_refused():
-    unaligned = (TensorMeta("b", "bfloat16", (5,)), TensorMeta("a", "float32", (2, 3)))
-    with pytest.raises(EngineError, match=r"a \(float32\) starts at byte 10"):
-        SPEAKS.update_bucket("gloo", unaligned, group="g", version="v")
-
-
-def test_a_directory_is_loaded_once_when_its_last_file_is_announced():
-    sent = [
-        SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=f"/w/v3/model-0000{i}-of-00003.safetensors")
-        for i in (1, 2, 3)
-    ]
-    assert sent[:2] == [[], []]
-    assert [(http.path, http.body["model_path"]) for http in sent[2]] == [("/update_weights_from_disk", "/w/v3")]
-    assert (
-        SPEAKS.init_transfer("disk", address="", port=0, rank_offset=1, world_size=2, group="", timeout_seconds=9) == []
-    )
-
-
-@pytest.mark.parametrize("path", [None, "/w/v3/bucket-1", "/w/v3/model.safetensors"])
-def test_a_file_without_its_number_is_a_mistake_of_ours(path):
-    with pytest.raises(ValueError, match="model-I-of-N"):
-        SPEAKS.update_bucket("disk", BUCKET, group="", version="v", path=path)
-
-
-def test_shutting_down_what_is_not_there_is_no_failure():
-    sent = SPEAKS.shutdown_transfer("g")
+def test_leaving_a_transfer_that_is_not_there_is_no_failure():
+    sent = SPEAKS.leave_transfer("g")
     assert [http.path for http in sent] == ["/destroy_weights_update_group", "/end_weight_update"]
     assert all(http.tolerate == (400,) for http in sent)
-
-
-def test_nccl_is_refused_until_it_is_built():
-    with pytest.raises(UsageError, match="gloo or disk"):
-        SPEAKS.update_bucket("nccl", BUCKET, group="g", version="v")
-    with pytest.raises(UsageError, match="gloo or disk"):
-        SPEAKS.init_transfer("nccl", address="a", port=1, rank_offset=1, world_size=2, group="g", timeout_seconds=9)
 
 
 # -- launching

@@ -5,10 +5,9 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
-from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.training.preflight import ProbedFleet, choose_transport, engine_problems
+from rltool.training.preflight import engine_problems
 from rltool.training.validate import check_config
 
 
@@ -107,35 +106,21 @@ def info(**changes) -> EngineInfo:
         ({"weight_backend": None}, "gloo", "has no weight transfer"),
         ({"weight_backend": "nccl", "plugin": False}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
-        ({"weight_backend": "rltool"}, "nccl", "not nccl"),
+        ({"weight_backend": "rltool"}, "nccl", "cannot be sent weights over nccl"),
         ({"max_model_len": 100}, "gloo", "--max-model-len 2048"),
     ],
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, transport, message):
-    config = load_config(TrainConfig, [], base).config
-    problems = engine_problems(info(**changes), MODEL, config, transport)
+    config = load_config(TrainConfig, [], [*base, f'weights.transport="{transport}"']).config
+    problems = engine_problems(info(**changes), MODEL, config, "cpu")
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problems[0])
 
 
-def probed(backend: str) -> ProbedFleet:
-    engine = info(weight_backend=backend)
-    return ProbedFleet(ModelEndpoints(engines=(EngineEndpoint(url="http://engine:1"),)), {"http://engine:1": engine})
-
-
-def test_weights_go_over_gloo_unless_an_engine_offers_nccl_alone_which_is_refused_with_the_fix(base):
-    config = load_config(TrainConfig, [], base).config
-    assert choose_transport(config, probed("rltool")) == "gloo"
-    with pytest.raises(UsageError, match="http://engine:1.*--weight-backend rltool"):
-        choose_transport(config, probed("nccl"))
-    with pytest.raises(UsageError, match="not built yet"):
-        choose_transport(load_config(TrainConfig, [], [*base, 'weights.transport="nccl"']).config, probed("rltool"))
-
-
 def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):
     config = load_config(TrainConfig, [], base).config
-    assert not engine_problems(info(), MODEL, config, "gloo")
+    assert not engine_problems(info(), MODEL, config, "cpu")
     assert not engine_problems(info(weight_backend=None), MODEL, config, None)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
-from rltool.errors import EngineError, MissingLogprobs, UsageError
+from rltool.errors import EngineError, MissingLogprobs
 
 DIALECT = VllmDialect()
 
@@ -187,32 +187,6 @@ def test_an_aborted_sample_without_tokens_is_a_completion():
     empty = choice(tokens=(), finish_reason="abort", weight_versions=None)
     (completion,) = DIALECT.parse_generate(request(), [{"choices": [empty]}])
     assert (completion.token_ids, completion.finish_reason, completion.versions) == ((), "abort", ())
-
-
-def test_a_bucket_is_announced_with_names_dtypes_and_shapes():
-    bucket = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (4,)))
-    (http,) = DIALECT.update_bucket("disk", bucket, group="g", version="v", path="/x/1.safetensors")
-    assert http.body == {
-        "update_info": {
-            "names": ["a", "b"],
-            "dtypes": ["float32", "bfloat16"],
-            "shapes": [[2, 3], [4]],
-            "path": "/x/1.safetensors",
-        }
-    }
-    with pytest.raises(ValueError, match="path"):
-        DIALECT.update_bucket("disk", bucket, group="g", version="v")
-
-
-def test_the_version_is_set_by_finish_and_the_cache_of_the_old_weights_is_dropped():
-    finish, reset = DIALECT.finish_update("run:0:3")
-    assert (finish.path, finish.body) == ("/finish_weight_update", {"weight_version": "run:0:3"})
-    assert (reset.path, reset.query) == ("/reset_prefix_cache", {"reset_running_requests": "true"})
-
-
-def test_nccl_is_refused_by_name():
-    with pytest.raises(UsageError, match="NCCL"):
-        DIALECT.init_transfer("nccl", address="a", port=1, rank_offset=1, world_size=2, group="g", timeout_seconds=1)
 
 
 def test_the_launch_line_asks_for_tempered_logprobs_the_guard_and_the_weight_backend():

@@ -13,6 +13,10 @@ def meta(name: str, *shape: int, dtype: str = "float32") -> TensorMeta:
 METADATA = [meta("a", 4), meta("b", 2, 3, dtype="bfloat16"), meta("c", 100), meta("d", 1, dtype="uint8"), meta("e", 3)]
 
 
+def memory(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def tensors():
     generator = torch.Generator().manual_seed(0)
     for item in METADATA:
@@ -34,7 +38,7 @@ def test_a_bucket_has_one_dtype_so_that_its_tensors_are_aligned():
 
 def test_bytes_travel_back_to_back_and_come_out_as_they_went_in():
     wanted = dict(tensors())
-    for bucket, flat in fill_buckets(tensors(), plan_buckets(METADATA, 64)):
+    for bucket, flat in fill_buckets(tensors(), plan_buckets(METADATA, 64), memory):
         at = 0
         for item in bucket:
             raw = wanted[item].reshape(-1).view(torch.uint8)
@@ -45,7 +49,7 @@ def test_bytes_travel_back_to_back_and_come_out_as_they_went_in():
 
 def test_ranks_that_do_not_send_drain_the_stream_and_get_nothing():
     stream = iter([(item, None) for item in METADATA])
-    assert [flat for _, flat in fill_buckets(stream, plan_buckets(METADATA, 64))] == [None] * 5
+    assert [flat for _, flat in fill_buckets(stream, plan_buckets(METADATA, 64), memory)] == [None] * 5
     assert next(stream, "drained") == "drained"
 
 
@@ -60,10 +64,10 @@ def test_ranks_that_do_not_send_drain_the_stream_and_get_nothing():
 def test_a_stream_that_is_not_what_was_announced_is_an_error(broken):
     values = {item.name: (item, torch.zeros(item.shape, dtype=getattr(torch, item.dtype))) for item in broken}
     with pytest.raises(WeightStreamError):
-        list(fill_buckets([values[item.name] for item in broken], plan_buckets(METADATA, 64)))
+        list(fill_buckets([values[item.name] for item in broken], plan_buckets(METADATA, 64), memory))
 
 
 def test_a_tensor_of_another_shape_or_dtype_than_announced_is_an_error():
     for wrong in (torch.zeros(5), torch.zeros(4, dtype=torch.float64)):
         with pytest.raises(WeightStreamError, match="the tensor is"):
-            list(fill_buckets([(METADATA[0], wrong)], [(METADATA[0],)]))
+            list(fill_buckets([(METADATA[0], wrong)], [(METADATA[0],)], memory))

@@ -1,0 +1,248 @@
+"""One gather, several channels, each at its own pace: with transports of the test's own, and no network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.wire import meta_of, plan_buckets, split_flat
+from rltool.weights import channel as channel_module
+from rltool.weights import sender as sender_module
+from rltool.weights.sender import WeightSender
+from rltool.weights.stream import WeightStreamError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+
+PATIENCE = 30.0
+TENSORS = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
+METADATA = [meta_of(name, tensor) for name, tensor in TENSORS.items()]
+BUCKETS = plan_buckets(METADATA, 16)
+"""One tensor each."""
+
+
+def stream(pulled: list[str] | None = None) -> Iterator:
+    for meta, tensor in zip(METADATA, TENSORS.values(), strict=True):
+        if pulled is not None:
+            pulled.append(meta.name)
+        yield meta, tensor
+
+
+class Link:
+    """A SenderTransport that goes nowhere. gate: closed, its buckets are not taken; broken_at: the bucket that fails;
+    deaf: it heeds no deadline."""
+
+    def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
+        self.receiver, self.device = receiver, torch.device("cpu")
+        self.gate, self.holds, self.finished, self.closed = (threading.Event() for _ in range(4))
+        self.gate.set()
+        self.got: dict[str, torch.Tensor] = {}
+        self.broken_at = ""
+        self.deaf = False
+        self.log: list[str] = []
+        self.joinable = threading.Event()
+        self.joinable.set()
+        LINKS.append(self)
+
+    def host(self) -> Rendezvous:
+        return Rendezvous("gloo", 2, "g", port=len(LINKS))
+
+    def join(self, seconds: float) -> None:
+        if not self.joinable.wait(seconds):
+            raise TransportError("nobody came")
+
+    def begin(self, version, buckets) -> None:
+        self.log.append(f"begin {version} {len(buckets)}")
+        self.got = {}
+
+    def send(self, bucket, flat):
+        if bucket[0].name == self.broken_at:
+            raise RuntimeError("connection reset")
+        return Going(self, bucket, flat)
+
+    def finish(self) -> None:
+        self.finished.set()
+
+    def abort(self, reason: str) -> None:
+        self.log.append(f"abort {reason}")
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Going:
+    def __init__(self, link: Link, bucket, flat) -> None:
+        self.link, self.bucket, self.flat = link, bucket, flat
+
+    def wait(self, seconds: float) -> None:
+        link = self.link
+        link.holds.set()
+        if not link.gate.wait(PATIENCE if link.deaf else seconds):
+            raise TransportError("timed out")
+        link.got |= {name: tensor.clone() for name, tensor in split_flat(self.flat, self.bucket)}  # read late
+
+
+LINKS: list[Link] = []
+
+
+@pytest.fixture(autouse=True)
+def links(monkeypatch) -> Iterator[list[Link]]:
+    """The connections in the order of hosting; `disk` is a shared transport here."""
+    LINKS.clear()
+    kinds = {
+        backend: Transport(Link, None, lambda info, device: None, shared=backend == "disk")
+        for backend in ("gloo", "disk")
+    }
+    monkeypatch.setattr(sender_module, "transport", lambda dialect, backend: kinds[backend])
+    yield LINKS
+    for link in LINKS:
+        link.gate.set()
+        link.joinable.set()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator:
+    made = []
+
+    def make(*backends: str, deadline: float = PATIENCE) -> WeightSender:
+        sender = WeightSender(WeightsConfig(), device=torch.device("cpu"), deadline=deadline, model_files=tmp_path)
+        made.append(sender)
+        receivers = [Receiver(str(i), "vllm", backend, 1) for i, backend in enumerate(backends)]
+        assert set(sender.host(receivers, "g", tmp_path)) == {receiver.url for receiver in receivers}
+        return sender
+
+    yield make
+    for sender in made:
+        sender.close()
+
+
+def assert_got(link: Link) -> None:
+    assert list(link.got) == list(TENSORS)
+    assert all(torch.equal(link.got[name], tensor) for name, tensor in TENSORS.items())
+    assert link.finished.is_set()
+
+
+def in_thread(act) -> tuple[threading.Thread, list]:
+    results: list = []
+    thread = threading.Thread(target=lambda: results.append(act()), daemon=True)
+    thread.start()
+    return thread, results
+
+
+def test_one_gather_feeds_every_channel_and_each_has_all(make, links):
+    sender = make("gloo", "gloo", "disk", "disk")
+    assert sender.join() == {}
+    pulled: list[str] = []
+    report = sender.send(stream(pulled), BUCKETS, "v:1:2", ["0", "1", "2", "3"])
+    assert (report.bytes, report.failures, pulled) == (6 * 16, {}, list(TENSORS))
+    assert len(links) == 3, "the engines of a shared transport have one sender"
+    for link in links:
+        assert_got(link)
+        assert link.log == ["begin v:1:2 6"]
+
+
+def test_a_channel_that_lags_never_sees_a_buffer_that_was_filled_again(make, links):
+    sender = make("gloo", "gloo")
+    sender.join()
+    links[1].gate.clear()
+    pulled: list[str] = []
+    sending, results = in_thread(lambda: sender.send(stream(pulled), BUCKETS, "v", ["0", "1"]))
+    assert links[1].holds.wait(PATIENCE)
+    # The gather waits with the third bucket's first tensor for the first bucket's buffer.
+    assert sending.is_alive() and len(pulled) <= 3
+    links[1].gate.set()
+    sending.join(PATIENCE)
+    assert results[0].failures == {}
+    for link in links:
+        assert_got(link)
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_an_engine_that_holds_a_bucket_too_long_is_dropped_and_the_others_get_everything(
+    make, links, monkeypatch, deaf
+):
+    monkeypatch.setattr(channel_module, "LATE_SECONDS", 0.05)
+    sender = make("gloo", "gloo", deadline=0.2)
+    sender.join()
+    links[0].deaf = deaf
+    links[0].gate.clear()
+    report = sender.send(stream(), BUCKETS, "v", ["0", "1"])
+    assert report.failures.keys() == {"0"}
+    assert ("deadlines.bucket = 0.2 s" if deaf else "sending weights: timed out") in report.failures["0"]
+    assert_got(links[1])
+    links[0].gate.set()
+    assert links[0].closed.wait(PATIENCE), "its connection is of no use any more"
+    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": sender_module.NOT_CONNECTED}
+    assert_got(links[1])
+
+
+def test_a_connection_that_breaks_fails_alone(make, links):
+    sender = make("gloo", "gloo")
+    links[0].broken_at = "t2"
+    sender.join()
+    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": "sending weights: connection reset"}
+    assert_got(links[1])
+    assert list(links[0].got) == ["t0", "t1"] and not links[0].finished.is_set()
+
+
+def test_an_abort_ends_a_blocked_join_and_the_others_are_joined(make, links):
+    sender = make("gloo", "gloo", "disk")
+    links[0].joinable.clear()
+    joining, results = in_thread(sender.join)
+    sender.abort(["0", "2", "unknown"], "the engine did not join: 500")
+    joining.join(PATIENCE)
+    assert results == [{"0": "the engine did not join: 500"}]
+    assert sender.send(stream(), BUCKETS, "v", ["1", "2"]).failures == {}, "a shared sender is not aborted for one"
+
+
+def test_an_abort_ends_a_blocked_send_and_the_others_get_everything(make, links):
+    sender = make("gloo", "gloo")
+    sender.join()
+    links[0].gate.clear()
+    sending, results = in_thread(lambda: sender.send(stream(), BUCKETS, "v", ["0", "1"]))
+    assert links[0].holds.wait(PATIENCE)
+    sender.abort(["0"], "the engine failed: 500")
+    sending.join(PATIENCE)
+    assert results[0].failures == {"0": "the engine failed: 500"}
+    assert_got(links[1])
+
+
+def test_a_shared_sender_that_fails_is_the_failure_of_all_its_engines_and_is_made_anew(make, links, tmp_path):
+    sender = make("gloo", "disk", "disk")
+    links[1].broken_at = "t0"
+    sender.join()
+    report = sender.send(stream(), BUCKETS, "v", ["0", "1", "2"])
+    assert report.failures == {url: "sending weights: connection reset" for url in ("1", "2")}
+    sender.host([Receiver(url, "vllm", "disk", 1) for url in ("1", "2")], "g", tmp_path)
+    assert len(links) == 3 and sender.join() == {}
+    assert sender.send(stream(), BUCKETS, "v", ["0", "1", "2"]).failures == {}
+    assert_got(links[2])
+
+
+def test_other_engines_connections_stay_as_they_are(make, links):
+    sender = make("gloo", "gloo")
+    sender.join()
+    assert sender.send(stream(), BUCKETS, "v", ["1"]).failures == {}
+    assert links[0].log == []
+    sender.leave(["1"])
+    assert links[1].closed.wait(PATIENCE) and not links[0].closed.is_set()
+    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {}
+
+
+def test_the_stream_is_drained_though_nobody_receives_it(make):
+    pulled: list[str] = []
+    report = make().send(stream(pulled), BUCKETS, "v", ["gone"])
+    assert pulled == list(TENSORS) and report.failures == {"gone": sender_module.NOT_CONNECTED}
+
+
+def test_a_stream_that_breaks_off_ends_every_connection_at_once(make, links):
+    sender = make("gloo")
+    sender.join()
+    with pytest.raises(WeightStreamError):
+        sender.send(list(stream())[:3], BUCKETS, "v", ["0"])
+    assert links[0].log[-1].startswith("abort the trainer failed: WeightStreamError")
+    assert links[0].closed.wait(PATIENCE)
+    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {"0": sender_module.NOT_CONNECTED}

@@ -1,0 +1,201 @@
+"""What engines are asked to do by each transport, what the disk transport leaves, and which transport is chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.errors import EngineError, UsageError
+from rltool.weights.transport import TRANSPORTS, Receiver, Rendezvous, SenderOptions, choose, transport
+from rltool.weights.transports.disk import DiskSender
+from tests.ranks import flat_bytes
+
+BUCKET = (TensorMeta("a", "float32", (2, 3)), TensorMeta("b", "bfloat16", (5,)))
+MEETING = Rendezvous("gloo", 3, "g", "10.0.0.1", 4000)
+ON_DISK = Rendezvous("disk", 3, "g", directory="/w")
+VERSION = "run:0:3"
+
+
+def control(dialect: str, backend):
+    return transport(dialect, backend).control
+
+
+@pytest.mark.parametrize("pair", TRANSPORTS, ids=str)
+def test_every_transport_of_the_table_is_there_and_covers_every_bucket(pair):
+    found = transport(*pair)
+    meeting = replace(MEETING, transport=pair[1], directory="/w")
+    buckets = [BUCKET, BUCKET[:1], BUCKET[1:]]
+    assert sum(covered for _, covered in found.control.announce(buckets, meeting, version=VERSION)) == len(buckets)
+    assert found.control.leave("g") and found.control.finish(VERSION) and found.control.begin()
+
+
+def test_a_rendezvous_travels_as_json():
+    assert Rendezvous(**json.loads(json.dumps(asdict(MEETING)))) == MEETING
+
+
+# -- vLLM
+
+
+def test_vllm_joins_over_gloo_with_all_that_the_plugin_needs():
+    (http,) = control("vllm", "gloo").init(MEETING, rank_offset=1, timeout_seconds=9)
+    assert (http.path, http.body) == (
+        "/init_weight_transfer_engine",
+        {
+            "init_info": {
+                "transport": "gloo", "address": "10.0.0.1", "port": 4000, "rank_offset": 1, "world_size": 3,
+                "group": "g", "timeout_seconds": 9,
+            }
+        },
+    )  # fmt: skip
+    (http,) = control("vllm", "disk").init(ON_DISK, rank_offset=1, timeout_seconds=9)
+    assert http.body == {"init_info": {"transport": "disk"}}
+
+
+def test_vllm_is_announced_each_bucket_with_names_dtypes_and_shapes_and_its_file():
+    info = {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]]}
+    [(http, 1)] = control("vllm", "gloo").announce([BUCKET], MEETING, version=VERSION)
+    assert (http.path, http.body) == ("/update_weights", {"update_info": info})
+    (_, (second, _)) = control("vllm", "disk").announce([BUCKET, BUCKET], ON_DISK, version=VERSION)
+    assert second.body == {"update_info": info | {"path": "/w/run-0-3/model-00002-of-00002.safetensors"}}
+
+
+def test_vllm_gets_the_version_with_finish_and_drops_the_cache_of_the_old_weights():
+    finish, reset = control("vllm", "gloo").finish(VERSION)
+    assert (finish.path, finish.body) == ("/finish_weight_update", {"weight_version": VERSION})
+    assert (reset.path, reset.query) == ("/reset_prefix_cache", {"reset_running_requests": "true"})
+
+
+# -- SGLang
+
+
+def test_sglang_joins_over_gloo_with_group_and_rank():
+    (http,) = control("sglang", "gloo").init(MEETING, rank_offset=1, timeout_seconds=9)
+    assert http.path == "/init_weights_update_group"
+    assert http.body == {
+        "master_address": "10.0.0.1", "master_port": 4000, "rank_offset": 1, "world_size": 3, "group_name": "g",
+        "backend": "gloo",
+    }  # fmt: skip
+    assert control("sglang", "disk").init(ON_DISK, rank_offset=1, timeout_seconds=9) == []
+
+
+def test_sglang_is_announced_a_bucket_as_one_flat_broadcast_that_names_no_version_yet():
+    [(http, 1)] = control("sglang", "gloo").announce([BUCKET], MEETING, version=VERSION)
+    assert http.path == "/update_weights_from_distributed"
+    assert http.body == {
+        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g",
+        "load_format": "flattened_bucket", "flush_cache": False,
+    }  # fmt: skip
+
+
+def test_sglang_names_the_version_after_the_cache_of_the_old_weights_is_gone_and_aborts_nothing():
+    requests = control("sglang", "gloo").finish(VERSION)
+    assert [http.path for http in requests] == ["/end_weight_update", "/flush_cache", "/update_weight_version"]
+    assert requests[-1].body == {"new_version": VERSION, "abort_all_requests": False}
+
+
+def test_a_bucket_that_sglang_could_not_view_in_place_is_refused():
+    unaligned = (BUCKET[1], BUCKET[0])
+    with pytest.raises(EngineError, match=r"a \(float32\) starts at byte 10"):
+        control("sglang", "gloo").announce([unaligned], MEETING, version=VERSION)
+
+
+def test_sglang_loads_a_whole_directory_in_one_request():
+    [(http, covered)] = control("sglang", "disk").announce([BUCKET] * 3, ON_DISK, version=VERSION)
+    assert (http.path, http.body["model_path"], covered) == ("/update_weights_from_disk", "/w/run-0-3", 3)
+
+
+# -- disk
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> DiskSender:
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors.index.json"):
+        (model / name).write_text('{"of": "the model"}')
+    options = SenderOptions("g", WeightsConfig(), torch.device("cpu"), 9.0, tmp_path / "w", model)
+    return DiskSender(Receiver("http://e:1", "vllm", "disk", 2), options)
+
+
+def test_the_disk_sender_leaves_a_directory_that_engines_find_where_they_are_told(disk):
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5, dtype=torch.bfloat16)}
+    buckets = [BUCKET[:1], BUCKET[1:]]
+    meeting = disk.host()
+    disk.join(1)
+    disk.begin(VERSION, buckets)
+    disk.send(buckets[0], flat_bytes(tensors, buckets[0])).wait(1)  # and there the sync fails: it is repeated
+    disk.begin(VERSION, buckets)
+    for bucket in buckets:
+        disk.send(bucket, flat_bytes(tensors, bucket)).wait(1)
+    assert not (disk.options.directory / "run-0-3").exists(), "a reader never sees half a version"
+    disk.finish()
+    requests = control("vllm", "disk").announce(buckets, meeting, version=VERSION)
+    found = {}
+    for bucket, (http, _) in zip(buckets, requests, strict=True):
+        found |= load_file(http.body["update_info"]["path"])
+        assert set(found) >= {meta.name for meta in bucket}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    directory = disk.options.directory / "run-0-3"
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    assert (directory / "config.json").exists() and [path.name for path in directory.parent.iterdir()] == ["run-0-3"]
+
+
+# -- which one
+
+
+def info(**changes) -> EngineInfo:
+    values = dict(
+        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128,
+        dtype="float32", weight_backend="rltool", weight_version=None, boot_id="b", plugin=True,
+    )  # fmt: skip
+    return EngineInfo(**{**values, **changes})
+
+
+SGLANG = {"dialect": "sglang", "weight_backend": "sglang", "plugin": False}
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "chosen"),
+    [
+        ({}, "auto", "gloo"),
+        (SGLANG, "auto", "gloo"),
+        ({**SGLANG, "dp_size": 2}, "auto", "disk"),
+        ({}, "disk", "disk"),
+        (SGLANG, "disk", "disk"),
+        ({**SGLANG, "dp_size": 2}, "disk", "disk"),
+    ],
+)
+def test_the_transport_is_chosen_by_what_the_engine_reports(changes, wanted, chosen):
+    assert choose(info(**changes), WeightsConfig(transport=wanted), "cpu") == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "message"),
+    [
+        ({"weight_backend": None}, "auto", "has no weight transfer; start vLLM with --weight-transfer-config"),
+        ({"weight_backend": None}, "gloo", "has no weight transfer"),
+        ({"weight_backend": None}, "disk", "has no weight transfer"),
+        ({"weight_backend": "nccl"}, "auto", "offers the weight backend 'nccl', which a trainer on device 'cpu' cannot"),
+        ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own.*--weight-backend rltool"),
+        ({"weight_backend": "nccl"}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
+        ({**SGLANG, "dp_size": 2}, "gloo", 'has 2 data-parallel replicas.*weights.transport = "disk"'),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_is_told_what_to_change(changes, wanted, message):
+    with pytest.raises(UsageError, match=message):
+        choose(info(**changes), WeightsConfig(transport=wanted), "cpu")
+
+
+def test_a_transport_that_this_version_lacks_is_named(monkeypatch):
+    monkeypatch.delitem(TRANSPORTS, ("sglang", "gloo"))
+    with pytest.raises(UsageError, match="cannot be sent weights over gloo.*no such transport for sglang"):
+        choose(info(**SGLANG), WeightsConfig(transport="gloo"), "cpu")
+    assert choose(info(**SGLANG), WeightsConfig(), "cpu") == "disk"
