@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transp
 
 COMPLETE_SECONDS = 5.0
 """For each bucket that an engine still waits for when its sync is given up: an engine that lives takes it at once."""
-
-OpenCommunicator = Callable[..., nccl.Communicator]
-"""nccl.Communicator, or what tests put in its place."""
 
 
 class NcclSender:
@@ -32,17 +29,9 @@ class NcclSender:
     announced_ahead = True
     """The engine waits for all buckets of the update, and not for one at a time."""
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        options: SenderOptions,
-        *,
-        library: Callable[[], nccl.NcclLibrary] = nccl.NcclLibrary,
-        communicator: OpenCommunicator = nccl.Communicator,
-    ) -> None:
+    def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.receiver, self.options = receiver, options
         self.device = options.device
-        self._open_library, self._open_communicator = library, communicator
         self._library: nccl.NcclLibrary | None = None
         self._unique_id = b""
         self._communicator: nccl.Communicator | None = None
@@ -55,10 +44,13 @@ class NcclSender:
         return 1 + self.receiver.world_size
 
     def host(self) -> Rendezvous:
-        self._library = self._open_library()
+        self._library = self.open_library()
         self.check_version(self._library.version())
         self._unique_id = self._library.unique_id()
         return self.rendezvous(self._unique_id, self._library.version())
+
+    def open_library(self) -> nccl.NcclLibrary:
+        return nccl.NcclLibrary()
 
     def check_version(self, version: int) -> None:
         """NcclError where the trainer's NCCL cannot serve this engine."""
@@ -79,7 +71,7 @@ class NcclSender:
     def connect(self, seconds: float, *, warm_up: bool) -> nccl.Communicator:
         """Blocks until all ranks of the communicator are there."""
         assert self._library is not None, "host comes first"
-        self._communicator = communicator = self._open_communicator(
+        self._communicator = communicator = nccl.Communicator(
             self._library, self._unique_id, self.world_size, 0, self.device, seconds=self.options.deadline
         )
         if self._given_up:

@@ -14,9 +14,8 @@ Sources: sglang/srt/utils/common.py (init_custom_process_group), torch/csrc/dist
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
@@ -25,7 +24,7 @@ from rltool.engines import nccl
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport
 from rltool.weights.transports import sglang
-from rltool.weights.transports.nccl_sender import NcclSender, OpenCommunicator, Sent, no_gpu
+from rltool.weights.transports.nccl_sender import NcclSender, Sent, no_gpu
 from rltool.weights.transports.rendezvous import host_rendezvous
 from rltool.weights.transports.sglang_group import torch_prefixes
 
@@ -36,16 +35,12 @@ FIRST_COMMUNICATOR = "0"
 class SglangNcclSender(NcclSender):
     announced_ahead = False
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        options: SenderOptions,
-        *,
-        library: Callable[[], nccl.NcclLibrary] = partial(nccl.NcclLibrary, nccl.LIBRARY_NAME),
-        communicator: OpenCommunicator = nccl.Communicator,
-    ) -> None:
-        super().__init__(receiver, options, library=library, communicator=communicator)
+    def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
+        super().__init__(receiver, options)
         self._store: TCPStore | None = None
+
+    def open_library(self) -> nccl.NcclLibrary:
+        return nccl.NcclLibrary(nccl.LIBRARY_NAME)
 
     def rendezvous(self, unique_id: bytes, version: int) -> Rendezvous:
         options = self.options

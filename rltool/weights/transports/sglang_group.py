@@ -29,8 +29,9 @@ def open_sglang_group(store: TCPStore, world_size: int, group: str, timeout: flo
     """
     limit = timedelta(seconds=timeout)
     store.set_timeout(limit)
-    return ProcessGroupGloo(_as_torch_prefixes(store, group), TRAINER_RANK, world_size, limit)
+    return ProcessGroupGloo(torch_prefixes(store, group, "cpu"), TRAINER_RANK, world_size, limit)
 
 
-def _as_torch_prefixes(store: TCPStore, group: str) -> PrefixStore:
-    return PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store)))
+def torch_prefixes(store: TCPStore, group: str, device: str) -> PrefixStore:
+    """Where the group's backend keeps its keys; device: cpu for gloo, cuda for NCCL."""
+    return PrefixStore(f"{device}/", PrefixStore(f"{group}/", PrefixStore(group, store)))

@@ -19,6 +19,7 @@ from typing import Any, Self
 from aiohttp import web
 
 from tests.contract.fakes.generation import Batch, version_spans
+from tests.contract.fakes.nccl_engines import Workers
 
 VOCAB_SIZE = 100
 EXPECTED_KEY = "fake-key"
@@ -57,6 +58,7 @@ class FakeSglang:
     weights: dict[str, bytes] = field(default_factory=dict)
     batch: Batch = field(init=False)
     port: int = 0
+    tp: int = 1
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -218,7 +220,7 @@ class FakeSglang:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": "0.5.23", "served_model_name": "policy", "tp_size": 1, "pp_size": 1, "dp_size": 1,
+            "version": "0.5.23", "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1, "dp_size": 1,
             "enable_dp_attention": False, "dtype": "float32",
             "weight_version": self._start_weight_version, "startup_time": {"load_weight": self.boot},
         })  # fmt: skip
@@ -280,7 +282,9 @@ class FakeSglang:
         import torch.distributed
 
         group = self._groups.pop(name, None)
-        if group is not None:
+        if isinstance(group, NcclGroup):
+            group.shutdown()
+        elif group is not None:
             torch.distributed.destroy_process_group(group)
         return group is not None
 
@@ -337,6 +341,27 @@ def _logprob(weights: dict[str, bytes], seed: int, position: int) -> float:
     return -(1 + state % 1000) / 256
 
 
+class NcclGroup:
+    """torch's ProcessGroupNCCL on a rank above 0: it makes its communicator in the first broadcast, with the unique id
+    that the store has under the communicator's number."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        from torch.distributed import PrefixStore
+
+        self._store, self._rank, self._world_size = PrefixStore("cuda/", store), rank, world_size
+        self._workers: Workers | None = None
+
+    def receive(self, num_bytes: int) -> Any:
+        if self._workers is None:
+            count = self._world_size - self._rank
+            self._workers = Workers(self._store.get("0"), self._rank, self._world_size, count)
+        return self._workers.receive(num_bytes)
+
+    def shutdown(self) -> None:
+        if self._workers is not None:
+            self._workers.shutdown()
+
+
 def _join_as_sglang_does(body: dict[str, Any]):
     """torch's rendezvous under PrefixStore(group_name), by torch's own helper: so our side is proven against torch's
     prefixes."""
@@ -349,6 +374,8 @@ def _join_as_sglang_does(body: dict[str, Any]):
     store, rank, world_size = next(rendezvous(where, body["rank_offset"], body["world_size"], timeout=limit))
     store.set_timeout(limit)
     name = body["group_name"]
+    if body["backend"] == "nccl":
+        return NcclGroup(PrefixStore(f"{name}/", PrefixStore(name, store)), rank, world_size)
     group, _ = _new_process_group_helper(
         world_size, rank, [], Backend(body["backend"]), PrefixStore(name, store), group_name=name, timeout=limit
     )
@@ -367,6 +394,9 @@ def _receive_flat(group, body: dict[str, Any]) -> dict[str, bytes]:
         end = offset + torch.Size(shape).numel() * size
         slices.append((name, offset, end))
         offset = end
+    if isinstance(group, NcclGroup):
+        flat = group.receive(offset)
+        return {name: _bytes(flat[start:end]) for name, start, end in slices}
     flat = torch.empty(offset, dtype=torch.uint8)
     torch.distributed.broadcast(flat, src=0, group=group)
     return {name: _bytes(flat[start:end]) for name, start, end in slices}

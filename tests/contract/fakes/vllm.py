@@ -7,10 +7,13 @@ so that they cannot drift apart.
 from __future__ import annotations
 
 import asyncio
+import base64
+import itertools
 import math
 import time
 import uuid
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +27,10 @@ from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
-from rltool.engines.types import TensorMeta
+from rltool.engines.types import Bucket, TensorMeta
+from rltool.errors import EngineError
 from tests.contract.fakes.generation import Batch, version_spans
+from tests.contract.fakes.nccl_engines import StockVllmTransfer, Workers
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
 
 END_TOKEN = 1
@@ -50,6 +55,7 @@ class FakeVllm(FakeServer):
         self.model_id = "policy"
         self.vocab_size = 120
         self.dtype = "float32"
+        self.device = "cpu"
         self.world_size = 1
         self.max_model_len = 256
         self.max_num_seqs = 64
@@ -76,6 +82,7 @@ class FakeVllm(FakeServer):
         self.updating = False
         self.changed = False
         self._group = None
+        self.native = StockVllmTransfer(self.world_size)
 
     @property
     def version(self) -> str:
@@ -145,6 +152,7 @@ class FakeVllm(FakeServer):
             }
         else:
             routes[("GET", "/server_info")] = self._stock_server_info
+            routes |= {("POST", path): self._native for path in self._native_steps()}
         return routes
 
     # -- facts
@@ -198,6 +206,7 @@ class FakeVllm(FakeServer):
                 "vocab_size": self.vocab_size,
                 "dtype": self.dtype,
                 "weight_backend": self.weight_backend,
+                "device": self.device,
                 "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
             }
@@ -330,6 +339,28 @@ class FakeVllm(FakeServer):
 
     # -- weights
 
+    def _native_steps(self) -> dict[str, Callable[[Any], object]]:
+        native = self.native
+        return {
+            "/init_weight_transfer_engine": lambda body: native.init(body["init_info"]),
+            "/start_weight_update": lambda body: native.start(),
+            "/update_weights": lambda body: native.update(body["update_info"]),
+            "/finish_weight_update": lambda body: native.finish(),
+            "/shutdown_weight_transfer_engine": lambda body: native.shutdown(),
+        }
+
+    async def _native(self, recorded: Recorded) -> web.Response:
+        """A stock server: vLLM's own backend."""
+        try:
+            await asyncio.to_thread(self._native_steps()[recorded.path], recorded.body)
+        except Exception as error:  # whatever a worker raises
+            return _worker_failed(str(error))
+        version = (recorded.body or {}).get("weight_version")
+        if recorded.path == "/finish_weight_update" and version is not None:
+            self.version = version
+        self.tensors = self.native.tensors
+        return web.json_response({"message": "done"})
+
     async def _init_transfer(self, recorded: Recorded) -> web.Response:
         self._end_unfinished_update()
         self._leave()
@@ -345,7 +376,16 @@ class FakeVllm(FakeServer):
                     info["group"],
                     info["timeout_seconds"],
                 )
-        except RuntimeError as error:  # torch's own errors at a rendezvous that fails
+            elif info["transport"] == "nccl":
+                self._group = await asyncio.to_thread(
+                    Workers,
+                    base64.b64decode(info["unique_id"]),
+                    info["rank_offset"],
+                    info["world_size"],
+                    self.world_size,
+                    info["timeout_seconds"],
+                )
+        except (RuntimeError, EngineError) as error:  # torch's own errors at a rendezvous that fails, or NCCL's
             return _worker_failed(str(error))
         self.transport = info["transport"]
         return web.json_response({"message": "Weight transfer initialized"})
@@ -380,13 +420,15 @@ class FakeVllm(FakeServer):
             elif self.transport == "delta":
                 for held, flat in self.worker.weight_transfer_engine.prefetcher.buckets(info["version"]):
                     self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
+            elif self.transport == "nccl":
+                self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
             else:
                 import torch
 
                 flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
                 await asyncio.to_thread(wire.broadcast, self._group, flat)
                 self.tensors |= dict(wire.split_flat(flat, bucket))
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, EngineError) as error:
             self._end_unfinished_update()
             return _worker_failed(str(error))
         self.changed = True
@@ -415,6 +457,12 @@ class FakeVllm(FakeServer):
         if self._group is not None:
             self._group.shutdown()
             self._group = None
+
+
+def _cut(metas: Bucket, info: dict[str, Any]) -> list[Bucket]:
+    """The buckets of one request."""
+    ends = itertools.accumulate(info["bucket_sizes"])
+    return [metas[end - size : end] for end, size in zip(ends, info["bucket_sizes"], strict=True)]
 
 
 def _hash(*parts: Any, start: int = 0) -> int:

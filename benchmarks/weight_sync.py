@@ -1,0 +1,253 @@
+"""How long an engine is paused while it is sent new weights, over each transport, with every phase timed.
+
+    python -m benchmarks.weight_sync --size 0.5B --engines vllm plugin        two GPUs: 0 the trainer's, 1 the engine's
+    python -m benchmarks.weight_sync --size tiny --cpu --engines plugin sglang --sglang-python .venv-sglang/bin/python
+
+Starts each engine with no weights of its own, and sends it random ones in the shape of a real model, through the
+classes with which the trainer does it. vllm is a stock server, plugin one with rltool's; backends are those of
+rltool.weights.transport that fit. --reference measures a bare NCCL broadcast of the same bytes as well, and vLLM's own
+sender into the stock server. One line of JSON for each round; after each backend the engine's weights are checked: by
+its own checksums where it has them (vLLM on a GPU), and by log-probabilities, which must be the same over every
+backend. The first rounds of the plugin on a GPU go through vLLM's reload, the others are replayed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from benchmarks import weight_sync_reference as reference
+from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
+from benchmarks.weight_sync_models import SIZES, random_weights, vllm_checksums, write_model
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import HttpRequest
+from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.weights.sender import WeightSender
+from rltool.weights.transport import Backend, Receiver, Rendezvous, transport
+
+BACKENDS: dict[str, tuple[Backend, ...]] = {
+    "vllm": ("vllm-nccl",),
+    "plugin": ("nccl", "gloo", "disk"),
+    "sglang": ("nccl", "gloo", "disk"),
+}
+GROUP = "weight-benchmark"
+DEADLINE = 120.0
+UPDATE_SESSIONS = ("/begin_weight_update", "/end_weight_update")
+"""SGLang has them since 0.5.21: an older one answers 404, and needs none."""
+
+
+def show(**row: object) -> None:
+    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}), flush=True)
+
+
+class Link:
+    """One engine over one backend."""
+
+    def __init__(
+        self, client: EngineClient, server: Server, kind: str, backend: Backend, sender: WeightSender, world_size: int
+    ) -> None:
+        self.client, self.server, self.sender = client, server, sender
+        self.speaks = dialect(KINDS[kind].dialect)
+        self.control = transport(KINDS[kind].dialect, backend).control
+        self.after_send = self.control.after_send
+        self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size)
+        self.endpoint = EngineEndpoint(url=server.url)
+        self.rendezvous: Rendezvous | None = None
+
+    async def run(self, requests: Sequence[HttpRequest]) -> None:
+        older = [
+            replace(request, tolerate=(*request.tolerate, 404)) if request.path in UPDATE_SESSIONS else request
+            for request in requests
+        ]
+        await self.client.run(self.endpoint, older, timeout=DEADLINE)
+
+    async def connect(self, directory: Path) -> float:
+        started = time.perf_counter()
+        await self.run(self.control.leave(GROUP))
+        self.rendezvous = self.sender.host([self.receiver], GROUP, directory)[self.server.url]
+        joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
+        await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
+        failures = await joining
+        if failures:
+            raise RuntimeError(str(failures))
+        return time.perf_counter() - started
+
+    async def sync(self, weights: Mapping[str, Tensor], version: str) -> dict[str, float]:
+        """Seconds of each phase, and in all from the pause to the resume."""
+        metas = [meta_of(name, tensor) for name, tensor in weights.items()]
+        buckets = plan_buckets(metas, self.sender.config.bucket_bytes)
+        stream = zip(metas, weights.values(), strict=True)
+        assert self.rendezvous is not None, "connect comes first"
+        announced = [request for request, _ in self.control.announce(buckets, self.rendezvous, version=version)]
+
+        async def transfer() -> None:
+            sending = asyncio.create_task(asyncio.to_thread(self.sender.send, stream, buckets, version, [self.server.url]))
+            if self.after_send:
+                await sending
+            try:
+                await self.run(announced)
+            except BaseException as error:
+                self.sender.abort([self.server.url], str(error))
+                raise
+            finally:
+                report = await sending
+            if report.failures:
+                raise RuntimeError(str(report.failures))
+
+        seconds: dict[str, float] = {}
+
+        async def timed(name: str, step: Awaitable[None]) -> None:
+            started = time.perf_counter()
+            await step
+            seconds[name] = time.perf_counter() - started
+
+        started = time.perf_counter()
+        await timed("pause", self.run(self.speaks.pause("keep")))
+        await timed("begin", self.run(self.control.begin()))
+        await timed("transfer", transfer())
+        await timed("finish", self.run(self.control.finish(version)))
+        await timed("resume", self.run(self.speaks.resume()))
+        total = time.perf_counter() - started
+        return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / seconds["transfer"]}
+
+
+class Benchmark:
+    def __init__(self, args: argparse.Namespace, work: Path) -> None:
+        self.args, self.work = args, work
+        self.device = torch.device("cpu" if args.cpu else "cuda:0")
+        self.dtype = torch.float32 if args.cpu else torch.bfloat16
+        self.model = write_model(work / "model", args.size, self.dtype)
+        self.weights = random_weights(args.size, 1, self.device, self.dtype)
+        self.others = random_weights(args.size, 2, self.device, self.dtype)
+        self.failed = False
+
+    def run(self) -> int:
+        size = sum(tensor.nbytes for tensor in self.weights.values())
+        show(size=self.args.size, bytes=size, tensors=len(self.weights), device=str(self.device))
+        if self.args.reference and not self.args.cpu:
+            self._attempt("broadcast", lambda: self._broadcast(size))
+        for kind in self.args.engines:
+            self._attempt(kind, lambda kind=kind: self._engine(kind))
+        return 1 if self.failed else 0
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone on the GPUs, among the benchmarks that were given the same --lock."""
+        if self.args.lock is None:
+            yield
+            return
+        with self.args.lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _attempt(self, name: str, work: Callable[[], object]) -> None:
+        """What fails does not keep the others from being measured."""
+        try:
+            work()
+        except Exception as error:
+            self.failed = True
+            show(failed=name, error=f"{type(error).__name__}: {error}"[:2000])
+
+    def _broadcast(self, size: int) -> None:
+        with self._turn():
+            show(**reference.broadcast(self.args.engine_gpu, size))
+
+    def _vllm_sender(self, url: str) -> None:
+        with self._turn():
+            reference.vllm_sender(url, self.args.size, self.args.rounds, self.args.vllm_python)
+
+    def _engine(self, kind: str) -> None:
+        args = self.args
+        python = args.sglang_python if kind == "sglang" else args.vllm_python
+        gpu = None if args.cpu else args.engine_gpu
+        dtype = str(self.dtype).removeprefix("torch.")
+        with Server(kind, self.model, self.work, python=python, gpu=gpu, dtype=dtype, share=args.gpu_share) as server:
+            started = time.perf_counter()
+            server.wait_ready(args.ready_seconds)
+            show(engine=kind, ready=time.perf_counter() - started)
+            seen: dict[str, list[float]] = {}
+            for backend in args.backends or BACKENDS[kind]:
+                if backend in BACKENDS[kind] and not (args.cpu and "nccl" in backend):
+                    self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
+            if kind == "vllm" and args.reference and not args.cpu:
+                self._attempt("vLLM's own sender", lambda: self._vllm_sender(server.url))
+
+    def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, list[float]]) -> None:
+        config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)
+        sender = WeightSender(config, device=self.device, deadline=DEADLINE, model_files=self.model)
+
+        async def rounds() -> list[dict[str, float]]:
+            rows = []
+            async with EngineClient() as client:
+                link = Link(client, server, kind, backend, sender, 1)
+                show(engine=kind, backend=backend, connect=await link.connect(self.work / "versions"))
+                for number in range(self.args.rounds):
+                    last = number == self.args.rounds - 1
+                    rows.append(await link.sync(self.weights if last else self.others, f"v{number}"))
+                    show(engine=kind, backend=backend, round=number, **rows[-1])
+                await link.run(link.control.leave(GROUP))
+            return rows
+
+        try:
+            with self._turn():
+                rows = asyncio.run(rounds())
+        finally:
+            sender.close()
+        kept = rows[2:] or rows[-1:]  # the plugin replays from the third on
+        show(engine=kind, backend=backend, median_of=len(kept), **{n: statistics.median(r[n] for r in kept) for n in rows[0]})
+        self._check(server, kind, backend, seen)
+
+    def _check(self, server: Server, kind: str, backend: str, seen: dict[str, list[float]]) -> None:
+        if KINDS[kind].dialect == "vllm" and not self.args.cpu:
+            wanted, found = vllm_checksums(self.weights), checksums(server)
+            wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
+            show(engine=kind, backend=backend, tensors=len(wanted), differ=len(wrong), first=wrong[:3])
+            self.failed |= bool(wrong)
+        seen[backend] = fingerprint(server, KINDS[kind].dialect, int(SIZES[self.args.size]["vocab_size"]))
+        same = all(values == seen[backend] for values in seen.values())
+        show(engine=kind, backend=backend, logprobs=seen[backend][:4], same_over_all_backends=same)
+        self.failed |= not same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="0.5B")
+    parser.add_argument("--engines", nargs="+", choices=KINDS, default=["vllm", "plugin"])
+    parser.add_argument("--backends", nargs="+", choices=("nccl", "vllm-nccl", "gloo", "disk"), help="default: all that fit")
+    parser.add_argument("--rounds", type=int, default=7, help="syncs of each backend; the first two are not in the median")
+    parser.add_argument("--bucket-mib", type=int, default=1024, help="weights.bucket_bytes")
+    parser.add_argument("--cpu", action="store_true", help="trainer and engines on the CPU, without NCCL")
+    parser.add_argument("--engine-gpu", default="1", help="CUDA_VISIBLE_DEVICES of the engine; the trainer has cuda:0")
+    parser.add_argument("--gpu-share", default="0.8", help="vLLM's --gpu-memory-utilization; less for several on one GPU")
+    parser.add_argument("--lock", type=Path, help="file: benchmarks that share it start side by side and measure in turn")
+    parser.add_argument("--vllm-python", default=sys.executable)
+    parser.add_argument("--sglang-python", default=sys.executable, help="interpreter of SGLang's own environment")
+    parser.add_argument("--ready-seconds", type=float, default=240.0)
+    parser.add_argument("--reference", action="store_true", help="also a bare broadcast, and vLLM's own sender")
+    parser.add_argument("--work", type=Path, help="for models, logs and the disk transport; default: a temporary directory")
+    args = parser.parse_args()
+    if args.work is not None:
+        args.work.mkdir(parents=True, exist_ok=True)
+        return Benchmark(args, args.work.absolute()).run()
+    with TemporaryDirectory(prefix="weight-sync-") as work:
+        return Benchmark(args, Path(work)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

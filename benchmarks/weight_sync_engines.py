@@ -1,0 +1,162 @@
+"""Engines for the weight benchmark, started as somebody would by hand: stock, or with rltool's plugin, with no weights
+of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+VLLM_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--max-model-len", "2048")
+SGLANG_GPU = (
+    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+    "--mm-feature-transport", "cpu", "--mem-fraction-static", "0.85", "--max-total-tokens", "65536",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """dialect: of its HTTP API; weight_backend: vLLM's --weight-transfer-config."""
+
+    dialect: str
+    weight_backend: str | None
+
+
+KINDS = {
+    "vllm": EngineKind("vllm", "nccl"),
+    "plugin": EngineKind("vllm", "rltool"),
+    "sglang": EngineKind("sglang", None),
+}
+"""vllm: a stock server with vLLM's own backend."""
+
+
+class Server:
+    """One engine as a child process, in a session of its own; a context manager."""
+
+    def __init__(self, kind: str, model: Path, work: Path, *, python: str, gpu: str | None, dtype: str, share: str) -> None:
+        """gpu: its CUDA_VISIBLE_DEVICES; None: it runs on the CPU. share: of the GPU's memory, for vLLM."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url, self.log = f"http://127.0.0.1:{port}", work / f"{kind}.log"
+        argv = _sglang(model, gpu, dtype) if kind == "sglang" else _vllm(kind, model, gpu, dtype, share)
+        environment = os.environ | _environment(kind, work, gpu)
+        self._process = subprocess.Popen(
+            [python, *argv, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            cwd=work,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, seconds in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
+            try:
+                os.killpg(self._process.pid, number)
+                self._process.wait(seconds)
+            except ProcessLookupError:
+                return
+            except subprocess.TimeoutExpired:
+                continue
+
+    def wait_ready(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self.call("GET", "/health", timeout=5)
+                return
+            except OSError:
+                pass
+            if self._process.poll() is not None or time.monotonic() > end:
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
+                raise RuntimeError(f"the engine is not ready (exit status {self._process.poll()}); its log ends:\n{tail}")
+            time.sleep(0.5)
+
+    def call(self, method: str, path: str, body: Any = None, *, timeout: float = 120.0) -> Any:
+        """Decoded JSON, or None. Raises OSError (urllib's errors are such)."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json"} if data else {}, method=method
+        )
+        with urllib.request.urlopen(request, timeout=timeout) as reply:
+            text = reply.read()
+        return json.loads(text) if text else None
+
+
+def fingerprint(server: Server, dialect: str, vocabulary: int) -> list[float]:
+    """Log-probabilities of a greedy sample after a fixed prompt: equal weights, equal numbers."""
+    prompt = [1 + 37 * i % (vocabulary - 1) for i in range(32)]
+    if dialect == "sglang":
+        sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
+        server.call("POST", "/flush_cache")
+        reply = server.call("POST", "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True})
+        return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
+    sampling = {"max_tokens": 8, "temperature": 0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    reply = server.call("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})
+    return [entry["logprob"] for entry in reply["choices"][0]["logprobs"]["content"]]
+
+
+def checksums(server: Server) -> dict[str, str]:
+    """Of a vLLM on a GPU: parameter -> sha256."""
+    found = server.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
+    return {name.rsplit(":", 1)[-1]: value for name, value in found.items()}
+
+
+def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> list[str]:
+    argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
+    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", dtype]
+    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "32"]
+    argv += ["--weight-transfer-config", json.dumps({"backend": KINDS[kind].weight_backend})]
+    if kind == "plugin":
+        argv += ["--worker-extension-cls", "rltool.engines.plugin.worker.WeightUpdateRecovery"]
+    if gpu is None:
+        return [*argv, "--max-model-len", "256"]
+    return [*argv, *VLLM_GPU, "--gpu-memory-utilization", share]
+
+
+def _sglang(model: Path, gpu: str | None, dtype: str) -> list[str]:
+    argv = ["-m", "sglang.launch_server", "--model-path", str(model), "--served-model-name", "policy"]
+    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", dtype, "--random-seed", "1"]
+    argv += ["--skip-server-warmup"]
+    if gpu is None:
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
+        argv += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+        return argv
+    return [*argv, *SGLANG_GPU]
+
+
+def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:
+    common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
+    common |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if kind == "plugin":
+        common["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (str(_entry_point(work)), str(REPOSITORY), os.environ.get("PYTHONPATH")))
+        )
+    if gpu is not None:
+        return common | {"CUDA_VISIBLE_DEVICES": gpu}
+    cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    return common | cpu | {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _entry_point(work: Path) -> Path:
+    """The plugin's entry point, where rltool is run from its source and is not installed."""
+    directory = work / "entry-point"
+    info = directory / "rltool_source-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: rltool-source\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nrltool = rltool.engines.plugin:register\n")
+    return directory

@@ -1,0 +1,106 @@
+"""Random weights in the shapes of real models, under Hugging Face's names, and what an engine must make of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SIZES: dict[str, dict[str, int | bool]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Of Qwen2.5, and one for a CPU."""
+
+FUSED = (
+    ("q_proj", "qkv_proj"),
+    ("k_proj", "qkv_proj"),
+    ("v_proj", "qkv_proj"),
+    ("gate_proj", "gate_up_proj"),
+    ("up_proj", "gate_up_proj"),
+)
+"""Hugging Face's part -> vLLM's parameter, which has its parts one below the other in this order."""
+
+
+def write_model(directory: Path, size: str, dtype: torch.dtype) -> Path:
+    """A directory with a config.json alone: engines are started with --load-format dummy."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "use_sliding_window": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **SIZES[size],
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    return directory
+
+
+def parameter_shapes(size: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    model = SIZES[size]
+    hidden, inner, vocabulary = model["hidden_size"], model["intermediate_size"], model["vocab_size"]
+    keys = hidden // model["num_attention_heads"] * model["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for number in range(model["num_hidden_layers"]):
+        layer = f"model.layers.{number}."
+        for part, rows in (("q", hidden), ("k", keys), ("v", keys)):
+            yield f"{layer}self_attn.{part}_proj.weight", (rows, hidden)
+            yield f"{layer}self_attn.{part}_proj.bias", (rows,)
+        yield f"{layer}self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{layer}mlp.gate_proj.weight", (inner, hidden)
+        yield f"{layer}mlp.up_proj.weight", (inner, hidden)
+        yield f"{layer}mlp.down_proj.weight", (hidden, inner)
+        yield f"{layer}input_layernorm.weight", (hidden,)
+        yield f"{layer}post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not model["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocabulary, hidden)
+
+
+def random_weights(size: str, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A large last norm spreads the logits, so that wrong weights show in log-probabilities."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in parameter_shapes(size):
+        tensor = torch.randn(shape, generator=generator, device=device, dtype=dtype)
+        if name.endswith("norm.weight"):
+            tensor.mul_(0.1).add_(1.0).mul_(4.0 if name == "model.norm.weight" else 1.0)
+        else:
+            tensor.mul_(0.1 if name.endswith("bias") else 0.02)
+        weights[name] = tensor
+    return weights
+
+
+def vllm_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """What vLLM's /weight_checker says of these weights without tensor parallelism: sha256 of each parameter."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, tensor in weights.items():
+        for part, whole in FUSED:
+            name = name.replace(f".{part}.", f".{whole}.")
+        parts.setdefault(name, []).append(tensor)
+
+    def digest(tensors: list[Tensor]) -> str:
+        sha = hashlib.sha256()
+        for tensor in tensors:
+            sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        return sha.hexdigest()
+
+    with ThreadPoolExecutor(16) as pool:
+        return dict(zip(parts, pool.map(digest, parts.values()), strict=True))
