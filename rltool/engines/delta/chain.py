@@ -111,6 +111,8 @@ class Manifest:
                 raise ValueError("an anchor without some of its shards")
             if found.patch is not None and not set(found.patch.files) <= shards:
                 raise ValueError("a patch of shards that do not exist")
+            if found.patch is not None:
+                WeightVersion.parse(found.patch.base.version)
         except (RltoolError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise BadManifest(f"this is no manifest of weights: {type(error).__name__}: {error}") from error
         return found

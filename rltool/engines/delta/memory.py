@@ -36,7 +36,9 @@ class MemoryCopy:
         return dict(split_flat(flat, bucket))
 
     def store(self, shard: int, tensors: dict[str, Tensor]) -> None:
-        bucket = tuple(meta_of(name, tensor) for name, tensor in sorted(tensors.items()))
+        # The widest first, so that each is aligned for its dtype: what is changed in place must be no copy.
+        order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        bucket = tuple(meta_of(name, tensor) for name, tensor in order)
         held = self._shards.get(shard)
         if held is None or held[0] != bucket:
             held = bucket, torch.empty(bucket_bytes(bucket), dtype=torch.uint8, pin_memory=self._pin)

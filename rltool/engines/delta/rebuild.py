@@ -69,22 +69,23 @@ def bring(copy: Copy, store: Store, version: str, *, seconds: float) -> Rebuilt:
     """
     started = time.monotonic()
     source = _Source(store, started + seconds)
-    manifests = _chain_of(source, version)
-    failures = []
-    for route in chain.routes(version, copy.held, manifests):
-        if route.anchor is None and copy.held is None:
-            continue  # a route before this one has left a mixture
-        try:
-            _take(copy, source, route, manifests[version])
-        except (StoreError, FileDamaged, BadPatch) as error:
-            failures.append(str(error))
-            continue
-        return Rebuilt(manifests[version].held, source.bytes, time.monotonic() - started, route.anchor is not None)
-    if version not in manifests:
-        failures.append(f"{chain.manifest_key(version)} is missing or damaged")
-    elif not failures:
-        failures.append(f"no anchor is left on its chain, and its patches do not start at {copy.held}")
-    raise CannotRebuild(f"weights {version} cannot be had from the store: {'; '.join(failures)}")
+    failures: dict[str, None] = {}
+    # Most often the chain need not be read further back than to what is held.
+    for until in dict.fromkeys((copy.held, None)):
+        manifests = _chain_of(source, version, until)
+        if version not in manifests:
+            failures[f"{chain.manifest_key(version)} is missing or damaged"] = None
+        for route in chain.routes(version, copy.held, manifests):
+            if route.anchor is None and copy.held is None:
+                continue  # a route before this one has left a mixture
+            try:
+                _take(copy, source, route, manifests[version])
+            except (StoreError, FileDamaged, BadPatch) as error:
+                failures[str(error)] = None
+                continue
+            return Rebuilt(manifests[version].held, source.bytes, time.monotonic() - started, route.anchor is not None)
+    reasons = "; ".join(failures) or f"no anchor is left on its chain, and its patches do not start at {copy.held}"
+    raise CannotRebuild(f"weights {version} cannot be had from the store: {reasons}")
 
 
 def _take(copy: Copy, source: _Source, route: Route, target: Manifest) -> None:
@@ -121,8 +122,8 @@ def _model_files(source: _Source, manifest: Manifest) -> Iterator[tuple[str, byt
         yield name, source.verified(chain.model_file_key(manifest, name), file)
 
 
-def _chain_of(source: _Source, version: str) -> dict[str, Manifest]:
-    """Manifests from `version` back, as far as there are any."""
+def _chain_of(source: _Source, version: str, until: Held | None) -> dict[str, Manifest]:
+    """Manifests from `version` back, to the one whose base is `until`, or as far as there are any."""
     found: dict[str, Manifest] = {}
     at: str | None = version
     while at is not None and at not in found and len(found) < CHAIN_LIMIT:
@@ -134,7 +135,7 @@ def _chain_of(source: _Source, version: str) -> dict[str, Manifest]:
             break
         found[at] = manifest
         base = chain.previous(manifest)
-        at = base.version if base else None
+        at = base.version if base is not None and base != until else None
     return found
 
 
