@@ -191,6 +191,10 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
+    staged: bool = False
+    """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
+    vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
+    --gpu-memory-utilization."""
     store: str | None = None
     """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
     One run at a time."""
@@ -198,6 +202,14 @@ class WeightsConfig(Config):
     """delta: versions from one full copy of the weights in the store to the next; between them are patches."""
     verify_tolerance: float = Field(default=1e-3, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection."""
+
+    @model_validator(mode="after")
+    def _staged(self) -> WeightsConfig:
+        if self.staged and self.transport in ("disk", "delta"):
+            raise ValueError(
+                f'staged has no effect with transport = "{self.transport}", which loads what lies there already'
+            )
+        return self
 
     @model_validator(mode="after")
     def _store(self) -> WeightsConfig:

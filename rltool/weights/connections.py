@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -99,7 +99,7 @@ class Connections:
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
         self._connected |= {
-            url: Connection(self._boot_id(url), _transport(receiver), meeting[url])
+            url: Connection(self._boot_id(url), self._transport(receiver), meeting[url])
             for url, receiver in receivers.items()
             if url not in failures
         }
@@ -133,6 +133,13 @@ class Connections:
 
     # -- the rest is private
 
+    def _transport(self, receiver: Receiver) -> Transport:
+        kind = transport(receiver.dialect, receiver.backend)
+        if not self._config.staged:
+            return kind
+        assert kind.staged is not None, "choose refuses it"
+        return replace(kind, control=kind.staged)
+
     def _boot_id(self, url: str) -> str | None:
         return self._fleet.member(url).boot_id
 
@@ -152,7 +159,7 @@ class Connections:
     def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:
         async def join(endpoint: EngineEndpoint) -> None:
             url = endpoint.url
-            control = _transport(receivers[url]).control
+            control = self._transport(receivers[url]).control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
                 await self._calls.run(endpoint, control.leave(GROUP))
@@ -166,5 +173,3 @@ class Connections:
         return join
 
 
-def _transport(receiver: Receiver) -> Transport:
-    return transport(receiver.dialect, receiver.backend)

@@ -1,8 +1,8 @@
 """One weight sync, whole: a coroutine that drives the engines over HTTP and awaits the trainer's ranks.
 
 connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
-`finally` -> value check of new connections. Engines that fetch what the ranks have left for them (disk, delta) generate
-until they have it: send -> prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP client
+`finally` -> value check of new connections. Engines that can have the bytes before they load them (disk, delta, staged)
+generate until they have them: send, prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP client
 live, the one owner of the control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
@@ -99,8 +99,8 @@ class WeightSync:
         there = self.fleet.syncable()
         failures |= {url: self.fleet.member(url).reason for url in urls if url not in there and url not in failures}
         paused = [url for url in urls if url not in failures]
-        early = [url for url in paused if not self.connections[url].control.after_send]
-        late = [url for url in paused if url not in early]
+        late = [url for url in paused if self._generates_on(url)]
+        early = [url for url in paused if url not in late]
         for url in failures:
             self._lost(url, failures[url])
         try:
@@ -202,6 +202,7 @@ class WeightSync:
             await asyncio.wait((sending,))
             if _lost_by_the_ranks(endpoint.url, sending) is not None:
                 return  # there is nothing to take; the ranks' reason is reported
+        if self._generates_on(endpoint.url):
             rendezvous = await self._prefetch(endpoint, version)
             if endpoint.url not in self.fleet.syncable():
                 raise EngineError(f"it cannot be paused now: {self.fleet.member(endpoint.url).reason}")
@@ -211,13 +212,19 @@ class WeightSync:
             seconds = STEP_SHARE * self.calls.deadline + (buckets - 1) * self.bucket_deadline
             await self.client.run(endpoint, [request], timeout=seconds)
 
+    def _generates_on(self, url: str) -> bool:
+        """Whether this engine is paused only when it has all bytes."""
+        control = self.connections[url].control
+        return control.after_send or control.staged
+
     async def _prefetch(self, endpoint: EngineEndpoint, version: str) -> Rendezvous:
         """Until everything that needs no pause is ready at the engine."""
-        connection, seconds = self.connections[endpoint.url], STEP_SHARE * self.calls.deadline
+        connection = self.connections[endpoint.url]
+        seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self.bucket_deadline
         rendezvous, located = connection.rendezvous, connection.transport.located
         if located is not None:
             rendezvous = await asyncio.to_thread(located, endpoint.url, rendezvous, version, seconds)
-        requests = connection.control.prefetch(rendezvous, version=version, seconds=seconds)
+        requests = connection.control.prefetch(self._buckets, rendezvous, version=version, seconds=seconds)
         # Longer than what the engine was told: it knows what it waits for.
         await self.client.run(endpoint, requests, timeout=seconds + self.calls.deadline)
         return rendezvous

@@ -127,20 +127,23 @@ class SenderTransport(Protocol):
 class ReceiverControl(Protocol):
     """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
 
-    after_send: the engine takes what the ranks have left for it, once they have sent everything: `prefetch` while it
-    generates, and only then is it paused, for `begin` and `announce`. The others are paused, and announced to beside
-    the sending.
+    after_send: the engine takes what the ranks have left for it, once they have sent everything. staged: it takes the
+    buckets beside the sending, by `prefetch`. Either way it generates until `prefetch` has been answered, and only then
+    is it paused, for `begin` and `announce`. The others are paused first, and announced to beside the sending.
     """
 
     after_send: bool
+    staged: bool
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """Join the group; blocks in the engine until the trainer has joined as rank 0. timeout_seconds: for that, and
         then for each bucket, in an engine that can be told."""
         ...
 
-    def prefetch(self, rendezvous: Rendezvous, *, version: str, seconds: float) -> list[HttpRequest]:
-        """Have everything ready that needs no pause, within so many seconds. Sent with after_send alone."""
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
+        """Have everything ready that needs no pause, within so many seconds. With after_send or staged alone."""
         ...
 
     def begin(self) -> list[HttpRequest]: ...
@@ -175,7 +178,7 @@ can."""
 class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
-    not fetch by themselves."""
+    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot."""
 
     sender: SenderFactory
     control: ReceiverControl
@@ -183,6 +186,7 @@ class Transport:
     shared: bool = False
     listens: bool = True
     located: Located | None = None
+    staged: ReceiverControl | None = None
 
 
 TRANSPORTS: dict[tuple[str, Backend], str] = {
@@ -224,6 +228,11 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Back
     for backend in CANDIDATES[config.transport]:
         why = obstacle(info, backend, trainer_device)
         if why is None:
+            if config.staged and transport(info.dialect, backend).staged is None:
+                raise UsageError(
+                    "cannot take staged weights: that needs a vLLM with rltool's plugin, over gloo or nccl; set "
+                    "weights.staged to false, or start it with `rltool serve-engines --weight-backend rltool`"
+                )
             return backend
         reasons.append(why)
     if config.transport != "auto":

@@ -308,6 +308,8 @@ def test_a_follower_that_stands_still_is_given_up(tmp_path, monkeypatch):
         (None, 400, "must be an object"),
         ({"store": "/x", "version": "v", "seconds": 0}, 400, "'seconds'"),
         ({"store": "", "version": "v", "seconds": 1}, 400, "'store'"),
+        ({"store": "/x", "announced": {}, "version": "v", "seconds": 1}, 400, "'announced'"),
+        ({"store": "/x", "version": "", "seconds": 1}, 400, "'version'"),
         ({"store": "relative", "version": str(version(0)), "seconds": 1}, 409, "must be absolute"),
         ({"store": "/nowhere/at/all", "version": str(version(0)), "seconds": 1}, 409, "missing or damaged"),
         ({"store": "/nowhere/at/all", "version": "../x", "seconds": 1}, 409, "not a weight version"),

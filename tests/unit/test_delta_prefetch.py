@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
 from rltool.engines.delta.chain import Held
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
@@ -37,21 +38,21 @@ def may_end(monkeypatch):
 
 def test_a_version_is_there_when_its_download_has_ended(may_end):
     prefetcher = Prefetcher(pin=False)
-    prefetcher.start("/store", "v", 5.0)
+    prefetcher.fetch("/store", "v", 5.0)
     assert not prefetcher.fetched("v")
-    prefetcher.start("/store", "v", 5.0)  # asked again, by a client that did not hear the answer
-    with pytest.raises(NotFetched, match="v are still being fetched; w has to wait"):
-        prefetcher.start("/store", "w", 5.0)
+    prefetcher.fetch("/store", "v", 5.0)  # asked again, by a client that did not hear the answer
+    with pytest.raises(NotFetched, match="v are still on their way; w has to wait"):
+        prefetcher.fetch("/store", "w", 5.0)
     may_end.set()
     assert list(prefetcher.buckets("v")) == [], "it waits for the download"
     assert prefetcher.fetched("v")
-    prefetcher.start("/store", "w", 5.0)
+    prefetcher.fetch("/store", "w", 5.0)
     assert list(prefetcher.buckets("w")) == []
 
 
 def test_a_download_that_does_not_end_is_given_up(may_end):
     prefetcher = Prefetcher(pin=False)
-    prefetcher.start("/store", "v", 0.01)
+    prefetcher.fetch("/store", "v", 0.01)
     with pytest.raises(NotFetched, match=r"did not come within 0\.01 s"):
         prefetcher.buckets("v")
     may_end.set()
@@ -63,7 +64,7 @@ def test_a_version_that_was_not_asked_for_is_not_there(may_end):
         with pytest.raises(NotFetched, match="v were not asked for"):
             fetched("v")
     may_end.set()
-    prefetcher.start("/store", "v", 5.0)
+    prefetcher.fetch("/store", "v", 5.0)
     prefetcher.buckets("v")
     with pytest.raises(NotFetched, match="w were not asked for"):
         prefetcher.buckets("w")
@@ -71,10 +72,34 @@ def test_a_version_that_was_not_asked_for_is_not_there(may_end):
 
 def test_why_a_version_does_not_come_is_said_to_whoever_waits(may_end):
     prefetcher = Prefetcher(pin=False)
-    prefetcher.start("/store", "bad", 5.0)
+    prefetcher.fetch("/store", "bad", 5.0)
     may_end.set()
     with pytest.raises(NotFetched, match="CannotRebuild: a file is damaged"):
         prefetcher.buckets("bad")
+
+
+def test_what_is_received_is_there_until_it_is_forgotten(may_end):
+    prefetcher = Prefetcher(pin=False)
+    prefetcher.receive(lambda: [((), torch.zeros(3))], "v", 5.0)
+    [(bucket, flat)] = prefetcher.buckets("v")
+    assert bucket == () and flat.numel() == 3
+    prefetcher.forget()
+    with pytest.raises(NotFetched, match="v were not asked for"):
+        prefetcher.buckets("v")
+
+
+def test_what_is_on_its_way_when_it_is_forgotten_does_not_reach_the_next_copy(may_end):
+    prefetcher = Prefetcher(pin=False)
+    before = prefetcher._copy
+    prefetcher.fetch("/store", "v", 5.0)
+    prefetcher.forget()
+    assert prefetcher._copy is not before
+    may_end.set()
+    prefetcher.fetch("/store", "w", 5.0)
+    prefetcher.buckets("w")
+    kept = prefetcher._copy
+    prefetcher.forget()
+    assert prefetcher._copy is kept, "a copy that is at rest is kept"
 
 
 class Workers:
@@ -99,7 +124,7 @@ def without_naps(monkeypatch):
 def test_the_route_answers_when_every_worker_has_the_version():
     workers = Workers([(True, "")], [(False, ""), (False, ""), (True, "")])
     assert asyncio.run(prefetch(workers, BODY)) == (200, {"version": "v"})
-    assert workers.calls == [("rltool_prefetch", ("/store", "v", 5.0))] + 3 * [("rltool_prefetched", ("v",))]
+    assert workers.calls == [("rltool_prefetch", ("v", 5.0, "/store"))] + 3 * [("rltool_prefetched", ("v",))]
 
 
 def test_one_worker_that_cannot_have_it_is_an_error_at_once():
@@ -117,4 +142,4 @@ def test_the_route_gives_up_after_its_seconds():
 def test_an_engine_with_another_backend_says_so():
     worker = WeightUpdateRecovery()
     worker.weight_transfer_engine = None
-    assert "not rltool's" in worker.rltool_prefetch("/store", "v", 1.0)
+    assert "not rltool's" in worker.rltool_prefetch("v", 1.0, "/store")

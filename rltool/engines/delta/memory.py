@@ -23,6 +23,10 @@ class MemoryCopy:
         self._pin = pin
         self._shards: dict[int, tuple[Bucket, Tensor]] = {}
 
+    def fresh(self) -> MemoryCopy:
+        """Another one, which holds nothing."""
+        return MemoryCopy(pin=self._pin)
+
     def buckets(self) -> Iterator[tuple[Bucket, Tensor]]:
         """Each shard with its bytes, [bytes] uint8: all weights, in the same order every time."""
         for _, held in sorted(self._shards.items()):

@@ -1,5 +1,5 @@
-"""POST /rltool/prefetch: every worker fetches a version of the weights from a store of deltas, while the engine
-generates. Answered when all have it."""
+"""POST /rltool/prefetch: every worker gets a version of the weights while the engine generates, from a store of deltas
+or from the trainer. Answered when all have it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Workers(Protocol):
 
 
 async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, JSON) of POST PREFETCH_PATH {"store": address, "version", "seconds"}; 409 with the reason where a worker
-    cannot have it."""
+    """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", and either "store": address, or "announced": an update
+    info of rltool.engines.wire}; 409 with the reason where a worker cannot have it."""
     try:
-        store, version, seconds = _parse(body)
+        version, seconds, source = _parse(body)
     except ValueError as error:
         return 400, {"error": f"POST {PREFETCH_PATH}: {error}"}
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
-    failures = await workers.collective_rpc("rltool_prefetch", args=(store, version, seconds))
+    failures = await workers.collective_rpc("rltool_prefetch", args=(version, seconds, source))
     while not any(failures):
         answers = await workers.collective_rpc("rltool_prefetched", args=(version,))
         failures = [failure for _, failure in answers]
@@ -42,12 +42,17 @@ async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
     return (409, {"error": "; ".join(reasons)}) if reasons else (200, {"version": version})
 
 
-def _parse(body: Any) -> tuple[str, str, float]:
+def _parse(body: Any) -> tuple[str, float, str | dict[str, Any]]:
     if not isinstance(body, Mapping):
-        raise ValueError("the body must be an object with store, version and seconds")
-    store, version, seconds = body.get("store"), body.get("version"), body.get("seconds")
-    if not isinstance(store, str) or not isinstance(version, str) or not store or not version:
-        raise ValueError("'store' and 'version' must be non-empty texts")
+        raise ValueError("the body must be an object with version, seconds, and store or announced")
+    version, seconds = body.get("version"), body.get("seconds")
+    if not isinstance(version, str) or not version:
+        raise ValueError("'version' must be a non-empty text")
     if type(seconds) not in (int, float) or not 0 < seconds <= LONGEST_SECONDS:
         raise ValueError(f"'seconds' must be a number above 0 and up to {LONGEST_SECONDS:g}")
-    return store, version, float(seconds)
+    store, announced = body.get("store"), body.get("announced")
+    if isinstance(store, str) and store and announced is None:
+        return version, float(seconds), store
+    if isinstance(announced, dict) and store is None:
+        return version, float(seconds), announced
+    raise ValueError("either 'store' must be a non-empty text, or 'announced' an object")

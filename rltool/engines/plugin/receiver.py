@@ -9,6 +9,7 @@ HTTP request.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,22 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         self._transport = init_info.transport
 
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
+        """Begin to get `version` beside generation: from the store of this address, or as the trainer announces it.
+        Raises NotFetched."""
+        if isinstance(source, str):
+            self.prefetcher.fetch(source, version, seconds)
+            return
+        channel, buckets = self._channel, self.parse_update_info(source).buckets()
+        if channel is None:
+            raise NotFetched("no transfer group is open: /init_weight_transfer_engine comes first")
+
+        def received() -> Iterator[tuple[Bucket, torch.Tensor]]:
+            with closing(channel.receive(buckets)) as arriving:
+                yield from arriving
+
+        self.prefetcher.receive(received, version, seconds)
+
     def start_weight_update(self) -> None:
         if self._transport is None:
             raise WeightUpdateError("no transfer was initialised: /init_weight_transfer_engine comes first")
@@ -143,8 +160,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if self._transport == "disk":
                 self._load_file(update_info)
-            elif self._transport == "delta":
-                self._load_fetched(update_info)
+            elif update_info.version is not None:
+                self._load_fetched(update_info.version)
             else:
                 self._receive(update_info)
         except ChannelError as error:
@@ -162,6 +179,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         try:
             self._loader.finish(self.model, self.model_config)
+            self.prefetcher.forget()
         except BaseException:
             self._loader.abandon(self.model)
             raise
@@ -171,6 +189,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loader.abandon(self.model)
 
     def shutdown(self) -> None:
+        self.prefetcher.forget()
         channel, self._channel, self._transport = self._channel, None, None
         if channel is not None:
             channel.close()
@@ -182,10 +201,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             for bucket, flat in arriving:
                 self._loader.load_flat(self.model, bucket, flat)
 
-    def _load_fetched(self, update_info: UpdateInfo) -> None:
-        if update_info.version is None:
-            raise WeightUpdateError("weights that were fetched are announced by their version, which is missing")
-        for bucket, flat in self.prefetcher.buckets(update_info.version):
+    def _load_fetched(self, version: str) -> None:
+        for bucket, flat in self.prefetcher.buckets(version):
             self._loader.load_flat(self.model, bucket, flat.to(self.device, non_blocking=True))
 
     def _load_file(self, update_info: UpdateInfo) -> None:

@@ -33,12 +33,13 @@ class WeightUpdateRecovery:
         engine.reset_weight_update_target()
         return getattr(engine, "changed", was_active)
 
-    def rltool_prefetch(self, store: str, version: str, seconds: float) -> str:
-        """Begin to fetch `version` in the background. Returns why it cannot, or ""."""
-        prefetcher = getattr(self.weight_transfer_engine, "prefetcher", None)
-        if prefetcher is None:
+    def rltool_prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> str:
+        """Begin to get `version` in the background, from the store of this address, or as it is announced. Returns why
+        it cannot, or ""."""
+        engine = self.weight_transfer_engine
+        if not hasattr(engine, "prefetch"):
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
-        return _failure_of(lambda: prefetcher.start(store, version, seconds))
+        return _failure_of(lambda: engine.prefetch(version, seconds, source))
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""

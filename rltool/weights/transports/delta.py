@@ -78,14 +78,16 @@ class VllmDeltaControl(vllm.VllmControl):
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         return [vllm.init_request(transport="delta")]
 
-    def prefetch(self, rendezvous: Rendezvous, *, version: str, seconds: float) -> list[HttpRequest]:
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
         body = {"store": rendezvous.directory, "version": version, "seconds": seconds}
         return [HttpRequest("POST", "/rltool/prefetch", body)]
 
     def announce(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
-        return [(vllm.bucket_request((), version=version), len(buckets))]
+        return [vllm.fetched_request(buckets, version)]
 
 
 class SglangDeltaControl(sglang.SglangControl):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError
@@ -14,8 +16,11 @@ class SglangControl:
     """The part of ReceiverControl that does not depend on how the bytes travel."""
 
     after_send = False
+    staged = False
 
-    def prefetch(self, rendezvous: Rendezvous, *, version: str, seconds: float) -> list[HttpRequest]:
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
         return []
 
     def begin(self) -> list[HttpRequest]:

@@ -13,9 +13,8 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
@@ -78,7 +77,8 @@ class FakeVllm(FakeServer):
         self.tensors: dict[str, Any] = {}
         self.transport: str | None = None
         self.worker = WeightUpdateRecovery()
-        self.worker.weight_transfer_engine = SimpleNamespace(prefetcher=Prefetcher(pin=False))
+        self.worker.weight_transfer_engine = self
+        self.prefetcher = Prefetcher(pin=False)
         self.updating = False
         self.changed = False
         self._group = None
@@ -401,6 +401,22 @@ class FakeVllm(FakeServer):
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
+        """As the plugin's receiver does it."""
+        if isinstance(source, str):
+            self.prefetcher.fetch(source, version, seconds)
+        else:
+            metas = tuple(map(TensorMeta, source["names"], source["dtypes"], map(tuple, source["shapes"])))
+            self.prefetcher.receive(lambda: self._received(_cut(metas, source)), version, seconds)
+
+    def _received(self, buckets: list[Bucket]) -> Iterator[tuple[Bucket, Any]]:
+        import torch
+
+        for bucket in buckets:
+            flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
+            wire.broadcast(self._group, flat)
+            yield bucket, flat
+
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """What the plugin's worker extension answers: here it is the real one."""
         return [getattr(self.worker, method)(*args)]
@@ -417,8 +433,8 @@ class FakeVllm(FakeServer):
                 from safetensors.torch import load_file
 
                 self.tensors |= load_file(info["path"])
-            elif self.transport == "delta":
-                for held, flat in self.worker.weight_transfer_engine.prefetcher.buckets(info["version"]):
+            elif info.get("version") is not None:
+                for held, flat in self.prefetcher.buckets(info["version"]):
                     self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
             elif self.transport == "nccl":
                 self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
