@@ -67,7 +67,7 @@ class Link:
         self.control = transport(KINDS[kind].dialect, backend).control
         self.after_send = self.control.after_send
         self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size)
-        self.endpoint = EngineEndpoint(url=server.url)
+        self.endpoint = EngineEndpoint(url=server.url, key_file=server.key_file)
         self.rendezvous: Rendezvous | None = None
 
     async def run(self, requests: Sequence[HttpRequest]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+KEY = "weight-benchmark"
 REPOSITORY = Path(__file__).resolve().parents[1]
 VLLM_GPU = ("--kv-cache-memory-bytes", str(4 << 30), "--max-model-len", "2048")
 SGLANG_GPU = (
@@ -49,6 +50,9 @@ class Server:
             port = probe.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", work / f"{kind}.log"
         argv = _sglang(model, gpu, dtype) if kind == "sglang" else _vllm(kind, model, gpu, dtype, share)
+        self.key_file = work / "key" if kind == "plugin" else None
+        if self.key_file is not None:
+            self.key_file.write_text(KEY)
         environment = os.environ | _environment(kind, work, gpu)
         self._process = subprocess.Popen(
             [python, *argv, "--host", "127.0.0.1", "--port", str(port)],
@@ -90,7 +94,7 @@ class Server:
         """Decoded JSON, or None. Raises OSError (urllib's errors are such)."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json"} if data else {}, method=method
+            self.url + path, data, {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}, method=method
         )
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             text = reply.read()
@@ -123,6 +127,7 @@ def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> li
     argv += ["--weight-transfer-config", json.dumps({"backend": KINDS[kind].weight_backend})]
     if kind == "plugin":
         argv += ["--worker-extension-cls", "rltool.engines.plugin.worker.WeightUpdateRecovery"]
+        argv += ["--middleware", "benchmarks.weight_sync_middleware.CheckableMiddleware"]
     if gpu is None:
         return [*argv, "--max-model-len", "256"]
     return [*argv, *VLLM_GPU, "--gpu-memory-utilization", share]
@@ -143,6 +148,7 @@ def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:
     common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     common |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
     if kind == "plugin":
+        common["RLTOOL_KEY_FILE"] = str(work / "key")
         common["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(_entry_point(work)), str(REPOSITORY), os.environ.get("PYTHONPATH")))
         )

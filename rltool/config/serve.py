@@ -45,9 +45,8 @@ class ServeConfig(Config):
     """Let the engine run code that comes with the model."""
     engine_python: Path | None = None
     """Interpreter of the environment that has the engine; None: rltool's own."""
-    weight_backend: WeightBackend | None = None
-    """How vLLM receives weights: nccl is its own, rltool the plugin's (gloo or disk). None: rltool on the CPU, nccl on
-    GPUs."""
+    weight_backend: WeightBackend = "rltool"
+    """How vLLM receives weights: rltool is the plugin's (nccl, gloo or disk), nccl vLLM's own."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until all engines serve."""
     extra_args: tuple[str, ...] = ()

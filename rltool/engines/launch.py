@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from rltool.config.serve import EngineLaunch, ServeConfig, WeightBackend
+from rltool.config.serve import EngineLaunch, ServeConfig
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
@@ -108,11 +108,6 @@ def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, s
         raise UsageError(f"--gpus: held by a live run: {'; '.join(taken)}. `rltool stop --run NAME` frees them")
 
 
-def weight_backend(config: ServeConfig) -> WeightBackend:
-    """As configured, else NCCL between GPUs and on the CPU our plugin's backend, which does gloo and disk."""
-    return config.weight_backend or ("nccl" if config.device == "cuda" else "rltool")
-
-
 def living_engines(run: RunDirectory) -> dict[int, str | None]:
     """Number -> URL of the engines of this run that live."""
     states = [state for state in read_states(run) if _ROLE.fullmatch(state.role) and is_alive(state)]
@@ -146,7 +141,7 @@ def plan_launch(
             python=python,
             key_file=run.key_file,
             boot_id=uuid.uuid4().hex,
-            weight_backend=weight_backend(config),
+            weight_backend=config.weight_backend,
             work_dir=run.state_dir / role_of(first + index),
             extra_args=config.extra_args,
         )

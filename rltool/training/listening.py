@@ -19,6 +19,8 @@ def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequ
         found.append(f"Ray at {config.ray.address} and the ranks on its nodes listen on the nodes' addresses")
     elif device == "cuda" and config.trainer.world_size > 1:
         found.append("NCCL among the ranks listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
+    if device == "cuda" and sends and config.weights.transport in ("auto", "nccl"):
+        found.append("NCCL towards the engines listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
     host = config.weights.advertise_host
     if sends and host is not None and not is_loopback(host):
         where = f"on {host}" if interface_of(host) else "on every interface, for that is no address of this host"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 
 import pytest
 import ray
@@ -13,6 +14,7 @@ from rltool.config.train import TrainConfig, TrainerConfig
 from rltool.errors import UsageError
 from rltool.training.cluster import PlacementTimeout, check_versions, placed
 from rltool.training.placement import plan_placement
+from rltool.training.trainer_actor import TrainerActor
 from rltool.training.trainer_group import TrainerGroup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -113,3 +115,54 @@ def test_ranks_planned_for_the_cpu_report_where_they_run(cluster):
         with pytest.raises(UsageError, match="m is not a directory"):
             trainer.start(total_optimizer_steps=1)
         assert [(at.rank, at.host) for at in trainer.devices] == [(0, socket.gethostname()), (1, socket.gethostname())]
+
+
+# -- threads of a rank
+
+SECONDS = 60.0
+
+
+class BlockedSender:
+    """A WeightSender whose `join` ends when `abort` comes."""
+
+    def __init__(self) -> None:
+        self.joining, self.aborted = threading.Event(), threading.Event()
+        self.threads: dict[str, int] = {}
+
+    def join(self) -> dict[str, str]:
+        self.threads["join"] = threading.get_ident()
+        self.joining.set()
+        return {} if self.aborted.wait(SECONDS) else {"nobody": "aborted it"}
+
+    def abort(self, urls: list[str], reason: str) -> None:
+        assert self.joining.wait(SECONDS)
+        self.threads["abort"] = threading.get_ident()
+        self.aborted.set()
+
+
+@pytest.mark.long
+def test_an_abort_runs_beside_a_blocked_call_and_all_else_on_one_thread(cluster, tmp_path):
+    """Megatron's patches for the CPU are thread-local."""
+
+    def prepare(actor) -> int:
+        actor.sender, actor.mark = BlockedSender(), threading.local()
+        actor.mark.patched = True
+        return threading.get_ident()
+
+    def look(actor) -> tuple[int, bool]:
+        return threading.get_ident(), getattr(actor.mark, "patched", False)
+
+    def call(function):
+        return ray.get(actor.__ray_call__.remote(function), timeout=SECONDS)
+
+    actor = TrainerActor.options(num_cpus=0.1).remote(TrainConfig(model={"path": tmp_path}), 0, None)
+    try:
+        ident = call(prepare)
+        joining = actor.join.remote()
+        ray.get(actor.abort_transfer.remote(["http://engine:1"], "it failed"), timeout=SECONDS)
+        assert ray.get(joining, timeout=SECONDS) == {}
+        threads = call(lambda actor: actor.sender.threads)
+        assert threads["join"] == ident != threads["abort"]
+        assert [call(look) for _ in range(5)] == [(ident, True)] * 5
+    finally:
+        ray.kill(actor)

@@ -50,6 +50,7 @@ OWNERS = {
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
+        "engines/nccl.py": "communicators, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
         "quickstart/tiny_model.py": "makes a model",
     },
@@ -73,7 +74,10 @@ IMPORTS_NOTHING_HEAVY = (
     "cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines",
     "models/weight_files.py",
 )  # fmt: skip
-"""Modules that load in the base installation. Of engines: all but the plugin, and delta/ and wire.py, which need torch."""
+"""Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
+
+TORCH_ALONE = ("engines/wire.py", "engines/nccl.py", "engines/delta/")
+"""What trainer and plugin share; it needs torch."""
 
 
 class Import(NamedTuple):
@@ -199,14 +203,14 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
     heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
     wrong = []
     for found in all_imports():
-        if found.lazy or found.file.startswith(("engines/plugin/", "engines/delta/", "engines/wire.py")):
+        if found.lazy or found.file.startswith(("engines/plugin/", *TORCH_ALONE)):
             continue
         if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
             continue
         if found.module == "rltool.models.weight_files":  # which is among those that are looked at here
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        shared = found.module.startswith(("rltool.engines.wire", "rltool.engines.delta"))
+        shared = found.module.startswith(("rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta"))
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
@@ -216,7 +220,11 @@ def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
     assert {
-        module for module in found if not module.startswith(("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.delta"))
+        module
+        for module in found
+        if not module.startswith(
+            ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta")
+        )
     } <= allowed
 
 

@@ -105,9 +105,10 @@ def test_a_malformed_gpu_list_is_quoted(text):
         parse_gpus(text)
 
 
-def test_weights_travel_over_nccl_between_gpus_and_our_backend_on_the_cpu(model, run):
-    assert plan(model, run, gpus=(0,))[0].weight_backend == "nccl"
+def test_weights_come_through_our_backend_on_gpus_as_on_the_cpu(model, run):
+    assert plan(model, run, gpus=(0,))[0].weight_backend == "rltool"
     assert plan(model, run, device="cpu")[0].weight_backend == "rltool"
+    assert plan(model, run, gpus=(0,), weight_backend="nccl")[0].weight_backend == "nccl"
 
 
 @pytest.mark.parametrize(

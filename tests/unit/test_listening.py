@@ -17,14 +17,15 @@ def said(device="cpu", sends=True, **settings):
 
 
 def test_on_one_host_without_gpus_nothing_is_open_to_the_network():
-    assert said() == [] and said(trainer={"world_size": 2}) == [] and said("cuda") == []
+    assert said() == [] and said(trainer={"world_size": 2}) == [] and said("cuda", sends=False) == []
 
 
 @pytest.mark.parametrize(
     ("device", "settings", "part"),
     [
         ("cpu", {"ray": {"address": "10.0.0.1:6379"}}, "Ray at 10.0.0.1:6379 and the ranks on its nodes"),
-        ("cuda", {"trainer": {"world_size": 2}}, "NCCL_SOCKET_IFNAME"),
+        ("cuda", {"trainer": {"world_size": 2}, "weights": {"transport": "gloo"}}, "NCCL among the ranks"),
+        ("cuda", {}, "NCCL towards the engines"),
         ("cpu", {"weights": {"advertise_host": "203.0.113.9"}}, "listens on every interface, for that is no address"),
     ],
 )

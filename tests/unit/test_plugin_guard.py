@@ -98,11 +98,12 @@ class App:
         self.versions.append(version)
 
 
-def ask(app, method, path, body=b"", key=KEY, kind="http", headers=()):
+def ask(app, method, path, body=b"", key=KEY, kind="http", headers=(), query=""):
     """(status, decoded reply) of one request to the guarded `app`."""
     sent = []
     headers = [*headers, *([(b"authorization", key.encode())] if key else [])]
-    scope = {"type": kind, "method": method, "path": path, "headers": headers, "app": app, "query_string": b""}
+    scope = {"type": kind, "method": method, "path": path, "headers": headers, "app": app}
+    scope["query_string"] = query.encode()
 
     async def receive():
         return {"type": "http.request", "body": body, "more_body": False}
@@ -222,3 +223,41 @@ def test_weights_that_did_not_change_keep_their_version():
     app = App(status=500, mixed=False)
     ask(app, "POST", "/update_weights")
     assert app.engine_calls and app.versions == []
+
+
+class Core:
+    def __init__(self) -> None:
+        self.paused = []
+
+    async def pause_scheduler_async(self, mode, clear_cache):
+        self.paused.append((mode, clear_cache))
+
+    async def clear_mm_cache_async(self):
+        pass
+
+
+@pytest.mark.parametrize(("query", "own"), [("mode=keep", True), ("mode=abort", False), ("mode=keep&clear_cache=0", False), ("", False)])
+def test_a_pause_that_keeps_its_requests_does_not_sleep(query, own):
+    app, core = App(reply=b'{"status": "paused"}'), Core()
+    app.engine_core = app.renderer = core
+    assert ask(app, "POST", "/pause", query=query) == (200, {"status": "paused"})
+    assert core.paused == ([("keep", True)] if own else [])
+    assert bool(app.calls) is not own
+
+
+def test_another_vllm_pauses_by_its_own_route():
+    app = App(reply=b'{"status": "paused"}')
+    assert ask(app, "POST", "/pause", query="mode=keep") == (200, {"status": "paused"})
+    assert [path for _, path, _ in app.calls] == ["/pause"]
+
+
+def test_a_pause_that_fails_says_so():
+    app, core = App(), Core()
+    app.engine_core = app.renderer = core
+
+    async def fail(mode, clear_cache):
+        raise RuntimeError("planned")
+
+    core.pause_scheduler_async = fail
+    status, reply = ask(app, "POST", "/pause", query="mode=keep")
+    assert status == 500 and "planned" in reply["error"]

@@ -24,11 +24,11 @@ def tensors():
         yield item, torch.randint(0, 100, item.shape, generator=generator).to(dtype)
 
 
-def test_buckets_keep_order_and_limit_and_a_giant_has_its_own():
-    same = [meta("a", 4), meta("b", 6), meta("c", 100), meta("d", 1), meta("e", 3)]
+def test_a_bucket_is_closed_after_the_tensor_that_makes_it_larger_than_the_limit():
+    same = [meta("a", 4), meta("b", 6), meta("c", 100), meta("d", 15), meta("e", 1), meta("f", 1)]
     buckets = plan_buckets(same, 64)
-    assert [[m.name for m in bucket] for bucket in buckets] == [["a", "b"], ["c"], ["d", "e"]]
-    assert [bucket_bytes(b) for b in buckets] == [40, 400, 16]
+    assert [[m.name for m in bucket] for bucket in buckets] == [["a", "b", "c"], ["d", "e", "f"]]
+    assert [bucket_bytes(b) for b in buckets] == [440, 68]
 
 
 def test_a_bucket_has_one_dtype_so_that_its_tensors_are_aligned():

@@ -186,12 +186,45 @@ def test_the_transport_is_chosen_by_what_the_engine_reports(changes, wanted, cho
         ({"weight_backend": "nccl"}, "auto", "offers the weight backend 'nccl', which a trainer on device 'cpu' cannot"),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
+        ({"weight_backend": "nccl"}, "nccl", "over nccl by a trainer on the CPU"),
+        ({}, "nccl", "over nccl by a trainer on the CPU"),
+        (SGLANG, "nccl", "over nccl by a trainer on the CPU"),
         ({**SGLANG, "dp_size": 2}, "gloo", 'has 2 data-parallel replicas.*weights.transport = "disk"'),
     ],
 )
 def test_an_engine_that_cannot_be_reached_is_told_what_to_change(changes, wanted, message):
     with pytest.raises(UsageError, match=message):
         choose(info(**changes), WeightsConfig(transport=wanted), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "chosen"),
+    [
+        ({}, "auto", "nccl"),
+        ({}, "nccl", "nccl"),
+        ({"device": "cpu"}, "auto", "gloo"),
+        ({"weight_backend": "nccl", "plugin": False}, "auto", "vllm-nccl"),
+        ({"weight_backend": "nccl", "plugin": False}, "nccl", "vllm-nccl"),
+        (SGLANG, "auto", "nccl"),
+        ({**SGLANG, "device": "cpu"}, "auto", "gloo"),
+        ({**SGLANG, "dp_size": 2}, "auto", "disk"),
+    ],
+)
+def test_a_trainer_on_a_gpu_sends_over_nccl_to_whoever_has_one_too(changes, wanted, chosen):
+    assert choose(info(**changes), WeightsConfig(transport=wanted), "cuda") == chosen
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cpu"}, "runs on the CPU, where there is no NCCL"),
+        ({"weight_backend": "ipc"}, "offers the weight backend 'ipc', not rltool's"),
+        ({**SGLANG, "dp_size": 2}, "has 2 data-parallel replicas"),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_over_nccl_says_why(changes, message):
+    with pytest.raises(UsageError, match=message):
+        choose(info(**changes), WeightsConfig(transport="nccl"), "cuda")
 
 
 def test_a_transport_that_this_version_lacks_is_named(monkeypatch):

@@ -8,16 +8,11 @@ before, begins again with the first.
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from rltool.engines import wire
-from rltool.engines.plugin import reload
 from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
 from rltool.engines.types import Bucket
 
@@ -26,21 +21,31 @@ logger = logging.getLogger(__name__)
 NAMED_IN_ERRORS = 5
 """How many of the missing layers an error lists."""
 
-COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""Kinds of layers whose parameters, on a GPU, are the checkpoint's tensors, merged and cut but not changed."""
-
-
 class WeightUpdateError(RuntimeError):
     """An update that cannot be applied; the text goes to the trainer."""
+
+
+class Reload(Protocol):
+    """vLLM's layerwise reload: the module rltool.engines.plugin.reload."""
+
+    def begin_reload(self, model: torch.nn.Module) -> None: ...
+    def abandon_reload(self, model: torch.nn.Module) -> None: ...
+    def missing_layers(self, model: torch.nn.Module) -> list[str]: ...
+    def finish_reload(self, model: torch.nn.Module, model_config: Any) -> None: ...
+    def waits(self, layer: torch.nn.Module) -> bool: ...
+    def kernel_parameters(self, layer: torch.nn.Module) -> list[torch.Tensor]: ...
+    def check_copied(self, model: torch.nn.Module) -> None: ...
+    def derive(self, model: torch.nn.Module, model_config: Any) -> None: ...
 
 
 class Loader:
     """Of one worker's model. `changed` is true from the first tensor of an update until it is finished: the weights are
     then a mixture."""
 
-    def __init__(self, *, pipeline_stage: bool) -> None:
+    def __init__(self, reload: Reload, *, pipeline_stage: bool) -> None:
         """pipeline_stage: the model is a part of the layers, which rightly ignores the tensors of the others."""
         self.changed = False
+        self._reload = reload
         self._pipeline_stage = pipeline_stage
         self._plan: ReplayPlan | None = None
         self._compared = False
@@ -93,7 +98,7 @@ class Loader:
     def finish(self, model: torch.nn.Module, model_config: Any) -> None:
         """All has come: WeightUpdateError if not."""
         if self._reloading:
-            missing = reload.missing_layers(model)
+            missing = self._reload.missing_layers(model)
         else:
             assert self._plan is not None
             missing = self._plan.missing(set(self._buckets))
@@ -101,17 +106,17 @@ class Loader:
             more = f" and {len(missing) - NAMED_IN_ERRORS} more" if len(missing) > NAMED_IN_ERRORS else ""
             raise WeightUpdateError(f"the update is incomplete: {', '.join(missing[:NAMED_IN_ERRORS])}{more}")
         if self._reloading:
-            reload.finish_reload(model, model_config)
+            self._reload.finish_reload(model, model_config)
             self._learn(model)
         else:
-            _process_attention(model, model_config)
+            self._reload.derive(model, model_config)
         self._reset()
         self.changed = False
 
     def abandon(self, model: torch.nn.Module) -> None:
         """End an update that will not be finished. Idempotent."""
         if self._reloading:
-            reload.abandon_reload(model)
+            self._reload.abandon_reload(model)
         self._reset()
 
     # -- the two ways
@@ -121,7 +126,7 @@ class Loader:
 
     def _begin_reload(self, model: torch.nn.Module) -> None:
         self._reloading = True  # whatever becomes of the next line, there is something to abandon
-        reload.begin_reload(model)
+        self._reload.begin_reload(model)
 
     def _replay(self, bucket: Bucket, flat: torch.Tensor) -> None:
         assert self._plan is not None
@@ -134,7 +139,7 @@ class Loader:
         self._plan.apply(bucket, flat)
 
     def _forget(self) -> None:
-        self._plan, self._compared = None, False
+        self._plan, self._compared, self._to_compare = None, False, []
 
     def _learn(self, model: torch.nn.Module) -> None:
         """After a slow update: record it, or conclude what was compared."""
@@ -142,7 +147,7 @@ class Loader:
             return
         try:
             if self._plan is None:
-                _check_layers(model)
+                self._reload.check_copied(model)
                 self._plan = record_plan(self._buckets, lambda name, tensor: cast(Any, model).load_weights([(name, tensor)]))
                 return
             self._compare(self._to_compare)
@@ -150,9 +155,12 @@ class Loader:
                 self._compared = True
                 logger.info("weight updates are replayed as copies from now on")
         except NotACopy as error:
-            self._forget()
-            self._slow_for_ever = True
-            logger.warning("weight updates go through vLLM's reload, not as copies: %s", error)
+            self._stay_slow(error)
+
+    def _stay_slow(self, error: NotACopy) -> None:
+        self._forget()
+        self._slow_for_ever = True
+        logger.warning("weight updates go through vLLM's reload, not as copies: %s", error)
 
     # -- comparing
 
@@ -162,55 +170,33 @@ class Loader:
             return
         if bucket not in self._plan:
             self._forget()
-            self._to_compare = []
             return
-        owners = {_storage(parameter): layer for layer in model.modules() for parameter in _kernel_tensors(layer)}
+        owners = {
+            _storage(parameter): layer
+            for layer in model.modules()
+            for parameter in self._reload.kernel_parameters(layer)
+        }
         for copy in self._plan.copies(bucket):
             layer = owners.get(_storage(copy.destination))
-            if layer is not None:
-                self._to_compare.append((layer, copy, copy.source(flat)))
+            if layer is None:
+                self._stay_slow(NotACopy(f"a tensor of the bucket of {bucket[0].name} goes into no parameter"))
+                return
+            self._to_compare.append((layer, copy, copy.source(flat)))
 
     def _compare_complete(self, model: torch.nn.Module) -> None:
         """Layers that are loaded by now; the bytes of the others wait, as vLLM has them wait."""
-        waiting = [item for item in self._to_compare if get_layerwise_info(item[0]).can_load()]
-        done = [item for item in self._to_compare if not get_layerwise_info(item[0]).can_load()]
-        self._to_compare = waiting
+        waits = {layer: self._reload.waits(layer) for layer, _, _ in self._to_compare}
+        done = [item for item in self._to_compare if not waits[item[0]]]
+        self._to_compare = [item for item in self._to_compare if waits[item[0]]]
         try:
             self._compare(done)
         except NotACopy as error:
-            self._forget()
-            self._slow_for_ever, self._to_compare = True, []
-            logger.warning("weight updates go through vLLM's reload, not as copies: %s", error)
+            self._stay_slow(error)
 
     def _compare(self, items: list[tuple[torch.nn.Module, Copy, torch.Tensor]]) -> None:
         for layer, copy, source in items:
             if stored_otherwise(copy, source.to(copy.destination.device)):
                 raise NotACopy(f"{type(layer).__name__} holds other values than were copied into it")
-
-
-def _check_layers(model: torch.nn.Module) -> None:
-    """NotACopy for a model with a layer that is processed after loading."""
-    for name, layer in model.named_modules():
-        if any(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False)):
-            raise NotACopy(f"{name} lies on the CPU")
-        method = getattr(layer, "quant_method", None)
-        if method is not None and type(method) not in COPIED_AS_THEY_ARE:
-            raise NotACopy(f"{name} is processed after loading ({type(method).__name__})")
-
-
-def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
-    """What vLLM derives from weights after they were loaded (finalize_layerwise_processing)."""
-    for layer in model.modules():
-        if is_deferred_attention_layer(layer):
-            cast(Any, layer).process_weights_after_loading(model_config.dtype)
-
-
-def _kernel_tensors(layer: torch.nn.Module) -> list[torch.Tensor]:
-    """The parameters that the engine computes with, also while the layer waits for tensors."""
-    info = get_layerwise_info(layer)
-    if info.can_load() and info.kernel_tensors is not None:
-        return list(info.kernel_tensors[0].values())
-    return list(layer.parameters(recurse=False))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from rltool.engines.plugin import reload
 from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
@@ -96,7 +97,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
         self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
-        self._loader = Loader(pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
+        self._loader = Loader(reload, pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
 
     @property
     def changed(self) -> bool:

@@ -14,13 +14,20 @@ import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from rltool.engines.plugin.replay import NotACopy
+
 _KERNELS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 """Experts on the CPU during a reload -> the kernel that they had before it."""
+
+COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Kinds of layers whose parameters, on a GPU, are the checkpoint's tensors, merged and cut but not changed."""
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -72,6 +79,36 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
     _KERNELS.clear()
     _mend_tied_head(model)
+
+
+def waits(layer: torch.nn.Module) -> bool:
+    """Whether the layer has not got all of its tensors, and stands on the meta device."""
+    return get_layerwise_info(layer).can_load()
+
+
+def kernel_parameters(layer: torch.nn.Module) -> list[torch.Tensor]:
+    """The parameters that the engine computes with, also while the layer waits."""
+    info = get_layerwise_info(layer)
+    if info.can_load() and info.kernel_tensors is not None:
+        return list(info.kernel_tensors[0].values())
+    return list(layer.parameters(recurse=False))
+
+
+def check_copied(model: torch.nn.Module) -> None:
+    """NotACopy for a model with a layer that does not keep the checkpoint's tensors as they are."""
+    for name, layer in model.named_modules():
+        if any(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False)):
+            raise NotACopy(f"{name} lies on the CPU")
+        method = getattr(layer, "quant_method", None)
+        if method is not None and type(method) not in COPIED_AS_THEY_ARE:
+            raise NotACopy(f"{name} is processed after loading ({type(method).__name__})")
+
+
+def derive(model: torch.nn.Module, model_config: Any) -> None:
+    """What vLLM makes of weights once they are loaded (finalize_layerwise_processing): for attention layers alone."""
+    for layer in model.modules():
+        if is_deferred_attention_layer(layer):
+            cast(Any, layer).process_weights_after_loading(model_config.dtype)
 
 
 def _checkpoint_elements(layer: torch.nn.Module, parameter: torch.Tensor) -> int:

@@ -69,6 +69,8 @@ class ReplayPlan:
     def apply(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Enqueue all copies of one bucket. flat: [bytes] uint8 on the parameters' device."""
         copies = self._copies[bucket]
+        if not copies:  # of other pipeline stages
+            return
         torch._foreach_copy_([copy.destination for copy in copies], [copy.source(flat) for copy in copies])
 
     def copies(self, bucket: Bucket) -> Sequence[Copy]:

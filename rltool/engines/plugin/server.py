@@ -32,6 +32,7 @@ from rltool.engines.plugin.asgi import (
 )
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
+from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.types import BOOT_ID_HEADER
 
@@ -136,6 +137,8 @@ class ServerMiddleware:
         path = scope["path"]
         if path in ENDS_UNFINISHED_UPDATE:
             await self._end_unfinished_update(scope["app"].state)
+        if path == PAUSE_PATH and keeps_requests(scope.get("query_string", b"")) and await self._pause(scope, send):
+            return
         if path not in MAY_FAIL_HALFWAY:
             await self._app(scope, receive, send)
             if path == ABORT_PATH:
@@ -155,6 +158,17 @@ class ServerMiddleware:
             await send(message)
 
         await self._app(scope, receive, watching_send)
+
+    async def _pause(self, scope: Scope, send: Send) -> bool:
+        try:
+            paused = await pause(scope["app"].state.engine_client)
+        except Exception as error:
+            logger.exception("the pause failed")
+            await send_json(send, 500, {"error": f"Failed to pause generation: {error}"})
+            return True
+        if paused:
+            await send_json(send, 200, {"status": "paused"})
+        return paused
 
     async def _end_unfinished_update(self, state: Any) -> None:
         client = state.engine_client

@@ -152,7 +152,7 @@ class Sent:
 def no_gpu(info: EngineInfo, trainer_device: str) -> str | None:
     """Which side lacks the GPU that NCCL needs; None: neither does, as far as the engine tells."""
     if trainer_device != "cuda":
-        return 'cannot be sent weights over NCCL by a trainer on the CPU: set weights.transport = "gloo"'
+        return 'cannot be sent weights over nccl by a trainer on the CPU: set weights.transport = "gloo"'
     if info.device == "cpu":
         return 'runs on the CPU, where there is no NCCL: set weights.transport = "gloo", or leave it at "auto"'
     return None
