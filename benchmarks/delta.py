@@ -39,10 +39,9 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets, split_flat
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.weights.delta_writer import DeltaWriter
-from rltool.weights.stream import flatten
 from rltool.weights.sync import WeightSync
 from rltool.weights.verify import ValueCheck
-from tests.ranks import SenderRanks
+from tests.ranks import SenderRanks, flat_bytes
 
 RUN = "b" * 32
 Weights = dict[str, torch.Tensor]
@@ -61,7 +60,8 @@ def trained(model_directory: Path, lr: float, steps: int, dtype: torch.dtype) ->
         yield {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()}
         if step == steps:
             return
-        words = ["".join(letters[i] for i in row) for row in torch.randint(0, 26, (32, 8), generator=generator).tolist()]
+        drawn = torch.randint(0, 26, (32, 8), generator=generator).tolist()
+        words = ["".join(letters[i] for i in row) for row in drawn]
         ids = torch.tensor([tokenizer(f"{word} => {word[::-1]}").input_ids for word in words])
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,7 +83,7 @@ def payload(model: Path, dtype: torch.dtype, lr: float, steps: int) -> dict[str,
             started = time.perf_counter()
             writer.begin(version, buckets)
             for bucket in buckets:
-                writer.add(bucket, flatten([weights[meta.name] for meta in bucket], bucket_bytes(bucket), "cpu"))
+                writer.add(bucket, flat_bytes(weights, bucket))
             published = writer.finish()
             written = time.perf_counter()
             bring(copy, store, version, seconds=600)

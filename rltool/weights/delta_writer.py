@@ -90,7 +90,7 @@ class DeltaWriter:
         pending.shards += 1
 
     def finish(self) -> Published:
-        """The manifest, which makes the version exist; then what nobody needs any more is deleted. Raises StoreError."""
+        """The manifest, which makes the version exist; then what nobody needs is deleted. Raises StoreError."""
         pending, self._pending = self._pending, None
         assert pending is not None and pending.shards == len(self._buckets), "not all buckets were added"
         manifest = pending.manifest(self._put_model_files(pending.version) if pending.with_anchor else {})
@@ -125,7 +125,8 @@ class DeltaWriter:
         return File.of(data)
 
     def _put_anchor(self, version: str, shard: int) -> File:
-        return self._put(version, "anchor", shard, whole_file(dict(split_flat(self._copy[shard], self._buckets[shard]))))
+        tensors = dict(split_flat(self._copy[shard], self._buckets[shard]))
+        return self._put(version, "anchor", shard, whole_file(tensors))
 
     def _put_model_files(self, version: str) -> Mapping[str, File]:
         files = {

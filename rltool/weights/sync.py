@@ -2,8 +2,8 @@
 
 connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
 `finally` -> value check of new connections. Engines that can have the bytes before they load them (disk, delta, staged)
-generate until they have them: send, prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP client
-live, the one owner of the control plane.
+generate until they have them: send, prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP
+client live, the one owner of the control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 

@@ -74,7 +74,8 @@ class Rig:
         self.sync = WeightSync(
             self.client, self.fleet, self.endpoints, self.infos, self.ranks, self.config,
             ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE, directory=self.directory / "weights",
+            trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE,
+            directory=self.directory / "weights",
         )  # fmt: skip
 
     async def add(self, engine: Any) -> None:
@@ -124,8 +125,10 @@ def follower(store: Path, directory: Path, engine: str) -> Iterator[None]:
     thread = threading.Thread(
         target=follow,
         args=(open_store(str(store)), directory),
-        kwargs={"engine": engine, "every": 0.01, "deadline": DEADLINE, "log": lambda _: None, "stopped": stopped.is_set},
-    )
+        kwargs={
+            "engine": engine, "every": 0.01, "deadline": DEADLINE, "log": lambda _: None, "stopped": stopped.is_set,
+        },
+    )  # fmt: skip
     thread.start()
     try:
         yield
@@ -159,7 +162,8 @@ def test_engines_fetch_before_they_are_paused_and_then_take_patches(two, tmp_pat
                 assert 0 < report.phases["paused"] < report.seconds
                 for engine in two:
                     assert_has(engine, r.ranks, step)
-            assert [r.files(step) for step in range(5)] == [{"model"}, {"patch"}, {"patch"}, {"model", "patch"}, {"patch"}]
+            patch = {"patch"}
+            assert [r.files(step) for step in range(5)] == [{"model"}, patch, patch, {"model", "patch"}, patch]
             assert paths(two[0])[:5] == [
                 "/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume",
             ]  # fmt: skip

@@ -33,7 +33,8 @@ def version(step: int) -> WeightVersion:
 
 class Ranks(SenderRanks):
     def weights(self, step):
-        return {"a": torch.full((2, 9), float(step)), "b": torch.arange(5, dtype=torch.bfloat16), "c": torch.ones(7) + step}
+        changing = {"a": torch.full((2, 9), float(step)), "c": torch.ones(7) + step}
+        return changing | {"b": torch.arange(5, dtype=torch.bfloat16)}
 
     async def logprobs(self, batch):
         return batch.rollout_logprobs.clone()

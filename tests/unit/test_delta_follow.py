@@ -10,9 +10,9 @@ import torch
 from rltool.engines.delta import chain
 from rltool.engines.delta.follow import Report, follow, newest
 from rltool.engines.delta.store import DirectoryStore, StoreError
-from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.engines.wire import meta_of, plan_buckets
 from rltool.weights.delta_writer import DeltaWriter
-from rltool.weights.stream import flatten
+from tests.ranks import flat_bytes
 
 RUN = "0123456789abcdef0123456789abcdef"
 ENGINE = "http://10.0.0.5:8101"
@@ -24,7 +24,7 @@ def publish(writer: DeltaWriter, number: int) -> str:
     buckets = plan_buckets([meta_of(name, tensor) for name, tensor in tensors.items()], 1 << 20)
     writer.begin(version, buckets)
     for bucket in buckets:
-        writer.add(bucket, flatten([tensors[meta.name] for meta in bucket], bucket_bytes(bucket), "cpu"))
+        writer.add(bucket, flat_bytes(tensors, bucket))
     writer.finish()
     return version
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rltool.engines.delta import chain
 from rltool.engines.delta.chain import Held, Manifest
-from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt, bring
+from rltool.engines.delta.rebuild import Rebuilt, bring
 from rltool.engines.delta.store import KeyMissing, Store, StoreError
 from rltool.errors import RltoolError
 

@@ -1,5 +1,6 @@
-"""Weights that come into a vLLM worker while it generates, in a thread of their own: fetched from a store of deltas into
-a copy in host memory, or received from the trainer into a second buffer.
+"""Weights that come into a vLLM worker while it generates, in a thread of their own.
+
+They are fetched from a store of deltas into a copy in host memory, or received from the trainer into a second buffer.
 
 The model is loaded from them while the engine is paused (rltool.engines.plugin.receiver).
 """

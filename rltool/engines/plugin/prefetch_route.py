@@ -20,8 +20,10 @@ class Workers(Protocol):
 
 
 async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", and either "store": address, or "announced": an update
-    info of rltool.engines.wire}; 409 with the reason where a worker cannot have it."""
+    """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", "store" or "announced"}.
+
+    store: an address; announced: an update info of rltool.engines.wire. 409 with the reason where a worker cannot have
+    the version."""
     try:
         version, seconds, source = _parse(body)
     except ValueError as error:
