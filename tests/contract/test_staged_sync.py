@@ -23,7 +23,7 @@ from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.ranks import SenderRanks
 
-DEADLINE = 5.0
+DEADLINE = 3.0
 CONFIG = WeightsConfig(bucket_bytes=40, transport="gloo", staged=True)
 
 

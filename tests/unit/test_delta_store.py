@@ -46,19 +46,20 @@ def test_a_missing_key_is_named(store: Store):
     store.delete([])
 
 
-def test_more_keys_than_one_request_may_delete(store: Store):
-    for number in range(1003):
+def test_more_keys_than_one_request_may_delete(store: Store, monkeypatch):
+    monkeypatch.setattr("rltool.engines.delta.store.S3_DELETE_LIMIT", 3)
+    for number in range(8):
         store.put(f"a/{number}", b"")
-    assert len(store.sizes("a/")) == 1003
+    assert len(store.sizes("a/")) == 8
     store.delete(list(store.sizes("a/")))
     assert store.sizes() == {}
 
 
-@pytest.mark.parametrize("key", ["", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", ".hidden", "a/.partial"])
-def test_a_key_that_leads_elsewhere_is_refused(store: Store, key):
-    for use in (store.get, lambda k: store.put(k, b""), lambda k: store.delete([k])):
-        with pytest.raises(StoreError, match="no key of a store"):
-            use(key)
+def test_a_key_that_leads_elsewhere_is_refused(store: Store):
+    for key in ("", "/etc/passwd", "../x", "a/../../x", "a//b", "a/", ".hidden", "a/.partial"):
+        for use in (store.get, lambda k: store.put(k, b""), lambda k: store.delete([k])):
+            with pytest.raises(StoreError, match="no key of a store"):
+                use(key)
 
 
 def test_a_large_object_comes_back_whole(store: Store):
