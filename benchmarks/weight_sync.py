@@ -53,7 +53,10 @@ UPDATE_SESSIONS = ("/begin_weight_update", "/end_weight_update")
 
 
 def show(**row: object) -> None:
-    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}), flush=True)
+    print(
+        json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}),
+        flush=True,
+    )
 
 
 class Link:
@@ -80,9 +83,11 @@ class Link:
     async def connect(self, directory: Path) -> float:
         started = time.perf_counter()
         await self.run(self.control.leave(GROUP))
-        self.rendezvous = self.sender.host([self.receiver], GROUP, directory)[self.server.url]
+        meeting = self.sender.host([self.receiver], GROUP, directory)
         joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
-        await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
+        self.rendezvous = meeting.get(self.server.url)
+        if self.rendezvous is not None:
+            await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
         failures = await joining
         if failures:
             raise RuntimeError(str(failures))
@@ -97,7 +102,9 @@ class Link:
         announced = [request for request, _ in self.control.announce(buckets, self.rendezvous, version=version)]
 
         async def transfer() -> None:
-            sending = asyncio.create_task(asyncio.to_thread(self.sender.send, stream, buckets, version, [self.server.url]))
+            sending = asyncio.create_task(
+                asyncio.to_thread(self.sender.send, stream, buckets, version, [self.server.url])
+            )
             if self.after_send:
                 await sending
             try:
@@ -184,7 +191,9 @@ class Benchmark:
             seen: dict[str, list[float]] = {}
             for backend in args.backends or BACKENDS[kind]:
                 if backend in BACKENDS[kind] and not (args.cpu and "nccl" in backend):
-                    self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
+                    self._attempt(
+                        f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen)
+                    )
             if kind == "vllm" and args.reference and not args.cpu:
                 self._attempt("vLLM's own sender", lambda: self._vllm_sender(server.url))
 
@@ -210,7 +219,12 @@ class Benchmark:
         finally:
             sender.close()
         kept = rows[2:] or rows[-1:]  # the plugin replays from the third on
-        show(engine=kind, backend=backend, median_of=len(kept), **{n: statistics.median(r[n] for r in kept) for n in rows[0]})
+        show(
+            engine=kind,
+            backend=backend,
+            median_of=len(kept),
+            **{n: statistics.median(r[n] for r in kept) for n in rows[0]},
+        )
         self._check(server, kind, backend, seen)
 
     def _check(self, server: Server, kind: str, backend: str, seen: dict[str, list[float]]) -> None:
@@ -229,18 +243,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--engines", nargs="+", choices=KINDS, default=["vllm", "plugin"])
-    parser.add_argument("--backends", nargs="+", choices=("nccl", "vllm-nccl", "gloo", "disk"), help="default: all that fit")
-    parser.add_argument("--rounds", type=int, default=7, help="syncs of each backend; the first two are not in the median")
+    parser.add_argument(
+        "--backends", nargs="+", choices=("nccl", "vllm-nccl", "gloo", "disk"), help="default: all that fit"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="syncs of each backend; the first two are not in the median"
+    )
     parser.add_argument("--bucket-mib", type=int, default=1024, help="weights.bucket_bytes")
     parser.add_argument("--cpu", action="store_true", help="trainer and engines on the CPU, without NCCL")
     parser.add_argument("--engine-gpu", default="1", help="CUDA_VISIBLE_DEVICES of the engine; the trainer has cuda:0")
-    parser.add_argument("--gpu-share", default="0.8", help="vLLM's --gpu-memory-utilization; less for several on one GPU")
-    parser.add_argument("--lock", type=Path, help="file: benchmarks that share it start side by side and measure in turn")
+    parser.add_argument(
+        "--gpu-share", default="0.8", help="vLLM's --gpu-memory-utilization; less for several on one GPU"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help="file: benchmarks that share it start side by side and measure in turn"
+    )
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", default=sys.executable, help="interpreter of SGLang's own environment")
     parser.add_argument("--ready-seconds", type=float, default=240.0)
     parser.add_argument("--reference", action="store_true", help="also a bare broadcast, and vLLM's own sender")
-    parser.add_argument("--work", type=Path, help="for models, logs and the disk transport; default: a temporary directory")
+    parser.add_argument(
+        "--work", type=Path, help="for models, logs and the disk transport; default: a temporary directory"
+    )
     args = parser.parse_args()
     if args.work is not None:
         args.work.mkdir(parents=True, exist_ok=True)

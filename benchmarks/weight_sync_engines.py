@@ -43,7 +43,9 @@ KINDS = {
 class Server:
     """One engine as a child process, in a session of its own; a context manager."""
 
-    def __init__(self, kind: str, model: Path, work: Path, *, python: str, gpu: str | None, dtype: str, share: str) -> None:
+    def __init__(
+        self, kind: str, model: Path, work: Path, *, python: str, gpu: str | None, dtype: str, share: str
+    ) -> None:
         """gpu: its CUDA_VISIBLE_DEVICES; None: it runs on the CPU. share: of the GPU's memory, for vLLM."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -87,7 +89,9 @@ class Server:
                 pass
             if self._process.poll() is not None or time.monotonic() > end:
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-                raise RuntimeError(f"the engine is not ready (exit status {self._process.poll()}); its log ends:\n{tail}")
+                raise RuntimeError(
+                    f"the engine is not ready (exit status {self._process.poll()}); its log ends:\n{tail}"
+                )
             time.sleep(0.5)
 
     def call(self, method: str, path: str, body: Any = None, *, timeout: float = 120.0) -> Any:
@@ -107,7 +111,9 @@ def fingerprint(server: Server, dialect: str, vocabulary: int) -> list[float]:
     if dialect == "sglang":
         sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
         server.call("POST", "/flush_cache")
-        reply = server.call("POST", "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True})
+        reply = server.call(
+            "POST", "/generate", {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+        )
         return [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]]
     sampling = {"max_tokens": 8, "temperature": 0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
     reply = server.call("POST", "/inference/v1/generate", {"token_ids": prompt, "sampling_params": sampling})

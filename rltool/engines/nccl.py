@@ -1,4 +1,4 @@
-"""NCCL through ctypes: one communicator of the trainer with the workers of one engine, that can be given up at any time.
+"""NCCL through ctypes: a communicator of the trainer with the workers of one engine, which can be given up at any time.
 
 Not torch's ProcessGroupNCCL: an engine brings an NCCL of its own, every rank must run exactly the same version, and the
 trainer has several engines; and a call of ProcessGroupNCCL that waits for a peer that has gone cannot be ended.

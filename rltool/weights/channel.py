@@ -14,6 +14,9 @@ from rltool.weights.transport import SenderTransport
 LATE_SECONDS = 1.0
 """What a call may take beyond its deadline: the transport's own error, which says more of the cause, comes first."""
 
+CLOSE_SECONDS = 5.0
+"""For a transport to close, which frees its port for the next one."""
+
 
 @dataclass(eq=False)
 class Call:
@@ -30,18 +33,19 @@ class Channel:
     """Calls run in order. The first one that fails, takes too long or is aborted ends the channel: no other runs, and
     whoever waits for one is let go at once, even where the thread is still blocked in it.
 
-    failure: why the channel has ended; None: it has not.
+    shared: it serves several engines. failure: why the channel has ended; None: it has not.
     """
 
-    def __init__(self, transport: SenderTransport, name: str) -> None:
-        self.transport = transport
+    def __init__(self, transport: SenderTransport, name: str, *, shared: bool = False) -> None:
+        self.transport, self.shared = transport, shared
         self.failure: str | None = None
         self._bug: BaseException | None = None
         self._lock = threading.Lock()
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._unfinished: list[Call] = []
         # A daemon: a thread that no abort can wake must not keep the process alive.
-        threading.Thread(target=self._work, name=f"weights to {name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=f"weights to {name}", daemon=True)
+        self._thread.start()
 
     def submit(self, what: str, function: Callable[[], object], seconds: float) -> Call:
         """Run `function` after all that were submitted before. what: begins the message of its failure."""
@@ -79,8 +83,11 @@ class Channel:
         self._queue.put(None)
 
     def close(self) -> None:
-        """Once all calls have ended, the transport is closed."""
+        """Once all calls have ended, the transport is closed. A channel that has failed is not waited for: its thread
+        may be blocked."""
         self._queue.put(None)
+        if self.failure is None:
+            self._thread.join(CLOSE_SECONDS)
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:

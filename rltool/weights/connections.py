@@ -93,7 +93,7 @@ class Connections:
         meeting = await self._ranks.host(list(receivers.values()), GROUP, self._directory)
         joining = asyncio.ensure_future(self._ranks.join())
         try:
-            answered = await self._calls.gather(list(receivers), self._join(receivers, meeting))
+            answered = await self._calls.gather(list(meeting), self._join(receivers, meeting))
         finally:
             joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.

@@ -18,6 +18,7 @@ from torch import Tensor
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
+from rltool.errors import RltoolError
 from rltool.weights.buffers import BucketBuffers
 from rltool.weights.channel import Call, Channel
 from rltool.weights.stream import Stream, fill_buckets
@@ -51,13 +52,20 @@ class WeightSender:
         self._hosted: list[str] = []
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
-        """Open a connection for each of these engines, listening from now on, and say where it is, by URL. Connections
-        with others stay. directory: of this run alone, for transports that leave files."""
+        """Open a connection for each of these engines, listening from now on, and say where it is, by URL; where that
+        fails, `join` says why. Connections with others stay. directory: of this run alone, for transports that leave
+        files."""
         options = SenderOptions(group, self.config, self.device, self.deadline, directory, self.model_files)
         self.leave([receiver.url for receiver in receivers])
         self._hosted = [receiver.url for receiver in receivers]
         self._channels |= {receiver.url: self._channel(receiver, options) for receiver in receivers}
-        return {url: self._channels[url].transport.host() for url in self._hosted}
+        meeting = {}
+        for url in self._hosted:
+            try:
+                meeting[url] = self._channels[url].transport.host()
+            except (OSError, RuntimeError, RltoolError) as error:
+                self._channels[url].fail(f"opening its transfer group: {error}")
+        return meeting
 
     def join(self) -> dict[str, str]:
         """Join all that were hosted, side by side with the engines' own joining. Returns URL -> reason for those that
@@ -97,7 +105,7 @@ class WeightSender:
         shares its sender with others has nothing of its own to end."""
         for url in urls:
             channel = self._channels.get(url)
-            if channel is not None and channel not in self._shared.values():
+            if channel is not None and not channel.shared:
                 channel.fail(reason)
 
     def leave(self, urls: Collection[str]) -> None:
@@ -116,7 +124,8 @@ class WeightSender:
         kind = transport(receiver.dialect, receiver.backend)
         if kind.sender in self._shared:
             return self._shared[kind.sender]
-        channel = Channel(kind.sender(receiver, options), receiver.backend if kind.shared else receiver.url)
+        name = receiver.backend if kind.shared else receiver.url
+        channel = Channel(kind.sender(receiver, options), name, shared=kind.shared)
         if kind.shared:
             self._shared[kind.sender] = channel
         return channel
@@ -125,18 +134,17 @@ class WeightSender:
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
-        for channel in channels:
-            submit(channel, partial(channel.transport.begin, version, buckets))
+        begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]
+        for channel, call in begun:  # it must know what its engine waits for, before anything can fail
+            channel.wait(call)
         buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
         for bucket, _ in fill_buckets(stream, buckets, buffers.take):
             copies = buffers.filled()
-            buffers.sent_to(
-                [
-                    (channel, submit(channel, partial(self._send, channel.transport, bucket, copies[channel.transport.device])))
-                    for channel in channels
-                    if channel.failure is None
-                ]
-            )
+            takers = []
+            for channel in (channel for channel in channels if channel.failure is None):
+                send = partial(self._send, channel.transport, bucket, copies[channel.transport.device])
+                takers.append((channel, submit(channel, send)))
+            buffers.sent_to(takers)
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
 

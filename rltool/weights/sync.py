@@ -310,6 +310,6 @@ def _lost_by_the_ranks(url: str, sending: asyncio.Future[SendReport]) -> str | N
     """Why the ranks send nothing more to this engine; None: they do, or have sent all."""
     if not sending.done():
         return None
-    if sending.cancelled() or (error := sending.exception()) is not None:
+    if sending.cancelled() or sending.exception() is not None:
         return "the trainer's ranks failed while they sent"
     return sending.result().failures.get(url)

@@ -203,6 +203,8 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
 
+NO_TRANSFER = "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
+
 CANDIDATES: dict[str, tuple[Backend, ...]] = {
     "auto": ("nccl", "vllm-nccl", "gloo", "disk"),
     "nccl": ("nccl", "vllm-nccl"),
@@ -238,7 +240,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Back
     if config.transport != "auto":
         raise UsageError(reasons[0])
     if info.weight_backend is None:
-        raise UsageError("has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`")
+        raise UsageError(NO_TRANSFER)
     raise UsageError(
         f"offers the weight backend {info.weight_backend!r}, which a trainer on device {trainer_device!r} cannot send "
         "to: start it with `rltool serve-engines --weight-backend rltool`"

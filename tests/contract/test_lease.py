@@ -87,8 +87,8 @@ def run_as(settings, tmp_path):  # noqa: F811
         async with EngineClient() as client:
             infos = {e.url: await client.probe(e) for e in endpoints}
         syncing = Syncing(
-            GatedRanks(config.weights, tmp_path / "nothing"), Lineage(holder.run, 0), "cpu", tmp_path / f"weights-{holder.name}",
-            LeaseTerms(holder, seconds, steal),
+            GatedRanks(config.weights, tmp_path / "nothing"), Lineage(holder.run, 0), "cpu",
+            tmp_path / f"weights-{holder.name}", LeaseTerms(holder, seconds, steal),
         )  # fmt: skip
         service = RolloutService(config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing)
         service.ranks = syncing.ranks

@@ -72,8 +72,11 @@ class Link:
         self.control = transport(info.dialect, backend).control
         await self.run(self.control.leave(GROUP))
         receiver = Receiver(self.engine.url, info.dialect, backend, info.world_size)
-        self.meeting = self.sender.host([receiver], GROUP, self.directory)[self.engine.url]
+        meeting = self.sender.host([receiver], GROUP, self.directory)
         joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
+        if not meeting:
+            raise EngineError(str(await joining))
+        self.meeting = meeting[self.engine.url]
         await self.run(self.control.init(self.meeting, rank_offset=1, timeout_seconds=SECONDS))
         assert await joining == {}
 
@@ -237,6 +240,8 @@ def test_a_trainer_with_an_old_nccl_says_so_before_it_asks_a_stock_vllm_to_join(
         async with link(engine, tmp_path):
             pass
 
-    with pytest.raises(EngineError, match=r"need NCCL 2\.29\.0 or newer, this process loads NCCL 2\.28\.9.*VLLM_NCCL_SO_PATH"):
+    with pytest.raises(
+        EngineError, match=r"need NCCL 2\.29\.0 or newer, this process loads NCCL 2\.28\.9.*VLLM_NCCL_SO_PATH"
+    ):
         asyncio.run(run())
     assert "/init_weight_transfer_engine" not in engine.paths()

@@ -147,9 +147,8 @@ def serve(tmp_path):
         endpoints = [endpoint_of(engine, key) for engine in engines]
         async with EngineClient() as client:
             infos = {e.url: await client.probe(e) for e in endpoints}
-        syncing = (
-            None if lineage is None else Syncing(Ranks(config.weights, tmp_path / "nothing"), lineage, "cpu", tmp_path / "weights")
-        )
+        ranks = Ranks(config.weights, tmp_path / "nothing")
+        syncing = None if lineage is None else Syncing(ranks, lineage, "cpu", tmp_path / "weights")
         service = RolloutService(
             config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None
         )

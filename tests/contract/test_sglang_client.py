@@ -389,9 +389,7 @@ def test_a_flush_that_is_refused_leaves_the_old_version_name(engine, key_file):
     async def scenario(client):
         engine.faults["/flush_cache"] = Fault(status=400)
         with pytest.raises(EngineRejected, match="flush_cache"):
-            await client.run(
-                endpoint(engine, key_file), [*CONTROL.begin(), *CONTROL.finish("v1")], timeout=SECONDS
-            )
+            await client.run(endpoint(engine, key_file), [*CONTROL.begin(), *CONTROL.finish("v1")], timeout=SECONDS)
         assert engine.weight_version == "default"
 
     play(scenario)

@@ -18,6 +18,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
+from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, liveness
 from rltool.weights import sync as sync_module
 from rltool.weights.sender import SendReport
@@ -90,7 +91,7 @@ class Rig:
         self.client, self.engines, self._key = client, list(engines), directory / "key"
         self._key.write_text(KEY)
         (directory / "config.json").write_text("{}")
-        config = WeightsConfig(bucket_bytes=24, transport=transport)
+        config = WeightsConfig(bucket_bytes=20, transport=transport)
         self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
         self.ranks = Ranks(config, directory)
         self.sync = WeightSync(
@@ -672,6 +673,27 @@ def test_an_engine_that_no_transport_reaches_any_more_is_named_and_the_others_ar
     asyncio.run(run())
 
 
+def test_one_port_serves_one_engine_and_again_after_it_has_left_and_the_next_one_is_told(two, tmp_path):
+    first, second = two
+
+    async def run() -> None:
+        async with rig(first, directory=tmp_path) as r:
+            with reserved_ports(1) as held:
+                [port] = held.ports
+            r.ranks.sender.config = r.ranks.config.model_copy(update={"port_range": (port, port)})
+            for step in range(2):
+                assert (await r.sync.sync(version(step))).failed == {}
+                r.sync.connections.lost(first.url)  # as an engine that was started anew is
+            assert connections(first) == 2
+            await r.add(second)
+            report = await r.sync.sync(version(2))
+            assert report.updated == (first.url,)
+            assert f"weights.port_range: no free port on 127.0.0.1 from {port} to {port}" in report.failed[second.url]
+            assert "/init_weight_transfer_engine" not in second.paths()
+
+    asyncio.run(run())
+
+
 # -- ranks and engines do not wait for each other in vain
 
 
@@ -759,7 +781,7 @@ def test_an_engine_that_holds_a_bucket_too_long_is_stale_and_not_waited_for(two,
             report = await within(r.sync.sync(version(1)))
             assert "sending weights" in report.failed[sick.url] and report.updated == (healthy.url,)
             assert r.states() == [State.STALE, State.READY] and sick.version != str(version(1))
-            assert "/shutdown_weight_transfer_engine" == sick.paths()[-2], "it is told to leave, then to resume"
+            assert sick.paths()[-2] == "/shutdown_weight_transfer_engine", "it is told to leave, then to resume"
             sick.heal()
             assert (await within(r.sync.sync(version(2)))).failed == {}
 

@@ -1,4 +1,4 @@
-"""vLLM's own code for packed transfer on the receiving side of ours: its request types and its consumer, on the CPU with
+"""vLLM's own code for packed transfer at the receiving end of ours: its request types and its consumer, on the CPU, with
 the broadcast replaced."""
 
 from __future__ import annotations

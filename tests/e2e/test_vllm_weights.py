@@ -170,9 +170,7 @@ def test_an_update_that_its_trainer_left_open_does_not_stop_the_next_trainer(vll
         model = perturbed_model(engine.launch.model, seed=10)
         speaks = dialect("vllm")
         await sender.control(speaks.pause("keep"))
-        await sender.control(
-            DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT)
-        )
+        await sender.control(DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT))
         await sender.control(DISK.begin())
         # ... and here the trainer died. What another one does before its first sync:
         await sender.control(DISK.leave(GROUP))
@@ -193,9 +191,7 @@ def test_a_file_that_differs_from_its_announcement_is_refused(vllm_engine_untied
         lying = (replace(bucket[0], dtype="bfloat16"), bucket[1])
         path = tmp_path / "bucket.safetensors"
         save_file({meta.name: tensors[meta.name].contiguous() for meta in bucket}, path)
-        await sender.control(
-            DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT)
-        )
+        await sender.control(DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT))
         for announced, file in (
             (lying, path),
             (bucket[:1], path),
@@ -217,9 +213,7 @@ def test_a_trainer_that_does_not_send_is_given_up_after_the_timeout(vllm_engine_
     async def scenario(sender: Sender):
         tensors = tensors_of(perturbed_model(engine.launch.model, seed=13))
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = GLOO.init(
-            Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=2.0
-        )
+        init = GLOO.init(Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=2.0)
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, 2.0, store=store)
         _, group = await asyncio.gather(sender.control(init), join)
         await sender.control(GLOO.begin())
@@ -243,9 +237,7 @@ def test_a_shut_down_transfer_leaves_no_connection_open(vllm_engine_untied):
         await sender.control(GLOO.leave(GROUP))
         before = open_sockets()
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
-        init = GLOO.init(
-            Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=TIMEOUT
-        )
+        init = GLOO.init(Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port), rank_offset=1, timeout_seconds=TIMEOUT)
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         await asyncio.gather(sender.control(init), join)
         assert open_sockets() > before

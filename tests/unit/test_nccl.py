@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_structures_are_laid_out_as_nccl_h_has_them():
-    """ncclUniqueId is char[128]; ncclConfig_t begins with size_t size, unsigned magic, unsigned version, int blocking."""
+    """ncclUniqueId is char[128]; ncclConfig_t begins with size_t size, unsigned magic and version, int blocking."""
     assert ctypes.sizeof(nccl.UniqueId) == 128
     offsets = {name: getattr(nccl.CommConfig, name).offset for name in ("size", "magic", "version", "blocking")}
     assert offsets == {"size": 0, "magic": 8, "version": 12, "blocking": 16}
@@ -23,7 +23,7 @@ def test_structures_are_laid_out_as_nccl_h_has_them():
 
 
 class Library:
-    """hang: the call after which nothing completes ("init", "all_reduce", "broadcast"); error: what the state is then."""
+    """hang: the call after which nothing completes ("init", "all_reduce", "broadcast"); error: the state from then."""
 
     def __init__(self, hang: str = "", error: int | None = None) -> None:
         self.hang, self.error = hang, error

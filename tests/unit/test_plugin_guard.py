@@ -236,7 +236,9 @@ class Core:
         pass
 
 
-@pytest.mark.parametrize(("query", "own"), [("mode=keep", True), ("mode=abort", False), ("mode=keep&clear_cache=0", False), ("", False)])
+@pytest.mark.parametrize(
+    ("query", "own"), [("mode=keep", True), ("mode=abort", False), ("mode=keep&clear_cache=0", False), ("", False)]
+)
 def test_a_pause_that_keeps_its_requests_does_not_sleep(query, own):
     app, core = App(reply=b'{"status": "paused"}'), Core()
     app.engine_core = app.renderer = core

@@ -9,7 +9,7 @@ import torch
 from rltool.engines import wire
 from rltool.engines.types import TensorMeta
 from rltool.weights.transports.rendezvous import local_address_towards
-from tests.ranks import flat_bytes
+from tests import ranks
 
 
 def tensors():
@@ -29,7 +29,7 @@ def bucket_of(named):
 
 
 def flat_bytes(named):
-    return flat_bytes(named, bucket_of(named))
+    return ranks.flat_bytes(named, bucket_of(named))
 
 
 def test_tensors_survive_the_wire_bit_by_bit():

@@ -10,7 +10,7 @@ import pytest
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.sglang import SglangDialect, parse_reply
-from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, TensorMeta, VersionSpan
+from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 SPEAKS = SglangDialect()

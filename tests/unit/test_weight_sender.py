@@ -20,7 +20,7 @@ from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transp
 PATIENCE = 30.0
 TENSORS = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
 METADATA = [meta_of(name, tensor) for name, tensor in TENSORS.items()]
-BUCKETS = plan_buckets(METADATA, 16)
+BUCKETS = plan_buckets(METADATA, 15)
 """One tensor each."""
 
 

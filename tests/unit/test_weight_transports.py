@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.engines.wire import plan_buckets
 from rltool.errors import EngineError, UsageError
 from rltool.weights.transport import TRANSPORTS, Receiver, Rendezvous, SenderOptions, choose, transport
 from rltool.weights.transports.disk import DiskSender
@@ -30,8 +31,8 @@ def control(dialect: str, backend):
 @pytest.mark.parametrize("pair", TRANSPORTS, ids=str)
 def test_every_transport_of_the_table_is_there_and_covers_every_bucket(pair):
     found = transport(*pair)
-    meeting = replace(MEETING, transport=pair[1], directory="/w")
-    buckets = [BUCKET, BUCKET[:1], BUCKET[1:]]
+    meeting = replace(MEETING, transport=pair[1], directory="/w", bucket_bytes=20)
+    buckets = plan_buckets([*BUCKET, *(replace(meta, name=f"{meta.name}2") for meta in BUCKET)], 20)
     assert sum(covered for _, covered in found.control.announce(buckets, meeting, version=VERSION)) == len(buckets)
     assert found.control.leave("g") and found.control.finish(VERSION) and found.control.begin()
 
@@ -60,7 +61,7 @@ def test_vllm_joins_over_gloo_with_all_that_the_plugin_needs():
 
 def test_vllm_is_announced_each_bucket_with_names_dtypes_and_shapes_and_its_file():
     info = {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]]}
-    [(http, 1)] = control("vllm", "gloo").announce([BUCKET], MEETING, version=VERSION)
+    [(http, _)] = control("vllm", "gloo").announce([BUCKET], MEETING, version=VERSION)
     assert (http.path, http.body) == ("/update_weights", {"update_info": info})
     (_, (second, _)) = control("vllm", "disk").announce([BUCKET, BUCKET], ON_DISK, version=VERSION)
     assert second.body == {"update_info": info | {"path": "/w/run-0-3/model-00002-of-00002.safetensors"}}
@@ -86,7 +87,7 @@ def test_sglang_joins_over_gloo_with_group_and_rank():
 
 
 def test_sglang_is_announced_a_bucket_as_one_flat_broadcast_that_names_no_version_yet():
-    [(http, 1)] = control("sglang", "gloo").announce([BUCKET], MEETING, version=VERSION)
+    [(http, _)] = control("sglang", "gloo").announce([BUCKET], MEETING, version=VERSION)
     assert http.path == "/update_weights_from_distributed"
     assert http.body == {
         "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "group_name": "g",
@@ -183,7 +184,11 @@ def test_the_transport_is_chosen_by_what_the_engine_reports(changes, wanted, cho
         ({"weight_backend": None}, "auto", "has no weight transfer; start vLLM with --weight-transfer-config"),
         ({"weight_backend": None}, "gloo", "has no weight transfer"),
         ({"weight_backend": None}, "disk", "has no weight transfer"),
-        ({"weight_backend": "nccl"}, "auto", "offers the weight backend 'nccl', which a trainer on device 'cpu' cannot"),
+        (
+            {"weight_backend": "nccl"},
+            "auto",
+            "offers the weight backend 'nccl', which a trainer on device 'cpu' cannot",
+        ),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "nccl", "over nccl by a trainer on the CPU"),

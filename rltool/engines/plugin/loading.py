@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 NAMED_IN_ERRORS = 5
 """How many of the missing layers an error lists."""
 
+
 class WeightUpdateError(RuntimeError):
     """An update that cannot be applied; the text goes to the trainer."""
 
@@ -148,7 +149,9 @@ class Loader:
         try:
             if self._plan is None:
                 self._reload.check_copied(model)
-                self._plan = record_plan(self._buckets, lambda name, tensor: cast(Any, model).load_weights([(name, tensor)]))
+                self._plan = record_plan(
+                    self._buckets, lambda name, tensor: cast(Any, model).load_weights([(name, tensor)])
+                )
                 return
             self._compare(self._to_compare)
             if not self._plan.missing(set(self._buckets)):

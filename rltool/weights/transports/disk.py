@@ -1,4 +1,4 @@
-"""disk: a weight version as a directory in Hugging Face layout, one safetensors file per bucket, which all engines read.
+"""disk: a weight version as a directory in Hugging Face layout, a safetensors file per bucket, which all engines read.
 
 rltool's vLLM plugin reads it bucket by bucket as it is announced; SGLang's /update_weights_from_disk, or any other
 reader of the layout, takes the directory as a whole.

@@ -8,12 +8,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines import wire
-from rltool.errors import UsageError
+from rltool.weights.transport import TransportError
 
 
 def host_rendezvous(url: str, config: WeightsConfig, seconds: float) -> tuple[str, TCPStore]:
     """(address, store): a store for the engine at `url`, listening at weights.advertise_host, or on the route to the
-    engine, within weights.port_range. UsageError where none of these ports is free."""
+    engine, within weights.port_range. TransportError where none of these ports is free."""
     address = config.advertise_host or local_address_towards(url)
     if config.port_range is None:
         return address, wire.host_store(address, 0, seconds)
@@ -23,7 +23,7 @@ def host_rendezvous(url: str, config: WeightsConfig, seconds: float) -> tuple[st
             return address, wire.host_store(address, port, seconds)
         except OSError:
             continue
-    raise UsageError(f"weights.port_range: no free port on {address} from {first} to {last}")
+    raise TransportError(f"weights.port_range: no free port on {address} from {first} to {last}")
 
 
 def local_address_towards(url: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
-from rltool.weights.transport import Rendezvous
+from rltool.weights.transport import NO_TRANSFER, Rendezvous
 
 
 class VllmControl:
@@ -84,6 +84,4 @@ def _info(metas: Sequence[TensorMeta]) -> dict[str, Any]:
 
 def no_transfer(info: EngineInfo) -> str | None:
     """What is wrong with a server that takes no weights at all."""
-    if info.weight_backend is None:
-        return "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
-    return None
+    return NO_TRANSFER if info.weight_backend is None else None

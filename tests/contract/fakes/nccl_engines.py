@@ -19,7 +19,9 @@ SECONDS = 10.0
 class Workers:
     """One communicator rank each. They all receive the same, which is checked."""
 
-    def __init__(self, unique_id: bytes, rank_offset: int, world_size: int, count: int, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, unique_id: bytes, rank_offset: int, world_size: int, count: int, seconds: float = SECONDS
+    ) -> None:
         self._seconds = seconds
         self._ranks = [
             nccl.Communicator(
@@ -106,7 +108,7 @@ class StockVllmTransfer:
             workers.shutdown()
 
     def _chunks(self, info: dict[str, Any]) -> Iterator[tuple[list[tuple[str, torch.dtype, list[int]]], torch.Tensor]]:
-        """By vLLM's rule, of its packed_nccl_broadcast_consumer: a chunk ends with the tensor that makes it too large."""
+        """By the rule of vLLM's packed_nccl_broadcast_consumer: a chunk ends with the tensor that makes it too large."""
         assert self._workers is not None, "NCCL weight transfer not initialized."
         waiting, size = [], 0
         for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
