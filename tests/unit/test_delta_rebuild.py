@@ -150,7 +150,7 @@ def test_no_engine_holds_anything_else_than_it_says(store, model_files, dtype, s
     engines = [MemoryCopy() for _ in range(3)]
     earlier: dict[str, bytes] = {}
     reached = 0
-    for number in range(100):
+    for _ in range(100):
         trainer.step()
         if rng.random() < 0.05:
             trainer.restart()
