@@ -4,6 +4,8 @@ real follower beside a fake SGLang."""
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -328,3 +330,31 @@ def test_what_cannot_be_fetched_is_said(two, tmp_path, body, status, text):
             assert caught.value.status == status
 
     asyncio.run(scenario())
+
+
+def test_the_command_follows_until_it_is_told_to_stop(two, tmp_path):
+    store, url = tmp_path / "store", "http://127.0.0.1:8101"
+    command = [sys.executable, "-m", "rltool", "engines", "follow-weights", str(store), "--to", str(tmp_path / "to")]
+    process = subprocess.Popen(
+        [*command, "--engine", "127.0.0.1:8101", "--every", "0.05"], stdout=subprocess.PIPE, text=True
+    )
+
+    async def scenario():
+        async with rig(two[0], directory=tmp_path) as r:
+            async with asyncio.timeout(60):
+                await until_reported(store, url)
+                await r.sync.sync(version(0))
+                while (report := Report.read(open_store(str(store)), url)) is None or report.version is None:
+                    assert process.poll() is None
+                    await asyncio.sleep(0.05)
+            assert report.version == str(version(0)) and report.directory is not None
+            assert (Path(report.directory) / "model.safetensors.index.json").is_file()
+
+    try:
+        asyncio.run(scenario())
+        process.terminate()
+        printed, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0 and f"weights {version(0)}: anchor" in printed

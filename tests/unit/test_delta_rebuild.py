@@ -315,6 +315,20 @@ def test_an_anchor_that_breaks_off_leaves_a_copy_that_holds_nothing(store, model
     assert_holds(copy, trainer)
 
 
+def test_patches_go_on_from_where_a_cheaper_anchor_broke_off(store, model_files):
+    trainer, copy = Trainer(store, model_files, torch.float32), MemoryCopy()
+    for number in range(8):  # the last one has an anchor, which is smaller than seven large patches
+        trainer.step(share=0.4)
+        trainer.publish()
+        if number == 0:
+            bring(copy, store, trainer.version, seconds=60)
+    last = max(key for key in store.files if key.startswith(f"{chain.directory(trainer.version)}/model-0"))
+    store.files[last] = store.files[last][:-1]
+    rebuilt = bring(copy, store, trainer.version, seconds=60)
+    assert last in store.read and not rebuilt.anchor
+    assert_holds(copy, trainer)
+
+
 def test_who_holds_the_version_downloads_nothing_more(store, model_files):
     trainer, copy = Trainer(store, model_files, torch.float32), MemoryCopy()
     trainer.step()

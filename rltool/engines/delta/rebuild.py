@@ -75,9 +75,9 @@ def bring(copy: Copy, store: Store, version: str, *, seconds: float) -> Rebuilt:
         manifests = _chain_of(source, version, until)
         if version not in manifests:
             failures[f"{chain.manifest_key(version)} is missing or damaged"] = None
+        # A route that breaks off leaves some shards at `version`. The patches of the next one from what was held make
+        # `version` of these too: they list new values, not differences.
         for route in chain.routes(version, copy.held, manifests):
-            if route.anchor is None and copy.held is None:
-                continue  # a route before this one has left a mixture
             try:
                 _take(copy, source, route, manifests[version])
             except (StoreError, FileDamaged, BadPatch) as error:
