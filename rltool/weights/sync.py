@@ -181,7 +181,7 @@ class WeightSync:
         try:
             await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
             if not taking.done() and (lost := _lost_by_the_ranks(url, sending)) is not None:
-                await asyncio.wait((taking,), timeout=REASON_SECONDS)
+                await asyncio.wait((taking,), timeout=0.0 if sending.exception() else REASON_SECONDS)
                 if not taking.done():
                     raise EngineError(lost)
             await taking
@@ -262,8 +262,9 @@ class WeightSync:
         failures = await self._each(urls, sample)
         if not completions:
             return failures, None
-        batch = self.check.batch(request, list(completions.values()))
-        result = self.check.compare(list(completions), batch, await self.ranks.logprobs(batch))
+        sampled = [url for url in urls if url in completions]
+        batch = self.check.batch(request, [completions[url] for url in sampled])
+        result = self.check.compare(sampled, batch, await self.ranks.logprobs(batch))
         self._differing = set(result.failed)
         for url, reason in result.failed.items():
             self._lost(url, reason)
@@ -310,6 +311,5 @@ def _lost_by_the_ranks(url: str, sending: asyncio.Future[SendReport]) -> str | N
     """Why the ranks send nothing more to this engine; None: they do, or have sent all."""
     if not sending.done():
         return None
-    if sending.cancelled() or sending.exception() is not None:
-        return "the trainer's ranks failed while they sent"
-    return sending.result().failures.get(url)
+    error = sending.exception()
+    return f"the trainer's ranks failed: {error}" if error else sending.result().failures.get(url)

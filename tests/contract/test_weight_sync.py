@@ -586,7 +586,7 @@ def test_a_sync_ends_only_after_send_has_ended(two, tmp_path):
             r.ranks.log.clear()
             with pytest.raises(WeightSyncFailed):
                 await r.sync.sync(version(1))
-            assert r.ranks.log == ["sent"]
+            assert r.ranks.log[-1] == "sent"
 
     asyncio.run(run())
 

@@ -65,16 +65,15 @@ class GlooSender:
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None: ...
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent | _Nothing:
-        group = self._group
-        if group is None:
-            raise TransportError(self._aborted or "its group has been left")
-        return _Sent(group.broadcast(flat, 0))
+        if self._aborted is not None:
+            raise TransportError(self._aborted)
+        return _Sent(self._group.broadcast(flat, 0))
 
     def finish(self) -> None: ...
 
     def abort(self, reason: str) -> None:
+        # The group stays: its destructor waits for a broadcast that is under way, and holds the GIL meanwhile.
         self._aborted = reason
-        self.close()
 
     def close(self) -> None:
         """A dropped group or store is closed by its destructor."""
