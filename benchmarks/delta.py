@@ -153,7 +153,7 @@ async def pauses(args: argparse.Namespace, transport: str, versions: list[Weight
         "transport": transport,
         "dtype": str(next(iter(versions[0].values())).dtype).removeprefix("torch."),
         "syncs": len(steady),
-        "paused_seconds": round(statistics.median(report.phases["paused"] for report in steady), 4),
+        "paused_seconds": round(statistics.median(report.paused for report in steady), 4),
         "sync_seconds": round(statistics.median(report.seconds for report in steady), 4),
     }
 

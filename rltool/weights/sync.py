@@ -119,7 +119,6 @@ class WeightSync:
                 with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
                     failures = await self._resume(list(self._pauses)) | failures
-                phases["paused"] = max(self._pauses.values(), default=0.0)
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
@@ -136,7 +135,8 @@ class WeightSync:
                 self._explain(str(version), failures), values_differ=failures.keys() == self._differing
             )
         size = sum(map(bucket_bytes, self._buckets))
-        return SyncReport(str(version), size, time.perf_counter() - started, phases, updated, failures, difference)
+        seconds, paused = time.perf_counter() - started, max(self._pauses.values(), default=0.0)
+        return SyncReport(str(version), size, seconds, phases, updated, failures, difference, paused)
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
