@@ -50,7 +50,7 @@ def _parse(body: Any) -> tuple[str, float, str | dict[str, Any]]:
     version, seconds = body.get("version"), body.get("seconds")
     if not isinstance(version, str) or not version:
         raise ValueError("'version' must be a non-empty text")
-    if type(seconds) not in (int, float) or not 0 < seconds <= LONGEST_SECONDS:
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST_SECONDS:
         raise ValueError(f"'seconds' must be a number above 0 and up to {LONGEST_SECONDS:g}")
     store, announced = body.get("store"), body.get("announced")
     if isinstance(store, str) and store and announced is None:
