@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -147,10 +147,10 @@ class Benchmark:
     def run(self) -> int:
         size = sum(tensor.nbytes for tensor in self.weights.values())
         show(size=self.args.size, bytes=size, tensors=len(self.weights), device=str(self.device))
-        if self.args.reference and not self.args.cpu:
-            self._attempt("broadcast", lambda: self._broadcast(size))
         for kind in self.args.engines:
             self._attempt(kind, lambda kind=kind: self._engine(kind))
+        if self.args.reference and not self.args.cpu:
+            self._attempt("broadcast", lambda: self._broadcast(size))
         return 1 if self.failed else 0
 
     @contextmanager
@@ -175,27 +175,34 @@ class Benchmark:
         with self._turn():
             show(**reference.broadcast(self.args.engine_gpu, size))
 
-    def _vllm_sender(self, url: str) -> None:
-        with self._turn():
-            reference.vllm_sender(url, self.args.size, self.args.rounds, self.args.vllm_python)
-
     def _engine(self, kind: str) -> None:
         args = self.args
         python = args.sglang_python if kind == "sglang" else args.vllm_python
         gpu = None if args.cpu else args.engine_gpu
         dtype = str(self.dtype).removeprefix("torch.")
-        with Server(kind, self.model, self.work, python=python, gpu=gpu, dtype=dtype, share=args.gpu_share) as server:
+        with ExitStack() as stack:
+            server = Server(kind, self.model, self.work, python=python, gpu=gpu, dtype=dtype, share=args.gpu_share)
+            stack.enter_context(server)
+            own = None
+            if kind == "vllm" and args.reference and not args.cpu:
+                own = reference.VllmSender(server.url, args.size, args.rounds, args.vllm_python)
+                stack.enter_context(own)
             started = time.perf_counter()
             server.wait_ready(args.ready_seconds)
             show(engine=kind, ready=time.perf_counter() - started)
-            seen: dict[str, list[float]] = {}
-            for backend in args.backends or BACKENDS[kind]:
-                if backend in BACKENDS[kind] and not (args.cpu and "nccl" in backend):
-                    self._attempt(
-                        f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen)
-                    )
-            if kind == "vllm" and args.reference and not args.cpu:
-                self._attempt("vLLM's own sender", lambda: self._vllm_sender(server.url))
+            self._backends(server, kind, own)
+
+    def _backends(self, server: Server, kind: str, own: reference.VllmSender | None) -> None:
+        args, seen = self.args, dict[str, list[float]]()
+        for backend in args.backends or BACKENDS[kind]:
+            if backend in BACKENDS[kind] and not (args.cpu and "nccl" in backend):
+                self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
+        if own is not None:
+            self._attempt("vLLM's own sender", lambda: self._vllm_sender(own))
+
+    def _vllm_sender(self, own: reference.VllmSender) -> None:
+        with self._turn():
+            own.run()
 
     def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, list[float]]) -> None:
         config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)

@@ -99,7 +99,7 @@ def vllm_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:
     def digest(tensors: list[Tensor]) -> str:
         sha = hashlib.sha256()
         for tensor in tensors:
-            sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            sha.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
         return sha.hexdigest()
 
     with ThreadPoolExecutor(16) as pool:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -62,10 +62,25 @@ def _turns(communicator: Communicator, num_bytes: int) -> list[float]:
     return seconds
 
 
-def vllm_sender(url: str, size: str, rounds: int, python: str) -> None:
-    """vLLM's trainer side in a process of its own; it prints rows like the benchmark's."""
-    command = [python, "-m", __spec__.name, "vllm", "--url", url, "--size", size, "--rounds", str(rounds)]
-    subprocess.run(command, cwd=REPOSITORY, check=True, timeout=180)
+class VllmSender:
+    """vLLM's trainer side in a process of its own, which begins to import at once; a context manager."""
+
+    def __init__(self, url: str, size: str, rounds: int, python: str) -> None:
+        command = [python, "-m", __spec__.name, "vllm", "--url", url, "--size", size, "--rounds", str(rounds)]
+        self._process = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._process.kill()
+        self._process.wait(SECONDS)
+
+    def run(self) -> None:
+        """Prints rows like the benchmark's."""
+        self._process.communicate("go\n", timeout=3 * SECONDS)
+        if self._process.returncode:
+            raise RuntimeError(f"exit status {self._process.returncode}")
 
 
 def _vllm_rows(url: str, size: str, rounds: int) -> None:
@@ -90,6 +105,7 @@ def _vllm_rows(url: str, size: str, rounds: int) -> None:
     torch.cuda.set_device(0)
     weights = random_weights(size, 1, torch.device("cuda:0"), torch.bfloat16)
     torch.cuda.synchronize()
+    sys.stdin.readline()
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     client = HTTPVLLMWeightSyncClient(url)
     info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=get_open_port(), world_size=2, rank=0)

@@ -184,21 +184,32 @@ def test_values_that_are_processed_after_loading_are_found_by_comparing():
     assert reload.log == ["begin", "finish"] * 4
 
 
-def test_an_update_of_other_buckets_fails_and_the_next_one_begins_again():
+def test_a_trainer_that_cuts_otherwise_begins_again_with_the_slow_way():
     model, reload = Model(), DirectReload()
     loader = Loader(reload, pipeline_stage=False)
     for seed in range(3):
         update(loader, model, weights(seed))
-    with pytest.raises(WeightUpdateError, match="other buckets"):
-        update(loader, model, weights(3), limit=10)
-    assert not loader.changed
-    assert_same(model, weights(2))
-    loader.abandon(model)
     reload.log.clear()
     for seed in range(3):
         update(loader, model, weights(seed), limit=10)
         assert_same(model, weights(seed))
     assert reload.log == ["begin", "finish"] * 2 + ["derive"]
+
+
+def test_an_update_that_goes_on_with_other_buckets_fails_and_the_next_one_does_not():
+    model, reload = Model(), DirectReload()
+    loader = Loader(reload, pipeline_stage=False)
+    for seed in range(2):
+        update(loader, model, weights(seed))
+    loader.start(model)
+    loader.load_flat(model, *flats(weights(2))[0])
+    with pytest.raises(WeightUpdateError, match="goes on with another"):
+        loader.load_flat(model, *flats(weights(2), limit=10)[1])
+    assert loader.changed
+    loader.abandon(model)
+    update(loader, model, weights(3))
+    assert_same(model, weights(3))
+    assert not loader.changed
 
 
 def test_a_replayed_update_that_lacks_a_bucket_is_incomplete():

@@ -74,8 +74,7 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     )
     run = RunDirectory(tmp_path / "runs" / "a")
     prepared = Prepared(
-        loaded, run, plan_placement(loaded.config, gpu=False), "cpu", "gloo",
-        fleet, None,
+        loaded, run, plan_placement(loaded.config, gpu=False), "cpu", fleet, None,
     )  # fmt: skip
     with RunLock(run) as lock, pytest.raises(RltoolError, match="far enough"):
         execute(prepared, lock, Console(file=lines, width=300), StopSignal())

@@ -1,8 +1,8 @@
 """One weight update inside a vLLM worker, from its first bucket to its end, by vLLM's reload or by replayed copies.
 
 Which of the two follows from the updates before (rltool.engines.plugin.replay): the first is slow and recorded, the
-second slow and compared, the others are replayed. An update that was cut short, or that has other buckets than those
-before, begins again with the first.
+second slow and compared, the others are replayed. An update that has other buckets than those before begins again with
+the first.
 """
 
 from __future__ import annotations
@@ -64,14 +64,18 @@ class Loader:
     def start(self, model: torch.nn.Module) -> None:
         """Whatever an earlier update left behind is abandoned."""
         self.abandon(model)
-        if not self._replays():
+        if not self._compared:
             self._begin_reload(model)
 
     def load_flat(self, model: torch.nn.Module, bucket: Bucket, flat: torch.Tensor) -> None:
         """flat: [bytes] uint8, anywhere."""
+        plan = self._plan if self._compared and not self._reloading else None
+        if plan is not None and not self._buckets and bucket not in plan:  # of a trainer that cuts otherwise
+            self._forget()
+            plan = None
         self._buckets.append(bucket)
-        if self._replays() and not self._reloading:
-            self._replay(bucket, flat)
+        if plan is not None:
+            self._replay(plan, bucket, flat)
             return
         self._note_sources(model, bucket, flat)
         self.load_named(model, wire.split_flat(flat, bucket))
@@ -122,22 +126,19 @@ class Loader:
 
     # -- the two ways
 
-    def _replays(self) -> bool:
-        return self._plan is not None and self._compared
-
     def _begin_reload(self, model: torch.nn.Module) -> None:
         self._reloading = True  # whatever becomes of the next line, there is something to abandon
         self._reload.begin_reload(model)
 
-    def _replay(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        assert self._plan is not None
-        if bucket not in self._plan:
+    def _replay(self, plan: ReplayPlan, bucket: Bucket, flat: torch.Tensor) -> None:
+        if bucket not in plan:
             self._forget()
             raise WeightUpdateError(
-                f"{bucket[0].name}: other buckets than in the updates before; the next update is loaded from scratch"
+                f"{bucket[0].name}: this update begins with a bucket of those before, and goes on with another; the "
+                "next one is loaded from scratch"
             )
         self.changed = True
-        self._plan.apply(bucket, flat)
+        plan.apply(bucket, flat)
 
     def _forget(self) -> None:
         self._plan, self._compared, self._to_compare = None, False, []

@@ -20,9 +20,10 @@ def keeps_requests(query: bytes) -> bool:
 
 async def pause(engine_client: Any) -> bool:
     """What the route does, less the sleep; False, and nothing is done, where this vLLM does it in another way."""
-    core, renderer = getattr(engine_client, "engine_core", None), getattr(engine_client, "renderer", None)
-    if not hasattr(core, "pause_scheduler_async") or not hasattr(renderer, "clear_mm_cache_async"):
+    forget_media = getattr(getattr(engine_client, "renderer", None), "clear_mm_cache_async", None)
+    pause_scheduler = getattr(getattr(engine_client, "engine_core", None), "pause_scheduler_async", None)
+    if forget_media is None or pause_scheduler is None:
         return False
-    await renderer.clear_mm_cache_async()
-    await core.pause_scheduler_async(mode="keep", clear_cache=True)
+    await forget_media()
+    await pause_scheduler(mode="keep", clear_cache=True)
     return True

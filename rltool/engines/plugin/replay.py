@@ -71,7 +71,9 @@ class ReplayPlan:
         copies = self._copies[bucket]
         if not copies:  # of other pipeline stages
             return
-        torch._foreach_copy_([copy.destination for copy in copies], [copy.source(flat) for copy in copies])
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [copy.destination for copy in copies], [copy.source(flat) for copy in copies]
+        )
 
     def copies(self, bucket: Bucket) -> Sequence[Copy]:
         return self._copies[bucket]
@@ -132,5 +134,5 @@ class _Recorder(TorchDispatchMode):
         if destination.shape != source.shape:
             source = source.expand(destination.shape)
         self.copies.append(
-            Copy(destination, source.dtype, tuple(source.shape), tuple(source.stride()), source.storage_offset())
+            Copy(destination, source.dtype, tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
         )

@@ -45,7 +45,8 @@ class SglangNcclSender(NcclSender):
     def rendezvous(self, unique_id: bytes, version: int) -> Rendezvous:
         options = self.options
         address, self._store = host_rendezvous(self.receiver.url, options.config, options.deadline)
-        torch_prefixes(self._store, options.group, "cuda").set(FIRST_COMMUNICATOR, unique_id)
+        keys = torch_prefixes(self._store, options.group, "cuda")
+        keys.set(FIRST_COMMUNICATOR, unique_id)  # pyright: ignore[reportArgumentType]  # torch's stub has str alone
         found = super().rendezvous(unique_id, version)
         return replace(found, address=address, port=self._store.port, unique_id=None)
 

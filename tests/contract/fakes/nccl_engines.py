@@ -108,7 +108,7 @@ class StockVllmTransfer:
             workers.shutdown()
 
     def _chunks(self, info: dict[str, Any]) -> Iterator[tuple[list[tuple[str, torch.dtype, list[int]]], torch.Tensor]]:
-        """By the rule of vLLM's packed_nccl_broadcast_consumer: a chunk ends with the tensor that makes it too large."""
+        """As packed_nccl_broadcast_consumer cuts them: a chunk ends with the tensor that makes it too large."""
         assert self._workers is not None, "NCCL weight transfer not initialized."
         waiting, size = [], 0
         for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):

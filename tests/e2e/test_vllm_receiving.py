@@ -1,5 +1,5 @@
-"""vLLM's own code for packed transfer at the receiving end of ours: its request types and its consumer, on the CPU, with
-the broadcast replaced."""
+"""vLLM's own code at the receiving end of ours, in this process, on the CPU: its request types and its packed consumer,
+with the broadcast replaced, and its loaders, whose copies are recorded."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rltool.engines.plugin.replay import record_plan
 from rltool.engines.wire import meta_of, plan_buckets
 from rltool.weights.stream import fill_buckets
 from rltool.weights.transport import Rendezvous
 from rltool.weights.transports.nccl_vllm import STOCK
+from tests.e2e.engines import free_port
+from tests.tiny_models import write_tiny_qwen2
 
 pytestmark = pytest.mark.long
 
@@ -68,3 +71,50 @@ def test_vllm_unpacks_from_our_buckets_what_we_put_in(consume, weight_transfer, 
         )
     assert next(sent, None) is None, "vLLM has received fewer buffers than were sent"
     assert found.keys() == tensors.keys() and all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+@pytest.fixture
+def plain_model(tmp_path):
+    """vLLM's own Qwen2 with its own loaders, as it is before it is made ready for the CPU; and its checkpoint."""
+    pytest.importorskip("vllm")
+    from safetensors.torch import load_file
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        cleanup_dist_env_and_memory,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    directory = write_tiny_qwen2(tmp_path / "model", tied=False)
+    arguments = EngineArgs(model=str(directory), skip_tokenizer_init=True, dtype="float32", max_model_len=64)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
+        try:
+            initialize_model_parallel(1, 1)
+            model = initialize_model(config)
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            yield model, load_file(directory / "model.safetensors")
+        finally:
+            cleanup_dist_env_and_memory()
+
+
+def test_the_copies_of_vllms_own_loaders_are_recorded_and_replayed(plain_model):
+    """Fused projections, a vocabulary with padding, norms and biases."""
+    model, tensors = plain_model
+    metas = [meta_of(name, tensor) for name, tensor in tensors.items()]
+    buckets = plan_buckets(metas, 20_000)
+    plan = record_plan(buckets, lambda name, tensor: model.load_weights([(name, tensor)]))
+    assert not any(parameter.any() for parameter in model.parameters()), "recording stores nothing"
+    stream = zip(metas, tensors.values(), strict=True)
+    for bucket, flat in fill_buckets(stream, buckets, lambda size: torch.empty(size, dtype=torch.uint8)):
+        plan.apply(bucket, flat)
+    replayed = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.load_weights(list(tensors.items()))
+    assert len(replayed) < len(tensors), "some are fused"
+    assert all(torch.equal(replayed[name], parameter) for name, parameter in model.named_parameters())
