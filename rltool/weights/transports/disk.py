@@ -85,7 +85,7 @@ class DiskSender:
         directory = version_directory(self.options.directory, self._version)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(self._temporary, directory)
-        remove_old_versions(self.options.directory, self._version.split(":")[0])
+        remove_old_versions(directory, self._version.split(":")[0])
 
     def abort(self, reason: str) -> None:
         """A write cannot be ended; nobody reads what it leaves."""
@@ -98,16 +98,18 @@ class DiskSender:
         return final.with_name(f".{final.name}.partial")
 
 
-def remove_old_versions(root: Path, run_id: str) -> None:
-    """Delete all but the newest VERSIONS_KEPT version directories of this run.
+def remove_old_versions(written: Path, run_id: str) -> None:
+    """Delete all but the newest VERSIONS_KEPT version directories of this run, and the one that was just written.
 
     Only names that this run's versions have are touched: what else lies there is somebody else's.
     """
     mine = re.compile(rf"{re.escape(run_id)}-(\d+)-(\d+)")
-    found = [(match, path) for path in root.iterdir() if path.is_dir() and (match := mine.fullmatch(path.name))]
+    siblings = written.parent.iterdir()
+    found = [(match, path) for path in siblings if path.is_dir() and (match := mine.fullmatch(path.name))]
     newest_last = sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2])))
     for _, old in newest_last[:-VERSIONS_KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old != written:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 class VllmDiskControl(vllm.VllmControl):
