@@ -48,7 +48,8 @@ class SyncReport:
         total = len(self.updated) + len(self.failed)
         text = (
             f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
-            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases}; paused {self.paused:.3f})"
+            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases}; "
+            f"paused {self.paused:.3f})"
         )
         if self.difference is not None:
             text += f"; engines agree with the trainer within {self.difference:.1e}"

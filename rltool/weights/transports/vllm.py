@@ -66,7 +66,8 @@ def bucket_request(bucket: Bucket, **more: Any) -> HttpRequest:
 
 def buckets_info(buckets: Sequence[Bucket]) -> dict[str, Any]:
     """The update info of several buckets."""
-    return _info([meta for bucket in buckets for meta in bucket]) | {"bucket_sizes": [len(bucket) for bucket in buckets]}
+    metas = [meta for bucket in buckets for meta in bucket]
+    return _info(metas) | {"bucket_sizes": [len(bucket) for bucket in buckets]}
 
 
 def fetched_request(buckets: Sequence[Bucket], version: str) -> tuple[HttpRequest, int]:
