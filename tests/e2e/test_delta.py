@@ -73,10 +73,10 @@ async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
         fleet.add(endpoint.url, takes_weights=True)
         sent_at = fleet.member(endpoint.url).since
         fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
-        assert info.vocab_size is not None
+        vocab_size = ranks.model(0).config.vocab_size  # SGLang does not tell it
         sync = WeightSync(
             client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
-            ValueCheck(info.vocab_size, 1.0, EQUAL, info.max_model_len),
+            ValueCheck(vocab_size, 1.0, EQUAL, info.max_model_len),
             trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=store / "unused",
         )  # fmt: skip
         try:
