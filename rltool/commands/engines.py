@@ -1,8 +1,10 @@
-"""`rltool engines list`, `add`, `remove` (of a living run) and `resume`."""
+"""`rltool engines list`, `add`, `remove` (of a living run), `resume` and `follow-weights`."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
+import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +68,38 @@ def remove(
     directory, driver = choose_driver(run)
     for engine in engines:
         _print(driver.remove_engine(engine.url), engine.url, f"leaves run {directory.name}")
+
+
+@app.command("follow-weights")
+def follow_weights(
+    store: Annotated[str, typer.Argument(help="weights.store of the run: a directory or s3://BUCKET/PREFIX.")],
+    directory: Annotated[Path, typer.Option("--to", help="Versions are rebuilt below it, on the engine's host.")],
+    engine: Annotated[str, typer.Option(help="HOST:PORT of the engine that loads them, as the run has it.")],
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at the store.")] = 0.5,
+    deadline: Annotated[float, typer.Option(min=1.0, help="Seconds for one version to be fetched.")] = 600.0,
+) -> None:
+    """Rebuild the weights that a run with weights.transport = "delta" writes, for an SGLang server on this host.
+
+    Each version appears as a directory in Hugging Face's layout, of which the newest two are kept; the run tells the
+    server to load it. Runs until it is interrupted.
+    """
+    from rltool.engines.delta.follow import follow
+    from rltool.engines.delta.store import open_store
+
+    engines = resolve([engine]).engines
+    if len(engines) != 1:
+        raise UsageError(f"{engine} stands for {len(engines)} engines: each has a follower of its own")
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    console = Console()
+
+    def log(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    log(f"following {store} for {engines[0].url} below {directory.absolute()}")
+    follow(open_store(store), directory.absolute(), engine=engines[0].url, every=every, deadline=deadline, log=log,
+           stopped=stopped.is_set)  # fmt: skip
 
 
 def _print(row: EngineStatus, url: str, what: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from rltool.config.base import Config
 
@@ -178,9 +178,10 @@ class EvalConfig(Config):
 class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
-    transport: Literal["auto", "gloo", "disk", "nccl"] = "auto"
+    transport: Literal["auto", "gloo", "disk", "delta", "nccl"] = "auto"
     """nccl: from GPU to GPU; gloo: through the hosts' memory; both in pieces of bucket_bytes; disk: a directory that
-    trainer and engines share. auto: for each engine the first of these that it can take."""
+    trainer and engines share. auto: for each engine the first of these that it can take. delta: what changed alone,
+    through a store."""
     bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Tensors are sent together until they are larger than this many bytes: a bucket is closed after the tensor that
     makes it so."""
@@ -194,9 +195,35 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
+    staged: bool = False
+    """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
+    vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
+    --gpu-memory-utilization."""
+    store: str | None = None
+    """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
+    One run at a time."""
+    anchor_every: int = Field(default=10, ge=1)
+    """delta: versions from one full copy of the weights in the store to the next; between them are patches."""
     verify_tolerance: float | None = Field(default=None, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection.
     None: 0.001 where both compute in float32, else 0.2."""
+
+    @model_validator(mode="after")
+    def _staged(self) -> WeightsConfig:
+        if self.staged and self.transport in ("disk", "delta"):
+            raise ValueError(
+                f'staged has no effect with transport = "{self.transport}", which loads what lies there already'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _store(self) -> WeightsConfig:
+        if (self.transport == "delta") != (self.store is not None):
+            raise ValueError(
+                'transport = "delta" and store go together: name a directory that trainer and engines share, or '
+                "s3://BUCKET/PREFIX"
+            )
+        return self
 
 
 class DeadlinesConfig(Config):

@@ -11,6 +11,14 @@ nccl
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
     `rltool.engines.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update info
     announces several: `bucket_sizes` says how many of the names belong to each.
+delta
+    Init info {transport: "delta"}. POST /rltool/prefetch {version, seconds, store} has every worker fetch the version
+    while it generates (rltool.engines.delta has what lies in the store); one update info {names: [], dtypes: [],
+    shapes: [], version} then stands for all buckets.
+gloo and nccl, staged
+    POST /rltool/prefetch {version, seconds, announced} has every worker receive all buckets while it generates;
+    `announced` is an update info with bucket_sizes. One update info with the version then stands for them, as with
+    delta.
 disk
     Init info {transport: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has
     its absolute `path` as well, which the engine must see under the same name.

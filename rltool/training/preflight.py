@@ -13,6 +13,7 @@ from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines import supported
 from rltool.engines.client import EngineClient
+from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
@@ -120,6 +121,8 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | N
             "none of the given engines takes weights (update_weights is false in their endpoints.json), so what "
             "they sample would never be the trained model's: point --rollout-external at engines of the policy"
         )
+    if trainer_device is not None and config.weights.store is not None:
+        open_store(config.weights.store)  # UsageError for an address that is none, or without boto3
     check_engines(fleet, config, trainer_device)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from rltool.errors import EngineError, UsageError
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
-from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, choose, transport
+from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, Transport, choose, transport
 
 STEP_SHARE = 2
 """Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
@@ -50,8 +50,12 @@ class Connection:
     """boot_id: of the engine's process that joined."""
 
     boot_id: str | None
-    control: ReceiverControl
+    transport: Transport
     rendezvous: Rendezvous
+
+    @property
+    def control(self) -> ReceiverControl:
+        return self.transport.control
 
 
 class Connections:
@@ -95,7 +99,7 @@ class Connections:
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
         self._connected |= {
-            url: Connection(self._boot_id(url), _control(receiver), meeting[url])
+            url: Connection(self._boot_id(url), self._transport(receiver), meeting[url])
             for url, receiver in receivers.items()
             if url not in failures
         }
@@ -135,6 +139,13 @@ class Connections:
         is_known = url in self._connected and self._connected[url].boot_id == self._boot_id(url)
         return is_known and self._fleet.member(url).version is not None
 
+    def _transport(self, receiver: Receiver) -> Transport:
+        kind = transport(receiver.dialect, receiver.backend)
+        if not self._config.staged:
+            return kind
+        assert kind.staged is not None, "choose refuses it"
+        return replace(kind, control=kind.staged)
+
     def _boot_id(self, url: str) -> str | None:
         return self._fleet.member(url).boot_id
 
@@ -154,7 +165,7 @@ class Connections:
     def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:
         async def join(endpoint: EngineEndpoint) -> None:
             url = endpoint.url
-            control = _control(receivers[url])
+            control = self._transport(receivers[url]).control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
                 await self._calls.run(endpoint, control.leave(GROUP))
@@ -168,5 +179,3 @@ class Connections:
         return join
 
 
-def _control(receiver: Receiver) -> ReceiverControl:
-    return transport(receiver.dialect, receiver.backend).control

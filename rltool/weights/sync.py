@@ -1,8 +1,9 @@
 """One weight sync, whole: a coroutine that drives the engines over HTTP and awaits the trainer's ranks.
 
 connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
-`finally` -> value check of new connections. It runs where the fleet and the HTTP client live, the one owner of the
-control plane.
+`finally` -> value check of new connections. Engines that can have the bytes before they load them (disk, delta, staged)
+generate until they have them: send, prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP
+client live, the one owner of the control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
@@ -36,6 +37,7 @@ from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
+from rltool.weights.transport import Rendezvous
 from rltool.weights.verify import ValueCheck
 
 REASON_SECONDS = 5.0
@@ -72,6 +74,7 @@ class WeightSync:
         )
         self._buckets: list[Bucket] = []
         self._differing: set[str] = set()  # engines whose values differed, in this sync
+        self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -84,7 +87,7 @@ class WeightSync:
         """
         started = time.perf_counter()
         phases: dict[str, float] = {}
-        self.calls.silent, self._differing = set(), set()
+        self.calls.silent, self._differing, self._pauses = set(), set(), {}
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -96,16 +99,18 @@ class WeightSync:
         there = self.fleet.syncable()
         failures |= {url: self.fleet.member(url).reason for url in urls if url not in there and url not in failures}
         paused = [url for url in urls if url not in failures]
+        late = [url for url in paused if self._generates_on(url)]
+        early = [url for url in paused if url not in late]
         for url in failures:
             self._lost(url, failures[url])
         try:
             try:
-                for url in paused:
+                for url in early:
                     self.fleet.pause(url)
                 with timed(phases, "pause"):
-                    failures |= await self._each(self._paused(paused), self._pause_and_begin)
+                    failures |= await self._each(early, self._pause_and_begin)
                 with timed(phases, "transfer"):
-                    failures |= await self._transfer(str(version), self._paused(paused))
+                    failures |= await self._transfer(str(version), [*self._paused(early), *late])
                 with timed(phases, "finish"):
                     failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
                 if self._paused(paused):
@@ -113,7 +118,7 @@ class WeightSync:
             finally:
                 with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
-                    failures = await self._resume(paused) | failures
+                    failures = await self._resume(list(self._pauses)) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
@@ -130,7 +135,8 @@ class WeightSync:
                 self._explain(str(version), failures), values_differ=failures.keys() == self._differing
             )
         size = sum(map(bucket_bytes, self._buckets))
-        return SyncReport(str(version), size, time.perf_counter() - started, phases, updated, failures, difference)
+        seconds, paused = time.perf_counter() - started, max(self._pauses.values(), default=0.0)
+        return SyncReport(str(version), size, seconds, phases, updated, failures, difference, paused)
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
@@ -147,6 +153,7 @@ class WeightSync:
     # -- steps
 
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
+        self._pauses[endpoint.url] = -time.perf_counter()
         await self.calls.run(endpoint, dialect(endpoint.dialect or "").pause(self.config.pause_mode))
         self.fleet.update_began(endpoint.url)
         await self.calls.run(endpoint, self.connections[endpoint.url].control.begin())
@@ -190,13 +197,37 @@ class WeightSync:
 
     async def _take(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
         connection = self.connections[endpoint.url]
+        rendezvous = connection.rendezvous
         if connection.control.after_send:
             await asyncio.wait((sending,))
             if _lost_by_the_ranks(endpoint.url, sending) is not None:
                 return  # there is nothing to take; the ranks' reason is reported
-        for request, buckets in connection.control.announce(self._buckets, connection.rendezvous, version=version):
+        if self._generates_on(endpoint.url):
+            rendezvous = await self._prefetch(endpoint, version)
+            if endpoint.url not in self.fleet.syncable():
+                raise EngineError(f"it cannot be paused now: {self.fleet.member(endpoint.url).reason}")
+            self.fleet.pause(endpoint.url)
+            await self._pause_and_begin(endpoint)
+        for request, buckets in connection.control.announce(self._buckets, rendezvous, version=version):
             seconds = STEP_SHARE * self.calls.deadline + (buckets - 1) * self.bucket_deadline
             await self.client.run(endpoint, [request], timeout=seconds)
+
+    def _generates_on(self, url: str) -> bool:
+        """Whether this engine is paused only when it has all bytes."""
+        control = self.connections[url].control
+        return control.after_send or control.staged
+
+    async def _prefetch(self, endpoint: EngineEndpoint, version: str) -> Rendezvous:
+        """Until everything that needs no pause is ready at the engine."""
+        connection = self.connections[endpoint.url]
+        seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self.bucket_deadline
+        rendezvous, located = connection.rendezvous, connection.transport.located
+        if located is not None:
+            rendezvous = await asyncio.to_thread(located, endpoint.url, rendezvous, version, seconds)
+        requests = connection.control.prefetch(self._buckets, rendezvous, version=version, seconds=seconds)
+        # Longer than what the engine was told: it knows what it waits for.
+        await self.client.run(endpoint, requests, timeout=seconds + self.calls.deadline)
+        return rendezvous
 
     async def _finish(self, endpoint: EngineEndpoint, version: WeightVersion) -> None:
         await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
@@ -208,7 +239,10 @@ class WeightSync:
 
         async def resume(endpoint: EngineEndpoint) -> None:
             run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
-            await run(endpoint, dialect(endpoint.dialect or "").resume())
+            try:
+                await run(endpoint, dialect(endpoint.dialect or "").resume())
+            finally:
+                self._pauses[endpoint.url] += time.perf_counter()
 
         failures = await self.calls.gather(urls, resume)
         for url in set(failures) & set(self._paused(urls)):

@@ -29,7 +29,8 @@ class SyncReport:
     """bytes: of one copy of the weights; seconds by phase: connect, pause, transfer, finish, resume, verify.
 
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
-    of the value check over the engines that were checked, None where none was.
+    of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
+    that was paused longest stood still.
     """
 
     version: str
@@ -39,6 +40,7 @@ class SyncReport:
     updated: tuple[str, ...] = ()
     failed: Failures = field(default_factory=dict)
     difference: float | None = None
+    paused: float = 0.0
 
     def line(self) -> str:
         """One line for the log."""
@@ -46,7 +48,8 @@ class SyncReport:
         total = len(self.updated) + len(self.failed)
         text = (
             f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
-            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases})"
+            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases}; "
+            f"paused {self.paused:.3f})"
         )
         if self.difference is not None:
             text += f"; engines agree with the trainer within {self.difference:.1e}"
@@ -59,6 +62,7 @@ class SyncReport:
             "weights/sync_bytes": float(self.bytes),
             "time/sync_seconds": self.seconds,
         }
+        values["weights/paused_seconds"] = self.paused
         values["weights/failed_engines"] = float(len(self.failed))
         if self.difference is not None:
             values["weights/logprob_abs_diff_mean"] = self.difference

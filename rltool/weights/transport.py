@@ -19,7 +19,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 
-Backend = Literal["gloo", "disk", "nccl", "vllm-nccl"]
+Backend = Literal["gloo", "disk", "delta", "nccl", "vllm-nccl"]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang."""
 
 
@@ -127,14 +127,23 @@ class SenderTransport(Protocol):
 class ReceiverControl(Protocol):
     """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
 
-    after_send: `announce`'s requests are sent when the ranks have sent everything, not beside it.
+    after_send: the engine takes what the ranks have left for it, once they have sent everything. staged: it takes the
+    buckets beside the sending, by `prefetch`. Either way it generates until `prefetch` has been answered, and only then
+    is it paused, for `begin` and `announce`. The others are paused first, and announced to beside the sending.
     """
 
     after_send: bool
+    staged: bool
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """Join the group; blocks in the engine until the trainer has joined as rank 0. timeout_seconds: for that, and
         then for each bucket, in an engine that can be told."""
+        ...
+
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
+        """Have everything ready that needs no pause, within so many seconds. With after_send or staged alone."""
         ...
 
     def begin(self) -> list[HttpRequest]: ...
@@ -155,6 +164,10 @@ class ReceiverControl(Protocol):
         ...
 
 
+Located = Callable[[str, Rendezvous, str, float], Rendezvous]
+"""(URL of the engine, rendezvous, version, seconds) -> the rendezvous with what `announce` needs of this version.
+Blocks, so many seconds at most, until something beside the engine has it ready. Raises TransportError."""
+
 SenderFactory = Callable[[Receiver, SenderOptions], SenderTransport]
 Obstacle = Callable[[EngineInfo, str], str | None]
 """(engine, device of the trainer: cpu or cuda) -> why weights cannot go there this way, and what to do; None: they
@@ -164,13 +177,16 @@ can."""
 @dataclass(frozen=True)
 class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
-    sends does not depend on them. listens: the sender has a port that engines connect to."""
+    sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
+    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot."""
 
     sender: SenderFactory
     control: ReceiverControl
     obstacle: Obstacle
     shared: bool = False
     listens: bool = True
+    located: Located | None = None
+    staged: ReceiverControl | None = None
 
 
 TRANSPORTS: dict[tuple[str, Backend], str] = {
@@ -178,6 +194,8 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
     ("sglang", "gloo"): "rltool.weights.transports.gloo:SGLANG",
     ("vllm", "disk"): "rltool.weights.transports.disk:VLLM",
     ("sglang", "disk"): "rltool.weights.transports.disk:SGLANG",
+    ("vllm", "delta"): "rltool.weights.transports.delta:VLLM",
+    ("sglang", "delta"): "rltool.weights.transports.delta:SGLANG",
     ("vllm", "nccl"): "rltool.weights.transports.nccl_vllm:PLUGIN",
     ("vllm", "vllm-nccl"): "rltool.weights.transports.nccl_vllm:STOCK",
     ("sglang", "nccl"): "rltool.weights.transports.nccl_sglang:SGLANG",
@@ -192,6 +210,7 @@ CANDIDATES: dict[str, tuple[Backend, ...]] = {
     "nccl": ("nccl", "vllm-nccl"),
     "gloo": ("gloo",),
     "disk": ("disk",),
+    "delta": ("delta",),
 }
 """weights.transport -> what is tried, in order."""
 
@@ -211,6 +230,11 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Back
     for backend in CANDIDATES[config.transport]:
         why = obstacle(info, backend, trainer_device)
         if why is None:
+            if config.staged and transport(info.dialect, backend).staged is None:
+                raise UsageError(
+                    "cannot take staged weights: that needs a vLLM with rltool's plugin, over gloo or nccl; set "
+                    "weights.staged to false, or start it with `rltool serve-engines --weight-backend rltool`"
+                )
             return backend
         reasons.append(why)
     if config.transport != "auto":

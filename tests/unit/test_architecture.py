@@ -49,6 +49,7 @@ OWNERS = {
         "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
         "engines/wire.py": "the wire contract, which trainer and plugin share",
+        "engines/delta": "patches of tensors, which trainer, plugin and followers share",
         "engines/nccl.py": "communicators, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
         "quickstart/tiny_model.py": "makes a model",
@@ -59,6 +60,8 @@ OWNERS = {
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
+    "boto3": {"engines/delta/store.py": "S3-compatible stores"},
+    "botocore": {"engines/delta/store.py": "its errors and settings"},
     "aiohttp": {
         "engines/client.py": "generation and control calls",
         "training/run_server.py": "the driver's endpoint",
@@ -78,7 +81,7 @@ GATEWAY_IMPORTS = {
 }
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
-LAZY_ONLY = {"transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
+LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang"}
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
 IMPORTS_NOTHING_HEAVY = (
@@ -87,7 +90,7 @@ IMPORTS_NOTHING_HEAVY = (
 )  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
 
-TORCH_ALONE = ("engines/wire.py", "engines/nccl.py")
+TORCH_ALONE = ("engines/wire.py", "engines/nccl.py", "engines/delta/")
 """What trainer and plugin share; it needs torch."""
 
 
@@ -211,18 +214,18 @@ def test_slow_and_optional_packages_are_imported_inside_functions():
 
 def test_the_base_installation_imports_nothing_heavy_at_the_top():
     heavy = {"torch", "ray", "megatron", "vllm", "transformers", "numpy", "safetensors", "sglang_router"}
-    torch_alone = {f"rltool.{file.removesuffix('.py').replace('/', '.')}" for file in TORCH_ALONE}
     heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
     wrong = []
     for found in all_imports():
-        if found.lazy or found.file.startswith("engines/plugin/") or found.file in TORCH_ALONE:
+        if found.lazy or found.file.startswith(("engines/plugin/", *TORCH_ALONE)):
             continue
         if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
             continue
         if found.module == "rltool.models.weight_files":  # which is among those that are looked at here
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        if found.package in heavy or room in heavy_rooms or found.module in torch_alone:
+        shared = found.module.startswith(("rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta"))
+        if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
@@ -230,7 +233,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
 def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl")
+    shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta")
     assert {module for module in found if not module.startswith(shared)} <= allowed
 
 

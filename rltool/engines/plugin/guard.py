@@ -29,6 +29,7 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/update_weights"),
         ("POST", "/finish_weight_update"),
         ("POST", "/shutdown_weight_transfer_engine"),
+        ("POST", "/rltool/prefetch"),
     }
 )
 """What changes the engine for everybody: while a run holds the lease (lease.py), these are its alone."""

@@ -9,6 +9,7 @@ HTTP request.
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +20,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from rltool.engines.plugin import reload
 from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
+from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
 from rltool.engines.types import Bucket, TensorMeta
 
 NEEDED = {
     "gloo": ("address", "port", "group", "timeout_seconds"),
     "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
     "disk": (),
+    "delta": (),
 }
 """Transport -> the fields of its init info that must be there; gloo and nccl have a rank as well."""
 
@@ -49,7 +52,7 @@ class InitInfo(WeightTransferInitInfo):
         for name in NEEDED[self.transport]:
             if not getattr(self, name):
                 raise ValueError(f"init info of transport {self.transport} lacks {name!r}")
-        if self.transport != "disk" and not 1 <= self.rank_offset < self.world_size:
+        if self.transport in ("gloo", "nccl") and not 1 <= self.rank_offset < self.world_size:
             raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
 
 
@@ -59,6 +62,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     dtypes: list[str]
     shapes: list[list[int]]
     path: str | None = None
+    version: str | None = None
     bucket_sizes: list[int] | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +96,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
+        self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
         self._loader = Loader(reload, pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
 
     @property
@@ -124,6 +129,22 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         self._transport = init_info.transport
 
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
+        """Begin to get `version` beside generation: from the store of this address, or as the trainer announces it.
+        Raises NotFetched."""
+        if isinstance(source, str):
+            self.prefetcher.fetch(source, version, seconds)
+            return
+        channel, buckets = self._channel, self.parse_update_info(source).buckets()
+        if channel is None:
+            raise NotFetched("no transfer group is open: /init_weight_transfer_engine comes first")
+
+        def received() -> Iterator[tuple[Bucket, torch.Tensor]]:
+            with closing(channel.receive(buckets)) as arriving:
+                yield from arriving
+
+        self.prefetcher.receive(received, version, seconds)
+
     def start_weight_update(self) -> None:
         if self._transport is None:
             raise WeightUpdateError("no transfer was initialised: /init_weight_transfer_engine comes first")
@@ -140,12 +161,17 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if self._transport == "disk":
                 self._load_file(update_info)
+            elif update_info.version is not None:
+                self._load_fetched(update_info.version)
             else:
                 self._receive(update_info)
         except ChannelError as error:
             self._loader.abandon(self.model)
             if error.broken:
                 self.shutdown()
+            raise WeightUpdateError(str(error)) from error
+        except NotFetched as error:
+            self._loader.abandon(self.model)
             raise WeightUpdateError(str(error)) from error
         except BaseException:
             self._loader.abandon(self.model)
@@ -154,6 +180,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         try:
             self._loader.finish(self.model, self.model_config)
+            self.prefetcher.forget()
         except BaseException:
             self._loader.abandon(self.model)
             raise
@@ -163,6 +190,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._loader.abandon(self.model)
 
     def shutdown(self) -> None:
+        self.prefetcher.forget()
         channel, self._channel, self._transport = self._channel, None, None
         if channel is not None:
             channel.close()
@@ -173,6 +201,10 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         with closing(self._channel.receive(update_info.buckets())) as arriving:
             for bucket, flat in arriving:
                 self._loader.load_flat(self.model, bucket, flat)
+
+    def _load_fetched(self, version: str) -> None:
+        for bucket, flat in self.prefetcher.buckets(version):
+            self._loader.load_flat(self.model, bucket, flat.to(self.device, non_blocking=True))
 
     def _load_file(self, update_info: UpdateInfo) -> None:
         if update_info.path is None:

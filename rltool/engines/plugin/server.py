@@ -33,6 +33,7 @@ from rltool.engines.plugin.asgi import (
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
+from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class ServerMiddleware:
             await self._lease(receive, send)
         elif (method, path) in CONTROL_ROUTES and (refusal := self._refusal(scope)) is not None:
             await send_json(send, 409, refusal)
+        elif path == PREFETCH_PATH:
+            await self._prefetch(scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -110,12 +113,17 @@ class ServerMiddleware:
 
     async def _lease(self, receive: Receive, send: Send) -> None:
         try:
-            body = json.loads(await read_body(receive))
+            body = await _json_of(receive)
         except Disconnected:
             return
-        except ValueError:
-            body = None
         await send_json(send, *answer(self._leases, body))
+
+    async def _prefetch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await _json_of(receive)
+        except Disconnected:
+            return
+        await send_json(send, *await prefetch(scope["app"].state.engine_client, body))
 
     def _refusal(self, scope: Scope) -> dict[str, Any] | None:
         return refused(self._leases, header(scope, RUN_HEADER.lower().encode()))
@@ -172,6 +180,14 @@ class ServerMiddleware:
         if any(mixed):
             logger.warning("a weight update was not finished: the weights are a mixture until the next full one")
             await client.update_weight_version(INCOMPLETE_VERSION)
+
+
+async def _json_of(receive: Receive) -> Any:
+    """The body; None where it is no JSON."""
+    try:
+        return json.loads(await read_body(receive))
+    except ValueError:
+        return None
 
 
 def _wanting_arrays(scope: Scope) -> dict[str, Any]:

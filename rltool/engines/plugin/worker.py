@@ -1,5 +1,5 @@
-"""A method that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that nobody will
-finish.
+"""Methods that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that nobody will
+finish, and weights that are fetched beside generation.
 
 vLLM's worker refuses to start or to shut down while an update is active, and a failed finish leaves it active for ever;
 a trainer that died between two buckets would leave the engine useless.
@@ -7,6 +7,7 @@ a trainer that died between two buckets would leave the engine useless.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -31,3 +32,28 @@ class WeightUpdateRecovery:
             abandon_reload(engine.model)
         engine.reset_weight_update_target()
         return getattr(engine, "changed", was_active)
+
+    def rltool_prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> str:
+        """Begin to get `version` in the background, from the store of this address, or as it is announced. Returns why
+        it cannot, or ""."""
+        engine = self.weight_transfer_engine
+        if not hasattr(engine, "prefetch"):
+            return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
+        return _failure_of(lambda: engine.prefetch(version, seconds, source))
+
+    def rltool_prefetched(self, version: str) -> tuple[bool, str]:
+        """(it has come, or never will; why it will not, or "")."""
+        found: list[bool] = []
+        failure = _failure_of(lambda: found.append(self.weight_transfer_engine.prefetcher.fetched(version)))
+        return bool(failure) or found[0], failure
+
+
+def _failure_of(act: Callable[[], object]) -> str:
+    """As text: an exception of a worker would be logged with its traceback by each process that it goes through."""
+    from rltool.engines.plugin.prefetch import NotFetched
+
+    try:
+        act()
+    except NotFetched as error:
+        return str(error)
+    return ""

@@ -117,6 +117,10 @@ class VllmGlooControl(vllm.VllmControl):
         return [(vllm.bucket_request(bucket), 1) for bucket in buckets]
 
 
+class StagedVllmGlooControl(vllm.StagedControl, VllmGlooControl):
+    """The buckets of a whole version lie in the host's memory until they are loaded."""
+
+
 class SglangGlooControl(sglang.SglangControl):
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         return [sglang.join_request(rendezvous, rank_offset, "gloo")]
@@ -140,5 +144,5 @@ def _sglang_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
     return sglang.data_parallel(info)
 
 
-VLLM = Transport(VllmGlooSender, VllmGlooControl(), _vllm_obstacle)
+VLLM = Transport(VllmGlooSender, VllmGlooControl(), _vllm_obstacle, staged=StagedVllmGlooControl())
 SGLANG = Transport(SglangGlooSender, SglangGlooControl(), _sglang_obstacle)

@@ -98,8 +98,12 @@ class PluginControl(vllm.VllmControl):
     def announce(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
-        metas = tuple(meta for bucket in buckets for meta in bucket)
-        return [(vllm.bucket_request(metas, bucket_sizes=[len(bucket) for bucket in buckets]), len(buckets))]
+        info = vllm.buckets_info(buckets)
+        return [(HttpRequest("POST", "/update_weights", {"update_info": info}), len(buckets))]
+
+
+class StagedPluginControl(vllm.StagedControl, PluginControl):
+    """The buckets of a whole version lie beside the weights on the engine's GPU until they are copied."""
 
 
 def stock_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
@@ -117,4 +121,4 @@ def plugin_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
 
 
 STOCK = Transport(StockVllmSender, StockVllmControl(), stock_obstacle)
-PLUGIN = Transport(NcclSender, PluginControl(), plugin_obstacle)
+PLUGIN = Transport(NcclSender, PluginControl(), plugin_obstacle, staged=StagedPluginControl())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rltool.engines.dialects import dialect
 from rltool.engines.inspection import NO_SUCH_ROUTE
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
@@ -15,6 +17,12 @@ class SglangControl:
     """The part of ReceiverControl that does not depend on how the bytes travel."""
 
     after_send = False
+    staged = False
+
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
+        return []
 
     def begin(self) -> list[HttpRequest]:
         # Mandatory before a transfer since 0.5.21, and harmless around a load from disk as long as no weights are

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rltool.engines.dialects import dialect
-from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.weights.transport import NO_TRANSFER
+from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
+from rltool.weights.transport import NO_TRANSFER, Rendezvous
 
 
 class VllmControl:
     """The part of ReceiverControl that does not depend on how the bytes travel."""
 
     after_send = False
+    staged = False
+
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
+        return []
 
     def begin(self) -> list[HttpRequest]:
         return [HttpRequest("POST", "/start_weight_update")]
@@ -31,18 +38,49 @@ class VllmControl:
         return dialect("vllm").leave_transfer(group)
 
 
+class StagedControl(VllmControl):
+    """Of rltool's plugin: buckets arrive in a second buffer while the engine generates."""
+
+    staged = True
+
+    def prefetch(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
+    ) -> list[HttpRequest]:
+        body = {"version": version, "seconds": seconds, "announced": buckets_info(buckets)}
+        return [HttpRequest("POST", "/rltool/prefetch", body)]
+
+    def announce(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
+    ) -> list[tuple[HttpRequest, int]]:
+        return [fetched_request(buckets, version)]
+
+
 def init_request(**info: Any) -> HttpRequest:
     return HttpRequest("POST", "/init_weight_transfer_engine", {"init_info": info})
 
 
 def bucket_request(bucket: Bucket, **more: Any) -> HttpRequest:
     """One bucket, for rltool's plugin (rltool.engines.wire)."""
-    info: dict[str, Any] = {
-        "names": [meta.name for meta in bucket],
-        "dtypes": [meta.dtype for meta in bucket],
-        "shapes": [list(meta.shape) for meta in bucket],
+    return HttpRequest("POST", "/update_weights", {"update_info": _info(bucket) | more})
+
+
+def buckets_info(buckets: Sequence[Bucket]) -> dict[str, Any]:
+    """The update info of several buckets."""
+    metas = [meta for bucket in buckets for meta in bucket]
+    return _info(metas) | {"bucket_sizes": [len(bucket) for bucket in buckets]}
+
+
+def fetched_request(buckets: Sequence[Bucket], version: str) -> tuple[HttpRequest, int]:
+    """All buckets, which the engine has by now; and how many they are."""
+    return HttpRequest("POST", "/update_weights", {"update_info": _info(()) | {"version": version}}), len(buckets)
+
+
+def _info(metas: Sequence[TensorMeta]) -> dict[str, Any]:
+    return {
+        "names": [meta.name for meta in metas],
+        "dtypes": [meta.dtype for meta in metas],
+        "shapes": [list(meta.shape) for meta in metas],
     }
-    return HttpRequest("POST", "/update_weights", {"update_info": info | more})
 
 
 def no_transfer(info: EngineInfo) -> str | None:

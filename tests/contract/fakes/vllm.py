@@ -14,7 +14,7 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -24,6 +24,9 @@ from rltool.engines import arrays, wire
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
+from rltool.engines.plugin.prefetch import Prefetcher
+from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import EngineError
 from tests.contract.fakes.generation import Batch, version_spans
@@ -77,6 +80,9 @@ class FakeVllm(FakeServer):
         self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
         self.transport: str | None = None
+        self.worker = WeightUpdateRecovery()
+        self.worker.weight_transfer_engine = self
+        self.prefetcher = Prefetcher(pin=False)
         self.updating = False
         self.changed = False
         self._group = None
@@ -140,6 +146,7 @@ class FakeVllm(FakeServer):
         }
         if self.plugin:
             routes |= {
+                ("POST", PREFETCH_PATH): self._prefetch,
                 ("GET", "/rltool/info"): self._info,
                 ("GET", "/rltool/checksums"): self._checksums,
                 ("POST", LEASE_PATH): self._lease,
@@ -411,6 +418,30 @@ class FakeVllm(FakeServer):
         self.updating = True
         return web.json_response({"message": "Weight update started"})
 
+    async def _prefetch(self, recorded: Recorded) -> web.Response:
+        status, reply = await prefetch(self, recorded.body)
+        return web.json_response(reply, status=status)
+
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
+        """As the plugin's receiver does it."""
+        if isinstance(source, str):
+            self.prefetcher.fetch(source, version, seconds)
+        else:
+            metas = tuple(map(TensorMeta, source["names"], source["dtypes"], map(tuple, source["shapes"])))
+            self.prefetcher.receive(lambda: self._received(_cut(metas, source)), version, seconds)
+
+    def _received(self, buckets: list[Bucket]) -> Iterator[tuple[Bucket, Any]]:
+        import torch
+
+        for bucket in buckets:
+            flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
+            wire.broadcast(self._group, flat)
+            yield bucket, flat
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What the plugin's worker extension answers: here it is the real one."""
+        return [getattr(self.worker, method)(*args)]
+
     async def _update(self, recorded: Recorded) -> web.Response:
         if not self.updating:
             return _worker_failed("start_weight_update must be called before update_weights.")
@@ -423,6 +454,9 @@ class FakeVllm(FakeServer):
                 from safetensors.torch import load_file
 
                 self.tensors |= load_file(info["path"])
+            elif info.get("version") is not None:
+                for held, flat in self.prefetcher.buckets(info["version"]):
+                    self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
             elif self.transport == "nccl":
                 self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
             else:

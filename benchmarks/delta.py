@@ -1,0 +1,187 @@
+"""What the delta transport sends for each training step, and how long an engine stands still for it.
+
+    python -m benchmarks.delta
+    python -m benchmarks.delta --url http://127.0.0.1:8101 --key-file key
+
+A model (the quickstart's, unless --layers and --hidden say otherwise) is trained for some steps of AdamW on short
+texts, with float32 weights in the optimizer and the weights sent as --dtypes. Every step is written to a store in a
+temporary directory and taken from there by a copy in host memory, which must be bit-equal. One line of JSON for each
+dtype and learning rate: the share of elements that changed, bytes of a patch against those of all weights, and the
+seconds for writing and for taking one; medians over the steps.
+
+With --url a running vLLM, started by `rltool serve-engines` with the model of --model, takes the same steps over gloo,
+disk and delta in turns: one line for each, with the seconds for which it stood still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.delta.memory import MemoryCopy
+from rltool.engines.delta.patch import bits
+from rltool.engines.delta.rebuild import bring
+from rltool.engines.delta.store import open_store
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.engines.weight_version import WeightVersion
+from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets, split_flat
+from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.sync import WeightSync
+from rltool.weights.verify import ValueCheck
+from tests.ranks import SenderRanks, flat_bytes
+
+RUN = "b" * 32
+Weights = dict[str, torch.Tensor]
+
+
+def trained(model_directory: Path, lr: float, steps: int, dtype: torch.dtype) -> Iterator[Weights]:
+    """The weights before the first step and after each, as they are sent."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model_directory)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    for step in range(steps + 1):
+        yield {name: parameter.detach().to(dtype, copy=True) for name, parameter in model.named_parameters()}
+        if step == steps:
+            return
+        drawn = torch.randint(0, 26, (32, 8), generator=generator).tolist()
+        words = ["".join(letters[i] for i in row) for row in drawn]
+        ids = torch.tensor([tokenizer(f"{word} => {word[::-1]}").input_ids for word in words])
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def payload(model: Path, dtype: torch.dtype, lr: float, steps: int) -> dict[str, Any]:
+    """One line of the table without an engine."""
+    changed, patches, writing, taking = [], [], [], []
+    dense = elements = 0
+    with tempfile.TemporaryDirectory() as directory:
+        store, copy = open_store(directory), MemoryCopy()
+        writer = DeltaWriter(store, anchor_every=steps + 1, model_files=model)
+        last: Weights = {}
+        for number, weights in enumerate(trained(model, lr, steps, dtype)):
+            version = str(WeightVersion(RUN, 0, number))
+            buckets = plan_buckets([meta_of(name, tensor) for name, tensor in weights.items()], 256 << 20)
+            started = time.perf_counter()
+            writer.begin(version, buckets)
+            for bucket in buckets:
+                writer.add(bucket, flat_bytes(weights, bucket))
+            published = writer.finish()
+            written = time.perf_counter()
+            bring(copy, store, version, seconds=600)
+            taken = time.perf_counter()
+            held = {name: tensor for bucket, flat in copy.buckets() for name, tensor in split_flat(flat, bucket)}
+            assert all(torch.equal(bits(held[name]), bits(tensor)) for name, tensor in weights.items())
+            if published.patch_bytes is not None:
+                different = sum(int((bits(last[name]) != bits(tensor)).sum()) for name, tensor in weights.items())
+                elements = sum(tensor.numel() for tensor in weights.values())
+                dense = sum(map(bucket_bytes, buckets))
+                changed.append(different / elements)
+                patches.append(published.patch_bytes)
+                writing.append(written - started)
+                taking.append(taken - written)
+            last = weights
+    return {
+        "dtype": str(dtype).removeprefix("torch."),
+        "lr": lr,
+        "steps": steps,
+        "parameters": elements,
+        "changed": round(statistics.median(changed), 5),
+        "dense_bytes": dense,
+        "patch_bytes": round(statistics.median(patches)),
+        "share": round(statistics.median(patches) / dense, 5),
+        "write_seconds": round(statistics.median(writing), 4),
+        "take_seconds": round(statistics.median(taking), 4),
+    }
+
+
+class Ranks(SenderRanks):
+    """The trainer's side of a sync of weights that were computed before."""
+
+    def __init__(self, config: WeightsConfig, model: Path, versions: list[Weights]) -> None:
+        super().__init__(config, model)
+        self.versions = versions
+
+    def weights(self, step: int) -> Weights:
+        return self.versions[step]
+
+    async def logprobs(self, batch) -> torch.Tensor:
+        return batch.rollout_logprobs.clone()  # values are the tests' matter
+
+
+async def pauses(args: argparse.Namespace, transport: str, versions: list[Weights], directory: Path) -> dict[str, Any]:
+    """One line of the table with an engine."""
+    store = str(directory / "store") if transport == "delta" else None
+    config = WeightsConfig(transport=transport, store=store, anchor_every=len(versions))
+    endpoint = EngineEndpoint(url=args.url, dialect="vllm", key_file=args.key_file)
+    ranks, fleet = Ranks(config, args.model, versions), Fleet()
+    async with EngineClient() as client:
+        info = await client.probe(endpoint)
+        fleet.add(endpoint.url, takes_weights=True)
+        sent_at = fleet.member(endpoint.url).since
+        fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        sync = WeightSync(
+            client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
+            ValueCheck(info.vocab_size or 0, 1.0, 1e9, info.max_model_len),
+            trainer_device="cpu", step_deadline=120.0, bucket_deadline=120.0, directory=directory / "disk",
+        )  # fmt: skip
+        try:
+            reports = [await sync.sync(WeightVersion(RUN, 0, number)) for number in range(len(versions))]
+            await sync.leave()
+        finally:
+            ranks.sender.close()
+    steady = reports[1:]
+    return {
+        "transport": transport,
+        "dtype": str(next(iter(versions[0].values())).dtype).removeprefix("torch."),
+        "syncs": len(steady),
+        "paused_seconds": round(statistics.median(report.paused for report in steady), 4),
+        "sync_seconds": round(statistics.median(report.seconds for report in steady), 4),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--lrs", nargs="+", type=float, default=[2e-3, 3e-5, 3e-6, 1e-6])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--model", type=Path, help="a checkpoint to train; default: a new one of --layers and --hidden")
+    parser.add_argument("--url", help="an engine that serves --model")
+    parser.add_argument("--key-file", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        if args.model is None:
+            args.model = make_tiny_model(Path(temporary) / "model", seed=0, layers=args.layers, hidden=args.hidden)
+        for dtype in (getattr(torch, name) for name in args.dtypes):
+            if args.url is None:
+                for lr in args.lrs:
+                    print(json.dumps(payload(args.model, dtype, lr, args.steps)), flush=True)
+                continue
+            versions = list(trained(args.model, args.lrs[0], args.steps, dtype))
+            for transport in ("gloo", "disk", "delta"):
+                line = asyncio.run(pauses(args, transport, versions, Path(temporary) / str(dtype) / transport))
+                print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,2 @@
+"""Weights as differences: written to a store by the trainer, rebuilt bit by bit beside an engine. Both sides import
+this."""

@@ -1,0 +1,60 @@
+"""POST /rltool/prefetch: every worker gets a version of the weights while the engine generates, from a store of deltas
+or from the trainer. Answered when all have it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+PREFETCH_PATH = "/rltool/prefetch"
+POLL_SECONDS = 0.05
+"""Between two questions to the workers, each of which takes its turn between two of the engine's steps."""
+LONGEST_SECONDS = 86400.0
+
+
+class Workers(Protocol):
+    """The part of vLLM's AsyncLLM that is used. An answer for each worker; with data parallelism, of one replica's."""
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+
+
+async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
+    """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", "store" or "announced"}.
+
+    store: an address; announced: an update info of rltool.engines.wire. 409 with the reason where a worker cannot have
+    the version."""
+    try:
+        version, seconds, source = _parse(body)
+    except ValueError as error:
+        return 400, {"error": f"POST {PREFETCH_PATH}: {error}"}
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    failures = await workers.collective_rpc("rltool_prefetch", args=(version, seconds, source))
+    while not any(failures):
+        answers = await workers.collective_rpc("rltool_prefetched", args=(version,))
+        failures = [failure for _, failure in answers]
+        if all(done for done, _ in answers):
+            break
+        if loop.time() > until:
+            failures = [f"weights {version} did not come within {seconds:g} s"]
+        else:
+            await asyncio.sleep(POLL_SECONDS)
+    reasons = sorted({failure for failure in failures if failure})
+    return (409, {"error": "; ".join(reasons)}) if reasons else (200, {"version": version})
+
+
+def _parse(body: Any) -> tuple[str, float, str | dict[str, Any]]:
+    if not isinstance(body, Mapping):
+        raise ValueError("the body must be an object with version, seconds, and store or announced")
+    version, seconds = body.get("version"), body.get("seconds")
+    if not isinstance(version, str) or not version:
+        raise ValueError("'version' must be a non-empty text")
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds <= LONGEST_SECONDS:
+        raise ValueError(f"'seconds' must be a number above 0 and up to {LONGEST_SECONDS:g}")
+    store, announced = body.get("store"), body.get("announced")
+    if isinstance(store, str) and store and announced is None:
+        return version, float(seconds), store
+    if isinstance(announced, dict) and store is None:
+        return version, float(seconds), announced
+    raise ValueError("either 'store' must be a non-empty text, or 'announced' an object")
