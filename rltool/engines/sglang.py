@@ -16,6 +16,7 @@ from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import PauseMode, Transport, refuse_nccl
+from rltool.engines.sglang_group_flags import flags_in_its_group
 from rltool.engines.types import (
     SEED_MODULUS,
     Bucket,
@@ -304,7 +305,7 @@ class SglangDialect:
             argv += ["--context-length", str(launch.max_model_len)]
         if launch.trust_remote_code:
             argv += ["--trust-remote-code"]
-        return [*argv, *launch.extra_args]
+        return [*argv, *flags_in_its_group(launch), *launch.extra_args]
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]:
         environment = {
