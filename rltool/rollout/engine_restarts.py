@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,13 +76,12 @@ class RestartBudget:
 
 
 class EngineRestarts:
-    """Owned by the rollout manager's event loop. log: one line for the user. Restarts are counted by the monitor of the
-    engine's fleet: restarts, and given_up for engines that have none left."""
+    """Owned by the rollout manager's event loop. log: one line for the user. counts: restarts, and given_up for engines
+    that have none left, of all models."""
 
-    def __init__(
-        self, processes: EngineProcesses, budget: RestartBudget, *, log: Callable[[str], None]
-    ) -> None:
+    def __init__(self, processes: EngineProcesses, budget: RestartBudget, *, log: Callable[[str], None]) -> None:
         self._processes, self._budget, self._log = processes, budget, log
+        self.counts: Counter[str] = Counter()
         self._fleets: list[tuple[Fleet, FleetMonitor]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -104,11 +104,9 @@ class EngineRestarts:
         """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
         if url in self._tasks or url not in self._processes.urls():
             return
-        found = self._fleet_of(url)
         delay = self._budget.died(url)
         if delay is None:
-            if found is not None:
-                found[1].counts["given_up"] += 1
+            self.counts["given_up"] += 1
             self._log(
                 f"engine {url} stays dead: it was started again {self._budget.used(url)} times "
                 "(engines.max_restarts); its log says why (`rltool logs`)"
@@ -131,11 +129,11 @@ class EngineRestarts:
             await self.restart(url)
             return
         self._budget.started(url)
+        self.counts["restarts"] += 1
         found = self._fleet_of(url)
         if found is None:
             return
         fleet, monitor = found
-        monitor.counts["restarts"] += 1
         if fleet.member(url).state is not State.DEAD:  # what was ended just now had answered once more
             fleet.process_exited(url, "ended, to be started again")
         fleet.restarted(url)

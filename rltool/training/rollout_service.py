@@ -438,6 +438,7 @@ class RolloutService:
                 **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
+                **{f"engines/{name}_total": float(n) for name, n in (self._restarts.counts if self._restarts else {}).items()},
             }
         )
         return rollout

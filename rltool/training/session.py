@@ -175,7 +175,7 @@ def prepare(
     transport, fleet, models = None, None, {}
     if generates:
         beside = running_models(config)
-        check_all_there(config, beside | ({group.model: None for group in config.engines.groups} if managed else {}))
+        check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
         models = probe_models(config, beside)
     if generates and not managed:
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
@@ -30,8 +30,8 @@ def running_models(config: TrainConfig) -> dict[str, ModelEndpoints]:
     return found
 
 
-def check_all_there(config: TrainConfig, found: Mapping[str, ModelEndpoints]) -> None:
-    """UsageError for a model of [models.NAME] that has no engine."""
+def check_all_there(config: TrainConfig, found: Collection[str]) -> None:
+    """UsageError for a model of [models.NAME] that has no engine. found: names of those that have."""
     missing = [name for name in config.models if name not in found]
     if missing:
         raise UsageError(
