@@ -66,8 +66,8 @@ def rollout_only(
     check_mode(settings)
     if settings.engines.mode != "external":
         raise UsageError(
-            "debug rollout-only samples from engines that run already: start them with `rltool serve-engines --config`, "
-            'leave engines.mode at "external", and give --rollout-external'
+            "debug rollout-only samples from engines that run already: start them with `rltool serve-engines --config`,"
+            ' leave engines.mode at "external", and give --rollout-external'
         )
     if out is not None:
         check_directory(out)

@@ -160,7 +160,7 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
     given = [flag for flag, value in flags.values() if value is not None]
     if files:
         if given:
-            raise UsageError(f"--config and {', '.join(given)}: each group of the file says that for itself; set it there")
+            raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
         return order_of_file(load_config(TrainConfig, files).config)
     if flags["model"][1] is None:
         raise UsageError("give MODEL, a Hugging Face model directory, or --config FILE with [[engines.groups]]")

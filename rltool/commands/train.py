@@ -44,8 +44,8 @@ def train(
     gpus: Annotated[
         str | None,
         typer.Option(
-            help="GPUs of this host, for the ranks and then for managed engines: 0,1,2,3 or 0-3 (default: the first that "
-            "no engine and no live run holds)."
+            help="GPUs of this host, for the ranks and then for managed engines: 0,1,2,3 or 0-3 (default: the first "
+            "that no engine and no live run holds)."
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,

@@ -31,8 +31,8 @@ class EngineGroup(Config):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel size. More GPUs of one engine follow from its own flags, such as --pipeline-parallel-size."""
     role: Role = "regular"
-    """prefill and decode: halves of one service, behind a router (SGLang). encoder: encodes images for the others of its
-    model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no process."""
+    """prefill and decode: halves of one service, behind a router (SGLang). encoder: encodes images for the others of
+    its model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no process."""
     model: str = POLICY
     """policy is model.path; another name is that of [models.NAME]."""
     flags: tuple[str, ...] = ()
@@ -80,8 +80,8 @@ class ServedModel(Config):
     and reward functions reach it as `context.model(NAME)`."""
 
     path: Path | None = None
-    """Hugging Face directory: what engines of its groups serve, and its tokenizer. None: only for engines in `external`,
-    which are then asked with token ids alone."""
+    """Hugging Face directory: what engines of its groups serve, and its tokenizer. None: only for engines in
+    `external`, which are then asked with token ids alone."""
     update_weights: bool = False
     """False: no trainer ever touches its weights. `train` updates the policy alone, and refuses true."""
     external: tuple[str, ...] = ()

@@ -49,7 +49,7 @@ async def wait_for_all(
 
 class _Probe:
     """Ready means: healthy, the right server and model, its control routes there, the world size as ordered, and it
-    generates. Halves of a prefill and decode pair cannot generate alone, and an encoder answers its health route only."""
+    generates. Halves of a prefill and decode pair cannot generate alone; an encoder answers its health route only."""
 
     def __init__(self, client: EngineClient, launch: EngineLaunch, process: RunningProcess) -> None:
         self.client, self.launch, self.process = client, launch, process

@@ -99,8 +99,8 @@ class HostEngines:
             self._group.stop([running.process])
 
     def start_engine(self, index: int, boot_id: str) -> None:
-        """Start it again under its old address; its log goes on. boot_id: of the new process. Raises UsageError where it
-        runs here already."""
+        """Start it again under its old address; its log goes on. boot_id: of the new process. UsageError where it runs
+        here already."""
         running = self._running[index]
         launch = running.launch.model_copy(update={"boot_id": boot_id})
         process = self._group.start(engine_spec(launch), log=running.process.log)

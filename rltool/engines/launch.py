@@ -61,10 +61,6 @@ class Order:
     groups: tuple[EngineGroup, ...]
     models: Mapping[str, Model]
 
-    @property
-    def processes(self) -> int:
-        return sum(group.count for group in self.groups if group.role != "placeholder")
-
 
 def order_of_flags(config: ServeConfig) -> Order:
     """What the command line of serve-engines asks for."""

@@ -36,7 +36,7 @@ def parallel_sizes(group: EngineGroup) -> Sizes:
     """Raises UsageError for a second tensor-parallel size among the flags, and for a size that is no number."""
     kind, flags = group.engine, group.flags
     if _size(flags, TENSOR[kind]) is not None:
-        raise UsageError(f"group {group.name!r}: set tp in place of {TENSOR[kind][0]} among its flags: rltool plans by it")
+        raise UsageError(f"group {group.name!r}: set tp in place of {TENSOR[kind][0]} among its flags: plans go by it")
     data = 1 if DP_ATTENTION in flags else _size(flags, DATA[kind]) or 1
     return Sizes(group.tp, _size(flags, PIPELINE[kind]) or 1, data)
 

@@ -130,8 +130,8 @@ def engine_slots(
                 continue  # it keeps GPUs free, and there are none
             if group.gpus:
                 raise UsageError(
-                    f"--gpus with --device cpu (group {group.name!r}): engines on the CPU take no GPU; leave one of the "
-                    "two out"
+                    f"--gpus with --device cpu (group {group.name!r}): engines on the CPU take no GPU; leave one of "
+                    "the two out"
                 )
             shares: tuple[int, ...] = (0,)
         else:
@@ -153,7 +153,7 @@ def _shares(group: EngineGroup, per_host: int | None) -> tuple[int, ...]:
 
 def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat, ...]]:
     """A seat for every process of every slot: the first host with room for it; the processes of one engine on different
-    hosts; on the CPU the host with the fewest. Raises UsageError, with what is missing, where the GPUs do not suffice."""
+    hosts; on the CPU the host with the fewest. Raises UsageError, with what is left, where that is too little."""
     named = _named(slots)
     claimed = {gpu for gpus in named.values() for gpu in gpus}
     free = {host.name: [gpu for gpu in host.gpus if host is not hosts[0] or gpu not in claimed] for host in hosts}
@@ -289,8 +289,8 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
         roles = {group.role for group in groups if group.model == name} - {"encoder", "placeholder"}
         if roles & {"prefill", "decode"} and roles != {"prefill", "decode"}:
             raise UsageError(
-                f"model {name!r} has engines of role {' and '.join(sorted(roles))}: prefill and decode go together, and "
-                "a model that has them has no regular ones"
+                f"model {name!r} has engines of role {' and '.join(sorted(roles))}: prefill and decode go together, "
+                "and a model that has them has no regular ones"
             )
 
 
@@ -299,7 +299,7 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
 
 @dataclass(frozen=True)
 class PortNeeds:
-    """What has to be free before the plan can be made: so many of any, by host and address to bind, and certain ones."""
+    """What has to be free before the plan can be made: so many of any, by host and address, and certain ones."""
 
     free: Mapping[tuple[str, str], int]
     fixed: tuple[tuple[str, str, int], ...]

@@ -47,7 +47,8 @@ def check_reward_function(
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
-    for number, ((_, text), outcome) in enumerate(zip(pairs, asyncio.run(_score(path, pairs, timeout, models)), strict=True)):
+    outcomes = asyncio.run(_score(path, pairs, timeout, models))
+    for number, ((_, text), outcome) in enumerate(zip(pairs, outcomes, strict=True)):
         if isinstance(outcome, RewardFailure):
             problems.append(f"sample {number} (text {text[:40]!r}): {outcome.reason}")
     _raise_if_any(path, problems)

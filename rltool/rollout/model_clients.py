@@ -40,7 +40,7 @@ class ModelClient:
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
         n: int = 1, seed: int | None = None, stop_token_ids: Sequence[int] = (),
     ) -> list[Reply]:  # fmt: skip
-        """n responses. temperature 0 is greedy; a seed makes vLLM repeat itself. Ends at the model's own stop tokens too.
+        """n responses. temperature 0 is greedy; a seed makes vLLM repeat itself. They end at the model's own stop tokens.
 
         Raises UsageError for text without a tokenizer and an empty prompt, EngineError where no engine answers it; how
         long that may take is the caller's deadline (deadlines.reward, deadlines.group).
@@ -50,8 +50,9 @@ class ModelClient:
             raise UsageError(f"the prompt for model {self.name!r} is empty")
         stops = {*stop_token_ids, *(self._tokenizer.stop_ids if self._tokenizer else ())}
         sampling = SamplingParams(
-            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, stop_token_ids=tuple(sorted(stops))
-        )
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k,
+            stop_token_ids=tuple(sorted(stops)),
+        )  # fmt: skip
         request = GenerateRequest(tuple(ids), sampling, uuid.uuid4().hex, n=n, seed=seed)
         return [self._reply(completion) for completion in await self._generate(request)]
 
@@ -60,8 +61,8 @@ class ModelClient:
             return [token for token in prompt if isinstance(token, int)]
         if self._tokenizer is None:
             raise UsageError(
-                f"model {self.name!r} was asked with text, and its tokenizer is not known: set models.{self.name}.path, "
-                "or send token ids"
+                f"model {self.name!r} was asked with text, and its tokenizer is not known: set models.{self.name}.path,"
+                " or send token ids"
             )
         if isinstance(prompt, str):
             return self._tokenizer.encode_prompt(prompt)

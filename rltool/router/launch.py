@@ -35,7 +35,8 @@ _PROBES_SIDE_BY_SIDE = 32
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """What to start a router for. The router's URL is written to `endpoints_file`; None: to none. name: of the model."""
+    """What to start a router for. The router's URL is written to `endpoints_file`; None: to none. name: the
+    model's."""
 
     run: RunDirectory
     model: ModelEndpoints
@@ -119,7 +120,8 @@ def start_router(
     endpoints_file: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Start a router for the model called `name` in `group`, register every engine, wait until it serves, write data_url; returns the router's URL.
+    """Start a router for the model called `name` in `group`, register every engine, wait until it serves, write
+    data_url; returns the router's URL.
 
     Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a
     worker is not registered in time.

@@ -146,7 +146,7 @@ class ManagedEngines:
             try:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, None)
             except RltoolError as error:
-                self._console.say(f"ending the engines: {error}; `rltool stop --run {self._run.name}` ends what is left")
+                self._console.say(f"ending the engines: {error}")
         # Where Ray was lost nobody has ended them; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])

@@ -188,7 +188,9 @@ class RolloutService:
         train = load(config.data.train)
         evals = {name: load((path,), config.eval.max_prompts) for name, path in config.eval.sets.items()}
         self._eval_sets = {name: found.prompts for name, found in evals.items()}
-        self._pool = RewardPool(config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward, models=self._models)
+        self._pool = RewardPool(
+            config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward, models=self._models
+        )
         self._scorer = Scorer(
             self._pool, self.tokenizer.decode, group_filter=load_filter(rollout), group_hook=load_hook(rollout),
             max_failure_fraction=config.reward.max_failure_fraction,
@@ -429,6 +431,7 @@ class RolloutService:
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
         counts = self.collector.ledger.counts()
+        restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(
             {
                 "rollout/epoch": float(self.collector.source.epoch),
@@ -438,7 +441,7 @@ class RolloutService:
                 **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
-                **{f"engines/{name}_total": float(n) for name, n in (self._restarts.counts if self._restarts else {}).items()},
+                **{f"engines/{name}_total": float(count) for name, count in restarts.items()},
             }
         )
         return rollout

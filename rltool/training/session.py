@@ -184,7 +184,8 @@ def prepare(
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
         check_router(fleet, config)
-    resources = plan_resources(config, run, device, generates=generates, engines=fleet.endpoints.engines if fleet else ())
+    others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
+    resources = plan_resources(config, run, device, generates=generates, engines=others)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)

@@ -14,7 +14,7 @@ from rltool.training.preflight import probe_fleet
 
 def running_models(config: TrainConfig) -> dict[str, ModelEndpoints]:
     """Those whose engines run already: models.NAME.external, and every model with update_weights = false beside another
-    one in the endpoints files of engines.external. Raises UsageError as `resolve`, and for a model without any engine."""
+    one in the endpoints files of engines.external. Raises UsageError as `resolve`."""
     found: dict[str, ModelEndpoints] = {}
     for file in files_in(config.engines.external):
         models = Endpoints.load(file).models

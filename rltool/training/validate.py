@@ -96,7 +96,7 @@ def check_groups(config: TrainConfig) -> None:
     for group in config.engines.groups:
         if group.role in ("prefill", "decode", "encoder"):
             raise UsageError(
-                f'group {group.name!r}: a run starts engines of role = "regular", and keeps GPUs free for placeholders; '
+                f'group {group.name!r}: a run starts engines of role = "regular", and keeps GPUs for placeholders; '
                 f'"{group.role}" engines are neither synced nor checked by value yet: `rltool serve-engines --config` '
                 "starts them"
             )

@@ -20,7 +20,8 @@ from tests.e2e.test_rollout_modes import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-POLICY = 'engines.groups=[{name="main",device="cpu",max_model_len=64}]'
+POLICY = 'engines.groups=[{name="main",max_model_len=64}]'
+"""On what the trainer runs on, which is the CPU."""
 WITH_JUDGE = (
     'engines.groups=[{name="main",device="cpu",max_model_len=64},'
     '{name="judges",model="judge",device="cpu",max_model_len=64}]'
@@ -44,7 +45,7 @@ def engines_of(job: Job, run: str) -> dict[str, ProcessState]:
 
 
 def alive_with(job: Job, run: str) -> list[str]:
-    """Processes of this machine that mention the run's directory: engines have it in their command line or directory."""
+    """Processes that mention the run's directory: engines have it in their command line or are in it."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,14 +1,18 @@
-"""Plans of engines as golden text: 8 GPUs on one host, 4 hosts of 8, prefill and decode, placeholders, several models."""
+"""Plans of engines as golden text: 8 GPUs on one host, 4 hosts of 8, prefill and decode, placeholders, more models."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
 
+from rltool.config.loader import load_config
 from rltool.config.serve import EngineGroup
+from rltool.config.train import TrainConfig
 from rltool.engines.dialects import dialect
+from rltool.engines.launch import order_of_file
 from rltool.engines.plan import (
     EnginePlan,
     Host,
@@ -24,6 +28,9 @@ from rltool.engines.plan import (
     seat_slots,
 )
 from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.training.managed import expected_plan
+from rltool.training.placement import plan_placement
 
 ONE_HOST = [Host("h0", gpus=tuple(range(8)))]
 FOUR_HOSTS = [Host(f"h{n}", f"10.0.0.{n}", tuple(range(8))) for n in range(4)]
@@ -231,3 +238,65 @@ def test_a_size_that_cannot_be_planned_by_is_refused(flags, message):
 def test_routers_are_told_from_other_processes_by_their_role():
     assert is_router(router_role("policy")) and is_router(router_role("judge"))
     assert not any(map(is_router, ("router-command", "router-command-2", "engine-0", "train")))
+
+
+# -- managed: behind the trainer's ranks
+
+
+def managed(hosts: list[Host], *, ray: str | None, ranks: int, groups) -> tuple[list[str], list[float]]:
+    config = TrainConfig(
+        model={"path": "/m/policy"}, trainer={"world_size": ranks}, ray={"address": ray},
+        engines={"mode": "managed", "groups": groups},
+    )  # fmt: skip
+    made = plan_placement(config, gpu=True, gpus_per_host=max(len(host.gpus) for host in hosts))
+    found = expected_plan(config, made, RunDirectory(Path("/run")), hosts)
+    return describe_plan(found, name_hosts=len(hosts) > 1), [bundle["GPU"] for bundle in made.engines]
+
+
+def test_managed_engines_come_behind_the_ranks_on_one_host():
+    lines, bundles = managed(ONE_HOST, ray=None, ranks=4, groups=[{"count": 2, "tp": 2}])
+    assert lines == [
+        "engine-0: vllm regular, group default, GPUs 4,5, http://127.0.0.1:20000",
+        "engine-1: vllm regular, group default, GPUs 6,7, http://127.0.0.1:20001",
+    ]
+    assert bundles == [2, 2]
+
+
+def test_managed_engines_come_behind_the_ranks_on_four_hosts():
+    lines, bundles = managed(
+        FOUR_HOSTS, ray="10.0.0.0:6379", ranks=12, groups=[{"tp": 16, "engine": "sglang"}, {"name": "b", "tp": 4}]
+    )
+    assert lines == [
+        "engine-0: sglang regular, group default, host 10.0.0.2, GPUs 0,1,2,3,4,5,6,7, http://10.0.0.2:20000, "
+        "node 0 of 2, dist-init 10.0.0.2:20001",
+        "engine-0-node1: sglang regular, group default, host 10.0.0.3, GPUs 0,1,2,3,4,5,6,7, no server of its own, "
+        "node 1 of 2, dist-init 10.0.0.2:20001",
+        "engine-1: vllm regular, group b, host 10.0.0.1, GPUs 4,5,6,7, http://10.0.0.1:20000",
+    ]
+    assert bundles == [8, 8, 4]
+
+
+# -- the examples of docs/engines.md
+
+EXAMPLES = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[2] / "docs/engines.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:60])
+def test_the_examples_of_the_docs_can_be_planned_on_one_host_of_eight(text, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text(text if "[model]" in text else f'{text}\n[model]\npath = "models/policy"\n')
+    config = load_config(TrainConfig, [file]).config
+    order = order_of_file(config)
+    slots = engine_slots(order.groups)
+    ranks = config.trainer.world_size if config.engines.mode == "managed" else 0
+    hosts = [Host("h0", gpus=tuple(range(ranks, 8)))]
+    settings = Settings(order.models, Path("/k"), Path("/s"))
+    made = plan_engines(slots, seat_slots(slots, hosts), settings, Counter())
+    assert len(made.launches) == sum(group.count for group in order.groups if group.role != "placeholder") > 0
+    assert len({gpu for launch in made.launches for gpu in launch.gpus}) == sum(len(x.gpus) for x in made.launches)
+
+
+def test_the_docs_have_examples_of_every_role_and_of_a_managed_run():
+    every = "".join(EXAMPLES)
+    assert all(f'role = "{role}"' in every for role in ("prefill", "decode", "encoder", "placeholder"))
+    assert 'mode = "managed"' in every and "update_weights = false" in every

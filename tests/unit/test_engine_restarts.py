@@ -1,4 +1,4 @@
-"""Engines that the run has started: how often and after which pause they are started again, and what the fleet hears."""
+"""Engines that the run has started: how often, and after which pause, they are started again; what the fleet hears."""
 
 from __future__ import annotations
 

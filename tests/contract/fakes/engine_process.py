@@ -41,7 +41,8 @@ def main() -> None:
     if arguments.fail:
         sys.exit("out of memory")
     server = FakeVllm(key=Path(os.environ["RLTOOL_KEY_FILE"]).read_text().strip())
-    server.port, server.model_id, server.boot_id = arguments.port, arguments.served_model_name, os.environ["RLTOOL_BOOT_ID"]
+    server.port, server.model_id = arguments.port, arguments.served_model_name
+    server.boot_id = os.environ["RLTOOL_BOOT_ID"]
     server.start()
     threading.Event().wait()
 
