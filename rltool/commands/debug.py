@@ -51,6 +51,7 @@ def rollout_only(
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
+    from rltool.errors import UsageError
     from rltool.rollout.record import check_directory, check_settings
     from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
     from rltool.training.record import record_rollouts

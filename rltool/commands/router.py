@@ -18,6 +18,7 @@ from rltool.engines.joining import join, leave, users_of_router
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
+from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
 from rltool.router.workers import add_worker, list_workers, remove_worker

@@ -314,7 +314,7 @@ def port_needs(slots: Sequence[Slot], seats: Sequence[tuple[Seat, ...]], setting
         return 0
 
     plan = plan_engines(slots, seats, settings, count)
-    fixed = [(l.node, l.host, l.port) for l in plan.launches if l.port and l.node_rank == 0]
+    fixed = [(x.node, x.host, x.port) for x in plan.launches if x.port and x.node_rank == 0]
     return PortNeeds(dict(free), tuple(fixed))
 
 

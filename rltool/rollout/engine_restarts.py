@@ -84,6 +84,8 @@ class EngineRestarts:
         self.counts: Counter[str] = Counter()
         self._fleets: list[tuple[Fleet, FleetMonitor]] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._died_again: set[str] = set()
+        """Engines whose end was reported while they were being started."""
         self._watching: asyncio.Task[None] | None = None
         self._trouble: str | None = None
 
@@ -102,7 +104,9 @@ class EngineRestarts:
 
     async def restart(self, url: str) -> None:
         """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
-        if url in self._tasks or url not in self._processes.urls():
+        found = self._fleet_of(url)
+        is_dead = found is not None and found[0].member(url).state is State.DEAD
+        if not is_dead or url in self._tasks or url not in self._processes.urls():
             return
         delay = self._budget.died(url)
         if delay is None:
@@ -121,6 +125,7 @@ class EngineRestarts:
         found = self._fleet_of(url)
         if found is None or found[0].member(url).state is not State.DEAD:
             return  # it was told to leave meanwhile, or has come back by itself
+        self._died_again.discard(url)
         try:
             await self._processes.start_again(url)
         except RltoolError as error:
@@ -128,6 +133,7 @@ class EngineRestarts:
             del self._tasks[url]
             await self.restart(url)
             return
+        del self._tasks[url]  # from here on its death is news again
         self._budget.started(url)
         self.counts["restarts"] += 1
         found = self._fleet_of(url)
@@ -138,6 +144,8 @@ class EngineRestarts:
             fleet.process_exited(url, "ended, to be started again")
         fleet.restarted(url)
         await monitor.carry_out()
+        if url in self._died_again:
+            await self._exited(url, "ended as soon as it was started")
 
     async def _watch(self) -> None:
         while True:
@@ -156,6 +164,9 @@ class EngineRestarts:
     async def _exited(self, url: str, how: str) -> None:
         found = self._fleet_of(url)
         if found is None:  # it has left the run
+            return
+        if url in self._tasks:  # it may be the process that is being started now
+            self._died_again.add(url)
             return
         fleet, monitor = found
         was_dead = fleet.member(url).state is State.DEAD

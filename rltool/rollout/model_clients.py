@@ -40,7 +40,7 @@ class ModelClient:
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
         n: int = 1, seed: int | None = None, stop_token_ids: Sequence[int] = (),
     ) -> list[Reply]:  # fmt: skip
-        """n responses. temperature 0 is greedy; a seed makes vLLM repeat itself. They end at the model's own stop tokens.
+        """n responses. temperature 0: greedy; a seed makes vLLM repeat itself. The model's own stop tokens end them.
 
         Raises UsageError for text without a tokenizer and an empty prompt, EngineError where no engine answers it; how
         long that may take is the caller's deadline (deadlines.reward, deadlines.group).

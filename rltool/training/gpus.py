@@ -49,7 +49,7 @@ def choose_gpus(
         )
     taken = [f"GPU {gpu} by {held[gpu]}" for gpu in wanted if gpu in held]
     if taken:
-        raise UsageError(f"--gpus: held already: {'; '.join(taken)}. Name others, or end what holds them: `rltool stop`")
+        raise UsageError(f"--gpus: held already: {'; '.join(taken)}. Name others, or end its holder: `rltool stop`")
     return tuple(wanted)
 
 

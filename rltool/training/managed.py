@@ -43,8 +43,8 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.router.launch import start_planned_routers
 from rltool.training.console import LoggedConsole
 from rltool.training.engine_host import EngineHost, HostHandles
-from rltool.training.places import Place
 from rltool.training.placement import PlacementPlan
+from rltool.training.places import Place
 from rltool.training.ray_calls import Waiting, get_all
 
 CHECK_SECONDS = 180.0
@@ -104,8 +104,9 @@ class ManagedEngines:
         settings = _settings(self._config, self._plan, self._run, spread=self._config.ray.address is not None)
         needs = port_needs(self._plan.slots, seats, settings)
         held = self._all(
-            [actor.hold.remote(_needs_of(needs, node)) for node, actor in self._hosts], CHECK_SECONDS, look
-        )
+            [actor.hold.remote(_needs_of(needs, node)) for node, actor in self._hosts],
+            CHECK_SECONDS, "the time to look at a host", look,
+        )  # fmt: skip
         ports = {key: found for at in held for key, found in at.items()}
         plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
         for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
@@ -113,14 +114,14 @@ class ManagedEngines:
         self._launches, self._started = plan.launches, True
         self._all(
             [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
-            CHECK_SECONDS, look,
+            CHECK_SECONDS, "the time to check models and start processes", look,
         )  # fmt: skip
         self._ready = [actor.ready.remote() for _, actor in self._hosts]
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
         longest = max(launch.ready_timeout for launch in self._launches)
-        answers = self._all(self._ready, longest + CHECK_SECONDS, look)
+        answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", look)
         urls = {engine.url: engine for at in answers for engine in at}
         names = {launch.boot_id: launch.model_name for launch in self._launches}
         found: dict[str, list[EngineEndpoint]] = {}
@@ -144,7 +145,7 @@ class ManagedEngines:
         self._routers.close()
         if self._started:
             try:
-                self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, None)
+                self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
             except RltoolError as error:
                 self._console.say(f"ending the engines: {error}")
         # Where Ray was lost nobody has ended them; on this host they are found by their records.
@@ -161,9 +162,9 @@ class ManagedEngines:
             for slot in self._plan.slots
         ]
 
-    def _all(self, refs: Sequence[Any], seconds: float, look: Waiting | None) -> list[Any]:
-        who = [f"engine host {node}" for node, _ in self._hosts]
-        return get_all(refs, seconds, "the engines' time to start or end:", who=who, while_waiting=look)
+    def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
+        who = [f"the starter of engines on host {node}" for node, _ in self._hosts]
+        return get_all(refs, seconds, name, who=who, while_waiting=look)
 
 
 def _needs_of(needs: PortNeeds, node: str) -> PortNeeds:

@@ -31,8 +31,8 @@ class Resources:
 def plan_resources(
     config: TrainConfig, run: RunDirectory, device: Device, *, generates: bool, engines: Sequence[EngineEndpoint]
 ) -> Resources:
-    """engines: that run already, whose GPUs are theirs. Raises UsageError for GPUs that are not to be had, and for models
-    or interpreters of managed engines that are not as they must be."""
+    """engines: that run already, whose GPUs are theirs. Raises UsageError for GPUs that are not to be had, and models or
+    interpreters of managed engines that are not as they must be."""
     managed = generates and config.engines.mode == "managed"
     on_cluster = config.ray.address is not None
     hosts = cluster_hosts(config.ray) if on_cluster and managed else []
@@ -63,6 +63,6 @@ def _gpus(
         return ()
     if not needed:
         if wanted:
-            raise UsageError("--gpus (trainer.gpus) names GPUs, but trainer.device puts the run on the CPU: leave it out")
+            raise UsageError("--gpus (trainer.gpus) names GPUs, and trainer.device puts the run on the CPU")
         return ()
     return gpus_of_this_host(wanted, needed, engines, run.path.parent)

@@ -270,7 +270,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         if prepared.expected is not None and group is not None:
             managed = ManagedEngines(config, run, prepared.plan, group, places, log_dir, console)
             stack.callback(managed.close)
-            managed.start(look)
+            with waiting("starting the engines", console.say):
+                managed.start(look)
         ranks_at = in_order([place for place in places if place.bundle < len(prepared.plan.trainer)])
         order = [place.bundle for place in ranks_at]
         trainer = TrainerGroup(config, prepared.plan, group, log_dir, order=order)

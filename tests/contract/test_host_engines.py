@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from rltool.config.serve import EngineGroup
-from rltool.engines.endpoints import EngineEndpoint, Endpoints
+from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.host_engines import HostEngines
 from rltool.engines.launch import Order, launch_engines
 from rltool.engines.plan import (

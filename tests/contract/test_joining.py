@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from rltool.cli import main
-from rltool.config.serve import ServeConfig
 from rltool.engines import joining
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.joining import join, leave, users_of_engines, users_of_router
@@ -134,6 +133,9 @@ def test_engines_are_started_beside_living_ones(runs):
     write_state(run, dead.model_copy(update={"start_time": dead.start_time - 3600}))
     assert living_engines(run) == {0: "http://127.0.0.1:7000", 3: None}
     assert free_role("serve-engines", run) == "serve-engines-2" and free_role("router", run) == "router"
+
+
+NEW = {"policy": ModelEndpoints(engines=(B,))}
 
 
 def test_a_start_keeps_living_engines_in_the_file_and_forgets_those_of_an_earlier_start(runs):

@@ -187,7 +187,7 @@ def test_a_half_of_prefill_and_decode_is_refused():
     with pytest.raises(UsageError, match="role prefill: prefill and decode go together"):
         plan(PAIR[:1], ONE_HOST)
     with pytest.raises(UsageError, match="decode and prefill and regular"):
-        plan([*PAIR, {"name": "r"}], ONE_HOST)
+        plan([*PAIR, {"name": "r"}], ONE_HOST_OF_TEN)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "encoder"])

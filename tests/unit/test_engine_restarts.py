@@ -44,7 +44,8 @@ class Processes:
     """Hosts, in memory."""
 
     def __init__(self, *urls: str) -> None:
-        self._urls, self.ended, self.started, self.failures = urls, {}, [], 0
+        self._urls, self.ended, self.started = urls, {}, []
+        self.failures = self.short_lived = 0
 
     def urls(self):
         return self._urls
@@ -58,6 +59,11 @@ class Processes:
             self.failures -= 1
             raise RltoolError("no such host")
         self.started.append(url)
+        if self.short_lived:
+            self.short_lived -= 1
+            self.ended = {url: "ended with exit code 1"}
+            while self.ended:  # until that was noticed: before this call has returned
+                await asyncio.sleep(0)
 
 
 class Monitor:
@@ -143,6 +149,16 @@ def test_one_that_dies_again_and_again_is_given_up(rig):
         await until(lambda: rig.restarts.counts["given_up"] == 1)
         assert rig.state is State.DEAD and len(rig.processes.started) == 3
         assert "started again 3 times (engines.max_restarts)" in rig.lines[-1]
+
+    rig.run(body)
+
+
+def test_one_that_dies_while_it_is_being_started_is_started_once_more(rig):
+    async def body():
+        rig.processes.short_lived = 1
+        rig.processes.ended = {URL: "was killed"}
+        await until(lambda: rig.restarts.counts["restarts"] == 2)
+        assert rig.state is State.STARTING
 
     rig.run(body)
 
