@@ -52,8 +52,8 @@ def plan_placement(
     external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and one for each process
     of the engines (and for each placeholder), so that an engine never straddles two hosts by accident; one that no
     host has room for (gpus_per_host: of the largest) is cut over several. colocate: the larger of the two,
-    shared. trains False (debug rollout-only): no trainer bundles; generates False (debug train-only, supervised training
-    without engines): no engine bundles.
+    shared. trains False (debug rollout-only): no trainer bundles; generates False (debug train-only, supervised
+    training without engines): no engine bundles.
     """
     trainer = config.trainer
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}

@@ -31,7 +31,7 @@ class Resources:
 def plan_resources(
     config: TrainConfig, run: RunDirectory, device: Device, *, generates: bool, engines: Sequence[EngineEndpoint]
 ) -> Resources:
-    """engines: that run already, whose GPUs are theirs. Raises UsageError for GPUs that are not to be had, and models or
+    """engines: that run already, whose GPUs are theirs. UsageError for GPUs that are not to be had, and for models or
     interpreters of managed engines that are not as they must be."""
     managed = generates and config.engines.mode == "managed"
     on_cluster = config.ray.address is not None
