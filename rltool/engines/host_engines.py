@@ -6,6 +6,7 @@ directory as `serve-engines` would, so that `rltool status`, `logs` and `stop` f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,10 +37,12 @@ class _Running:
 
 
 class HostEngines:
-    """run: its directory on this host."""
+    """run: its directory on this host. Called from several threads: what starts or ends processes waits for its turn."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._group = ProcessGroup(run)
+        self._turn = threading.Lock()
+        self._closed = False
         self._running: dict[int, _Running] = {}
         self._ports = ExitStack()
         self._release: Callable[[], None] = lambda: None
@@ -53,8 +56,10 @@ class HostEngines:
         """Start them all; `ready` waits. Raises UsageError for a model or an interpreter that is not as it must be on
         this host."""
         check_processes(launches)
-        processes = start_here(launches, self._group, release=self._release)
-        self._running = {x.index: _Running(x, process) for x, process in zip(launches, processes, strict=True)}
+        with self._turn:
+            self._refuse_closed()
+            processes = start_here(launches, self._group, release=self._release)
+            self._running = {x.index: _Running(x, process) for x, process in zip(launches, processes, strict=True)}
 
     async def ready(self, report: Callable[[str], None] = print) -> list[EngineEndpoint]:
         """The endpoints of those that serve from this host, once all do. ProcessFailed for one that died or is late."""
@@ -67,7 +72,7 @@ class HostEngines:
     def exits(self) -> dict[int, str]:
         """Numbers of engines whose process here has ended, or lost what generates, since the last call; and how."""
         found = {}
-        for index, running in self._running.items():
+        for index, running in list(self._running.items()):
             if running.reported:
                 continue
             wrong = self._wrong(running)
@@ -93,23 +98,31 @@ class HostEngines:
 
     def stop_engine(self, index: int) -> None:
         """End what is left of it here: before it is started again, on every host that has a part of it."""
-        running = self._running.get(index)
-        if running is not None:
+        with self._turn:
+            running = self._running[index]
             running.reported = True
             self._group.stop([running.process])
 
     def start_engine(self, index: int, boot_id: str) -> None:
         """Start it again under its old address; its log goes on. boot_id: of the new process. UsageError where it runs
         here already."""
-        running = self._running[index]
-        launch = running.launch.model_copy(update={"boot_id": boot_id})
-        process = self._group.start(engine_spec(launch), log=running.process.log)
-        self._running[index] = _Running(launch, process)
+        with self._turn:
+            self._refuse_closed()
+            running = self._running[index]
+            launch = running.launch.model_copy(update={"boot_id": boot_id})
+            process = self._group.start(engine_spec(launch), log=running.process.log)
+            self._running[index] = _Running(launch, process)
 
     def close(self) -> None:
-        """End them all. May be called twice."""
-        self._ports.close()
-        self._group.stop(list(self._group.processes))
+        """End them all; nothing is started any more. May be called twice."""
+        with self._turn:
+            self._closed = True
+            self._ports.close()
+            self._group.stop(list(self._group.processes))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("the run is ending: no engine is started any more")
 
 
 def _drawn(ports: Ports, node: str, address: str, count: int) -> tuple[int, ...]:

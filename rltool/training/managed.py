@@ -76,7 +76,7 @@ def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, sp
 
 
 class ManagedEngines:
-    """places: of all bundles of the plan, by bundle. Raises nothing when made."""
+    """places: of all bundles of the plan."""
 
     def __init__(
         self, config: TrainConfig, run: RunDirectory, plan: PlacementPlan, group: PlacementGroup,

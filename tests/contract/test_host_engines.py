@@ -61,7 +61,7 @@ def groups(tmp_path: Path) -> Callable[..., tuple[EngineGroup, ...]]:
 
     def make(**changes) -> tuple[EngineGroup, ...]:
         return (
-            EngineGroup(name="a", count=2, device="cpu", engine_python=python, ready_timeout=SECONDS, **changes),
+            EngineGroup(name="a", device="cpu", engine_python=python, ready_timeout=SECONDS, **changes),
             EngineGroup(name="j", model="judge", device="cpu", engine_python=python, ready_timeout=SECONDS),
         )
 
@@ -104,7 +104,7 @@ def boot_id(engine: EngineEndpoint) -> str | None:
 
 
 def test_engines_of_all_models_are_started_and_all_are_ended(host, run, model, groups):
-    host.start(planned(host, run, model, groups()).launches)
+    host.start(planned(host, run, model, groups(count=2)).launches)
     found = asyncio.run(host.ready(lambda line: None))
     assert [(e.group, e.dialect, e.plugin) for e in found] == [(name, "vllm", True) for name in ("a", "a", "j")]
     assert len({e.url for e in found}) == 3 and all(boot_id(e) == e.boot_id for e in found)
@@ -113,6 +113,8 @@ def test_engines_of_all_models_are_started_and_all_are_ended(host, run, model, g
     host.close()
     assert not any(psutil.pid_exists(s.pid) and is_alive(s) for s in states if s)
     assert [read_state(run, f"engine-{n}") for n in range(3)] == [None] * 3
+    with pytest.raises(UsageError, match="the run is ending"):
+        host.start_engine(1, "f" * 32)  # a restart that came too late
 
 
 def test_a_killed_engine_is_reported_once_and_started_again_under_its_address(host, run, model, groups):
@@ -168,4 +170,4 @@ def test_serve_engines_starts_all_groups_and_names_each_model_in_endpoints_json(
             name: [e.url for e in engines] for name, engines in found.items()
         }
         assert written["policy"].update_weights and not written["judge"].update_weights
-        assert [e.group for e in written["policy"].engines] == ["a", "a"]
+        assert [e.group for e in written["policy"].engines] == ["a"]

@@ -175,7 +175,8 @@ def test_a_dry_run_shows_the_processes_of_a_file_with_their_command_lines(runs, 
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     file = tmp_path / "run.toml"
     file.write_text(
-        f'[model]\npath = "{tmp_path}"\n[[engines.groups]]\ndevice = "cpu"\nserved_name = "mine"\nflags = ["--x", "1"]\n'
+        f'[model]\npath = "{tmp_path}"\n'
+        '[[engines.groups]]\ndevice = "cpu"\nserved_name = "mine"\nflags = ["--x", "1"]\n'
         f'[[engines.groups]]\nname = "j"\nmodel = "judge"\ndevice = "cpu"\n[models.judge]\npath = "{tmp_path}"\n'
     )
     code, output = run_main(["serve-engines", "--config", str(file), "--dry-run"], capsys)

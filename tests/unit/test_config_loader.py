@@ -93,7 +93,7 @@ def test_sections_of_the_users_own_names_are_set_key_by_key(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[engines.groups]]\nconut = 2", r"unknown key 'engines\.groups\.0\.conut', from .*run\.toml; did you mean count"),
+        ("[[engines.groups]]\nconut = 2", r"unknown key 'engines\.groups\.0\.conut', from .*; did you mean count"),
         ('[models.judge]\npaht = "x"', r"unknown key 'models\.judge\.paht', from .*; did you mean path"),
         ("[[engines.groups]]\n[[engines.groups]]", "several groups are called default"),
         ('[[engines.groups]]\nmodel = "judge"', "group 'default' serves model 'judge', which is none of: policy"),
