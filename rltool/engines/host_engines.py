@@ -37,7 +37,7 @@ class _Running:
 
 
 class HostEngines:
-    """run: its directory on this host. Called from several threads: what starts or ends processes waits for its turn."""
+    """run: its directory on this host. Called from several threads: what starts or ends processes takes turns."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._group = ProcessGroup(run)
