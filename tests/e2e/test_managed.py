@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,9 +18,11 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_states
 from rltool.processes.stop import process_tree
 from tests.e2e.job import Job, write_job
-from tests.e2e.test_rollout_modes import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+PATIENCE = 600.0
+"""Seconds for one thing to come about: an engine is ready in 30 on an idle machine, and in 200 on a busy one."""
 
 POLICY = 'engines.groups=[{name="main",max_model_len=64}]'
 """On what the trainer runs on, which is the CPU."""
@@ -37,6 +41,15 @@ def job(tmp_path: Path, tiny_tied_dir: Path):
         for state in read_states(RunDirectory(directory.parent.parent)):
             for process in process_tree(state):
                 process.kill()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], job: Job, run: str) -> None:
+    """Fails at once when the run has ended."""
+    ends = time.monotonic() + PATIENCE
+    while not condition():
+        assert process.poll() is None, f"exit code {process.returncode}: {job.output(run)[-4000:]}"
+        assert time.monotonic() < ends, job.output(run)[-4000:]
+        time.sleep(0.1)
 
 
 def engines_of(job: Job, run: str) -> dict[str, ProcessState]:
@@ -64,7 +77,13 @@ def stop(job: Job, run: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_train_starts_its_engine_trains_with_it_and_ends_it(job):
-    out = job("train", "short", sets=[*MANAGED, POLICY, "steps=2"])
+    process = job.start("train", "short", sets=[*MANAGED, POLICY, "steps=2"])
+    try:
+        code = process.wait(PATIENCE)
+    finally:
+        process.kill()
+    out = job.output("short")
+    assert code == 0, out[-4000:]
     assert len(job.steps("short")) == 2
     assert "engine-0: vllm regular, group main, cpu, http://127.0.0.1:" in out
     assert "placement: 2 bundles (1 trainer, 1 engine)" in out
@@ -91,12 +110,7 @@ def test_killed_engines_are_started_again_and_used_again(job):
     process = job.start("train", "kills", sets=sets)
 
     def until(condition) -> None:
-        def met() -> bool:
-            ended = process.poll()
-            output = job.output("kills")
-            return condition() or (ended is not None and pytest.fail(f"exit code {ended}: {output[-4000:]}"))
-
-        wait_for(met, lambda: job.output("kills"))
+        wait_for(condition, process, job, "kills")
 
     def steps() -> int:
         return len(job.steps("kills")) if (job.runs / "kills" / "metrics.jsonl").exists() else 0
@@ -132,8 +146,7 @@ def test_what_a_killed_driver_leaves_is_ended_by_stop(job):
     process = job.start("train", "orphans", sets=[*MANAGED, POLICY, "steps=100000"])
     try:
         metrics = job.runs / "orphans" / "metrics.jsonl"
-        wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.read_text() != ""), lambda: "")
-        assert process.poll() is None, job.output("orphans")[-4000:]
+        wait_for(lambda: metrics.exists() and metrics.read_text() != "", process, job, "orphans")
         process.kill()
         process.wait(60)
     finally:
