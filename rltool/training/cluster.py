@@ -24,6 +24,7 @@ from rltool.training.ray_calls import Waiting
 from rltool.training.ray_start import start_ray
 
 LOOPBACK = "127.0.0.1"
+NICENESS = "RAY_worker_niceness"
 
 _POLL_SECONDS = 0.5
 
@@ -55,8 +56,7 @@ def ray_cluster(
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
             "_node_ip_address": LOOPBACK, "include_dashboard": False, **_common(),
         }  # fmt: skip
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
-        with _on_loopback(), environment(seen):  # Ray counts GPUs, and hands out those that this variable lists
+        with _on_loopback(), environment(_variables(gpus)):
             start_ray(lambda: ray.init(**options), deadline, while_waiting)
     try:
         if config.address is not None:
@@ -64,6 +64,14 @@ def ray_cluster(
         yield
     finally:
         ray.shutdown()
+
+
+def _variables(gpus: Sequence[int]) -> dict[str, str]:
+    """For the processes of a local cluster. Ray counts GPUs, and hands out those that CUDA_VISIBLE_DEVICES lists. It
+    also gives its workers a niceness of 15, which what they start inherits: beside other work on the host, managed
+    engines would get next to no CPU."""
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return {NICENESS: os.environ.get(NICENESS, "0"), **seen}
 
 
 @contextmanager

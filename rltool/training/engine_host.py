@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ class EngineHost:
         if not directory.key_file.exists():
             write_text_atomic(directory.key_file, key, mode=0o600)
         redirect_output(log_file)
+        with suppress(PermissionError):  # a cluster of others gives its workers a niceness, which engines would inherit
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
         self._engines = HostEngines(directory)
 
     async def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
