@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
@@ -101,7 +101,7 @@ class HostHandles:
         try:
             await asyncio.gather(*(self._actors[part.host].stop_engine.remote(part.index) for part in parts))
             await asyncio.gather(*(self._actors[part.host].start_engine.remote(part.index, boot_id) for part in parts))
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise unwrapped(error) from error
 
     async def _exits_at(self, number: int) -> dict[str, str]:
@@ -111,6 +111,6 @@ class HostHandles:
             self._lost.add(number)
             here = {url for url, parts in self._parts.items() if any(part.host == number for part in parts)}
             return dict.fromkeys(here, f"the process that runs it on host {self._nodes[number]} was lost: {error}")
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise PartLost(f"asking host {self._nodes[number]} about its engines: {error}") from error
         return {self._urls[index]: how for index, how in found.items()}
