@@ -150,6 +150,11 @@ def test_an_engine_that_fits_on_one_host_is_never_spread_over_two():
     assert {launch.nodes for launch in made.launches} == {1}
 
 
+def test_the_parts_of_an_engine_are_on_different_hosts_even_where_two_would_fit_on_one():
+    made = plan([{"engine": "sglang", "tp": 9}], FOUR_HOSTS)
+    assert [(launch.node, len(launch.gpus)) for launch in made.launches] == [("h0", 3), ("h1", 3), ("h2", 3)]
+
+
 def test_what_does_not_fit_is_refused_with_what_is_left():
     with pytest.raises(UsageError, match=r"engine 1 of group 'default', which takes 5 GPUs: left are h0: 5,6,7"):
         plan([{"count": 2, "tp": 5}], ONE_HOST)
