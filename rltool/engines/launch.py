@@ -166,8 +166,8 @@ def check_processes(launches: Sequence[EngineLaunch]) -> None:
     loaded = [x for x in launches if not any(flag.startswith("--load-format") for flag in x.extra_args)]
     for model in dict.fromkeys(launch.model for launch in loaded):  # "dummy" needs no weights
         check_weights(model)
-    for python, engine in dict.fromkeys((launch.python, launch.engine) for launch in launches):
-        check_engine_python(python, engine)
+    for launch in {(launch.python, launch.engine): launch for launch in launches}.values():
+        check_engine_python(launch.python, launch.engine)
 
 
 def check_order(order: Order, *, root: Path | None = None) -> None:

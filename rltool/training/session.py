@@ -35,7 +35,7 @@ from rltool.rollout.side_model import SideEngines
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
-from rltool.training.devices import choose_device, describe_devices
+from rltool.training.devices import Device, choose_device, describe_devices
 from rltool.training.listening import beyond_loopback
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.managed import ManagedEngines
@@ -136,7 +136,7 @@ class Outcome:
     stopped_by: str | None = None
 
 
-def trainer_device(config: TrainConfig) -> str:
+def trainer_device(config: TrainConfig) -> Device:
     """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
     if config.trainer.device != "auto":
         return config.trainer.device
