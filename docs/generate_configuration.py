@@ -38,9 +38,10 @@ The right side of `--set` is read as a TOML value; what is not one is taken as t
 names the nearest known one. `rltool init` writes a commented file; `rltool train --dry-run` prints the resolved value
 of every key and where it came from.
 
-`serve-engines`, `router` and `gateway` have no configuration file: their keys are set by the flags of the same name,
-with `-` for `_`. Four keys have no such flag: `extra_args` (what stands after `--`), `served_name`, `request_timeout`
-and `health_check_interval`. A key whose default is *required* must be given.
+`serve-engines --config` reads the same file, of which it takes `model.path`, `[engines]` and `[models.NAME]`; without
+it, its keys are set by the flags of the same name, with `-` for `_`, and so are those of `router` and `gateway`, which
+have no configuration file. Three keys have no such flag: `extra_args` (what stands after `--`), `request_timeout` and
+`health_check_interval`. A key whose default is *required* must be given.
 """
 
 SECTIONS = (
@@ -51,7 +52,7 @@ SECTIONS = (
 )
 
 
-FLAGLESS = frozenset({"extra_args", "served_name", "request_timeout", "health_check_interval"})
+FLAGLESS = frozenset({"extra_args", "request_timeout", "health_check_interval"})
 """Keys of serve-engines, router and gateway without a flag of their name; HEAD says so, and a test compares both with
 the commands."""
 
@@ -77,6 +78,17 @@ def section_of(annotation: Any) -> type[Config] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Config) else None
 
 
+def repeated_section(annotation: Any) -> tuple[str, type[Config]] | None:
+    """For a list or a table of sections: how one is written (`[[NAME]]` or `[NAME.KEY]`, with {} for the name), and its
+    model."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is tuple and (found := section_of(arguments[0])):
+        return "[[{}]]", found
+    if origin is dict and (found := section_of(arguments[1])):
+        return "[{}.NAME]", found
+    return None
+
+
 def keys(model: type[Config], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a model, sections themselves left out."""
     for name, field in model.model_fields.items():
@@ -97,6 +109,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(f'"{value}"' for value in arguments)
     if origin is Union or type(annotation).__name__ == "UnionType":
         return " or ".join(type_name(argument) for argument in arguments)
+    if repeated_section(annotation) is not None:
+        return "sections"
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {type_name(arguments[0])}"
     if origin is tuple:
@@ -156,14 +170,26 @@ def class_text(model: type[Config]) -> list[str]:
     return [re.sub(r"\s*\n\s*", " ", text), ""] if text and model.__doc__ != Config.__doc__ else []
 
 
+def subsections(model: type[Config], prefix: str = "") -> list[str]:
+    """Every section below a model, with those that may be repeated behind the one that has them."""
+    lines: list[str] = []
+    for name, field in model.model_fields.items():
+        section, repeated = section_of(field.annotation), repeated_section(field.annotation)
+        dotted = f"{prefix}{name}"
+        if section is not None:
+            lines += [f"### [{dotted}]", "", *class_text(section), *table(section, f"{dotted}."), ""]
+            lines += subsections(section, f"{dotted}.")
+        elif repeated is not None:
+            written, element = repeated
+            lines += [f"### {written.format(dotted)}", "", *class_text(element), *table(element), ""]
+    return lines
+
+
 def render() -> str:
     lines = [HEAD]
     for title, model, verbs in SECTIONS:
         lines += [f"## {title}", "", f"For {verbs}.", "", *class_text(model), *table(model), ""]
-        for name, field in model.model_fields.items():
-            section = section_of(field.annotation)
-            if section is not None:
-                lines += [f"### [{name}]", "", *class_text(section), *table(section, f"{name}."), ""]
+        lines += subsections(model)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -53,6 +53,7 @@ def rollout_only(
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
+    from rltool.errors import UsageError
     from rltool.rollout.record import check_directory, check_settings
     from rltool.training.preflight import (
         check_fleet,
@@ -64,6 +65,7 @@ def rollout_only(
     )
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_service import Engines
+    from rltool.training.side_models import check_all_there, probe_models, running_models
     from rltool.training.validate import check_files, check_mode
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
@@ -72,18 +74,28 @@ def rollout_only(
     notes = check_settings(loaded.origins)
     check_files(settings)
     check_mode(settings)
+    if settings.engines.mode != "external":
+        raise UsageError(
+            "debug rollout-only samples from engines that run already: start them with `rltool serve-engines --config`,"
+            ' leave engines.mode at "external", and give --rollout-external'
+        )
     if out is not None:
         check_directory(out)
     fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
     check_fleet(fleet, settings, trainer_device=None)
     check_router(fleet, settings)
+    beside = running_models(settings)
+    check_all_there(settings, beside)
+    models = probe_models(settings, beside)
 
     console = Console()
     for line in (*notes, describe_fleet(fleet), *uncompared(fleet)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     with _destination(out, run) as directory:
         check_directory(directory)
-        engines = Engines(fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint())
+        engines = Engines(
+            fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint(), models=models
+        )
         record_rollouts(
             settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
         )

@@ -12,11 +12,13 @@ from typer.core import TyperGroup
 
 from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
+from rltool.config.serve import POLICY
 from rltool.engines.endpoints import resolve
 from rltool.engines.joining import join, leave, users_of_router
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
+from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
 from rltool.router.workers import add_worker, list_workers, remove_worker
@@ -24,6 +26,7 @@ from rltool.router.workers import add_worker, list_workers, remove_worker
 console = Console()
 Run = Annotated[str | None, typer.Option("--run", help="Run to use; default: the newest.")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for it.")]
+Model = Annotated[str, typer.Option(help="The model whose router it is, by its name in endpoints.json.")]
 
 
 class StartByDefault(TyperGroup):
@@ -62,16 +65,19 @@ def start(
     ready_timeout: Annotated[
         float | None, typer.Option(help="Seconds until all workers must be registered (default: 120).")
     ] = None,
+    model: Model = POLICY,
 ) -> None:
     """Start sglang-router for engines, register them, and wait until it serves."""
     flags = {"host": ("--host", host), "port": ("--port", port), "policy": ("--policy", policy)}
     flags |= {"key_file": ("--key-file", key_file), "ready_timeout": ("--ready-timeout", ready_timeout)}
     config = load_config(RouterConfig, flags=flags).config
-    plan = plan_router(addresses or [], run)
+    plan = plan_router(addresses or [], run, model)
     started: list[str] = []
 
     def bring_up(group: ProcessGroup) -> None:
-        url = start_router(config, plan.model, group, endpoints_file=plan.endpoints_file, report=console.print)
+        url = start_router(
+            config, plan.model, group, name=plan.name, endpoints_file=plan.endpoints_file, report=console.print
+        )
         started.append(url)
         if not is_loopback(config.host):
             console.print(
@@ -86,7 +92,8 @@ def start(
             console.print(f"rltool train --config run.toml --rollout-external {urls} --router {url}", soft_wrap=True)
 
     try:
-        code = run_in_foreground("router-command", plan.run, bring_up, detach=detach, note=console.print)
+        role = free_role("router-command", plan.run)
+        code = run_in_foreground(role, plan.run, bring_up, detach=detach, note=console.print)
     finally:
         if started and not detach and plan.endpoints_file is not None:
             forget_router(plan.endpoints_file, started[0])

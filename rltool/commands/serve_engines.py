@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,13 +13,28 @@ from rich.table import Table
 
 from rltool.config.loader import load_config
 from rltool.config.serve import EngineLaunch, ServeConfig
+from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.joining import join, leave, users_of_engines
-from rltool.engines.launch import check_launch, dry_run, engine_flags, engine_spec, launch_engines, parse_gpus
-from rltool.processes.hosts import http_url, is_loopback
+from rltool.engines.launch import (
+    Order,
+    check_order,
+    dry_run,
+    engine_flags,
+    engine_spec,
+    launch_engines,
+    order_of_file,
+    order_of_flags,
+    parse_gpus,
+)
+from rltool.engines.plan import describe_plan
+from rltool.errors import UsageError
+from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, open_run, runs_root
 from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.router.launch import start_planned_routers
 
 console = Console()
 
@@ -28,9 +44,17 @@ end."""
 
 
 def serve_engines(
-    model: Annotated[Path, typer.Argument(help="Hugging Face model directory.")],
+    model: Annotated[
+        Path | None, typer.Argument(help="Hugging Face model directory; with --config the file names it.")
+    ] = None,
     engine_args: Annotated[
         list[str] | None, typer.Argument(metavar="[-- ENGINE FLAGS]", help="Passed to each engine untouched.")
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--config", "-c", help="TOML file of a run: start its [[engines.groups]], of all its models; repeatable."
+        ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="vllm or sglang (default: vllm).")] = None,
     num_engines: Annotated[int | None, typer.Option(help="How many engines (default: 1).")] = None,
@@ -45,6 +69,16 @@ def serve_engines(
     ] = None,
     engine_python: Annotated[
         Path | None, typer.Option(help="Python of the environment that has the engine (default: this one).")
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option(help="Name of the model in endpoints.json and on /v1/models (default: policy).")
+    ] = None,
+    update_weights: Annotated[
+        bool | None,
+        typer.Option(
+            "--update-weights/--no-update-weights",
+            help="Whether trainers update its weights (default); a judge's or a reward model's they leave alone.",
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence in tokens (default: the model's).")
@@ -80,44 +114,37 @@ def serve_engines(
         "host": ("--host", host),
         "port": ("--port", port),
         "engine_python": ("--engine-python", engine_python),
+        "served_name": ("--served-name", served_name),
+        "update_weights": ("--update-weights", update_weights),
         "max_model_len": ("--max-model-len", max_model_len),
         "dtype": ("--dtype", dtype),
         "seed": ("--seed", seed),
         "trust_remote_code": ("--trust-remote-code", trust_remote_code or None),
         "weight_backend": ("--weight-backend", weight_backend),
         "ready_timeout": ("--ready-timeout", ready_timeout),
-        "extra_args": ("--", engine_flags(engine_args or [])),
+        "extra_args": ("--", engine_flags(engine_args or []) or None),
     }
-    config = load_config(ServeConfig, flags=flags).config
+    order = _order(config or [], flags)
     if dry:
-        _print_dry_run(config, RunDirectory(runs_root() / (run or "NEW-RUN")))
+        _print_dry_run(order, RunDirectory(runs_root() / (run or "NEW-RUN")))
         return
-    check_launch(config)
+    check_order(order)
     directory = open_run(run, create=True)
 
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     def bring_up(group: ProcessGroup) -> None:
-        console.print(
-            f"run {directory.name}: {config.num_engines} x {config.engine} on {config.device}, logs in "
-            f"{directory.logs_dir}/latest",
-            soft_wrap=True,
-        )
-        if not is_loopback(config.host):
-            console.print(
-                f"[yellow]listening on {config.host}: reachable from other hosts, guarded by the key, not "
-                "encrypted[/yellow]"
-            )
-        endpoints = launch_engines(config, group, report=console.print)
-        table = Table("engine", "url", "GPUs", "world size", "weights")
-        for process, endpoint in zip(group.processes, endpoints, strict=True):
-            where = ",".join(map(str, endpoint.gpus)) or config.device
-            table.add_row(process.role, endpoint.url, where, str(endpoint.tp), endpoint.weight_backend)
-        console.print(table)
-        if not no_join:
-            join(users_of_engines(directory), endpoints, say)
-            group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in endpoints], say)
+        _announce(order, directory)
+        found = launch_engines(order, group, report=console.print)
+        console.print(_table(found))
+        start_planned_routers(order, found, group, report=console.print)
+        trained = [
+            engine
+            for name, engines in found.items()
+            for engine in engines
+            if order.models[name].update_weights and engine.role == "regular"
+        ]
+        if not no_join and trained:
+            join(users_of_engines(directory), trained, _say)
+            group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in trained], _say)
         console.print(train_command(directory.endpoints_file), highlight=False, markup=False, soft_wrap=True)
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
@@ -128,19 +155,58 @@ def serve_engines(
     raise typer.Exit(code)
 
 
-def _print_dry_run(config: ServeConfig, run: RunDirectory) -> None:
-    launches, warnings = dry_run(config, run)
-    for launch in launches:
-        _print_launch(config, launch)
+def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
+    """The engines of the files' groups, or those that the flags describe."""
+    given = [flag for flag, value in flags.values() if value is not None]
+    if files:
+        if given:
+            raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
+        return order_of_file(load_config(TrainConfig, files).config)
+    if flags["model"][1] is None:
+        raise UsageError("give MODEL, a Hugging Face model directory, or --config FILE with [[engines.groups]]")
+    return order_of_flags(load_config(ServeConfig, flags=flags).config)
+
+
+def _say(line: str) -> None:
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _announce(order: Order, directory: RunDirectory) -> None:
+    """What is started, and which of it others can reach."""
+    started = [group for group in order.groups if group.role != "placeholder"]
+    parts = ", ".join(f"{group.count} x {group.engine} on {group.device or 'cuda'}" for group in started)
+    console.print(f"run {directory.name}: {parts}, logs in {directory.logs_dir}/latest", soft_wrap=True)
+    for host in dict.fromkeys(group.host for group in started if group.host is not None):
+        if not is_loopback(host):
+            console.print(
+                f"[yellow]listening on {host}: reachable from other hosts, guarded by the key, not encrypted[/yellow]"
+            )
+
+
+def _table(found: Mapping[str, list[EngineEndpoint]]) -> Table:
+    table = Table("model", "group", "url", "GPUs", "world size", "weights")
+    for name, engines in found.items():
+        for engine in engines:
+            size = str(engine.tp * engine.pp * engine.dp)
+            gpus = ",".join(map(str, engine.gpus)) or "cpu"
+            table.add_row(name, engine.group, engine.url, gpus, size, engine.weight_backend)
+    return table
+
+
+def _print_dry_run(order: Order, run: RunDirectory) -> None:
+    plan, warnings = dry_run(order, run)
+    for line in describe_plan(plan):
+        _say(line)
+    for launch in plan.launches:
+        _print_launch(launch)
     for warning in warnings:
         console.print(f"[yellow]warning: {warning}[/yellow]", soft_wrap=True)
     console.print("dry run: nothing was started")
 
 
-def _print_launch(config: ServeConfig, launch: EngineLaunch) -> None:
-    spec = engine_spec(config, launch)
-    gpus = ",".join(map(str, launch.gpus)) or "none"
-    console.print(f"[bold]{spec.role}[/bold]  {http_url(launch.host, launch.port)}  port {launch.port}  GPUs {gpus}")
+def _print_launch(launch: EngineLaunch) -> None:
+    spec = engine_spec(launch)
+    console.print(f"[bold]{spec.role}[/bold]")
     for name, value in sorted(spec.environment.items()):
         console.print(f"  {name}={shlex.quote(value)}", soft_wrap=True, markup=False, highlight=False)
     console.print(f"  {shlex.join(spec.argv)}", soft_wrap=True, markup=False, highlight=False)

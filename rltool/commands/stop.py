@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 
 from rltool.engines.joining import leave, users_of_engines
+from rltool.engines.plan import is_router
 from rltool.engines.run_client import DRIVER_ROLE
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import GRACE_SECONDS
 from rltool.processes.stop_run import stop_run
-from rltool.router.launch import ROLE, forget_router
+from rltool.router.launch import forget_router
 
 
 def stop(
@@ -34,7 +35,7 @@ def stop(
         stopped = stop_run(directory, roles or (), grace=grace, report=console.print)
         for state in stopped:
             console.print(f"stopped {state.role} (pid {state.pid})")
-            if state.role == ROLE and state.url is not None:
+            if is_router(state.role) and state.url is not None:
                 forget_router(directory.endpoints_file, state.url)
         if not stopped:
             console.print("nothing was running")

@@ -41,6 +41,13 @@ def train(
     ray_address: Annotated[
         str | None, typer.Option(help="Address of a running Ray cluster; without it a local one is started.")
     ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="GPUs of this host, for the ranks and then for managed engines: 0,1,2,3 or 0-3 (default: the first "
+            "that no engine and no live run holds)."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of data order, sampling and dropout.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of rollouts, each followed by its optimizer steps.")] = None,
     resume: Annotated[
@@ -66,12 +73,14 @@ def train(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.engines.endpoints import files_in
+    from rltool.engines.launch import parse_gpus
     from rltool.processes.run_lock import RunLock
 
     flags = {
         **rollout_flags(rollout_external, router),
         **recording_flags(profile_steps, memory_snapshot),
         "ray.address": ("--ray-address", ray_address),
+        "trainer.gpus": ("--gpus", None if gpus is None else parse_gpus(gpus)),
         "seed": ("--seed", seed),
         "steps": ("--steps", steps),
     }

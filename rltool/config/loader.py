@@ -9,7 +9,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -59,7 +59,7 @@ def load_config(
     try:
         return Loaded(model.model_validate(values), origins)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origins)) from None
+        raise ConfigError(_explain(error, origins, model)) from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -110,15 +110,34 @@ def _put(
         rest = parts[depth + 1 :]
         if not rest:
             here[part] = value
-        elif inner is None:  # a table of the user's own names, such as eval.sets.NAME
-            here.setdefault(part, {})
-            here[part] = {**here[part], ".".join(rest): value}
+        elif inner is None:
+            here[part] = _entered(here.get(part) or {}, rest, value, _element(section, part), (model, key, origin))
         else:
             here = here.setdefault(part, {})
             section = inner
             continue
         origins[key] = origin
         return
+
+
+def _element(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    """The config model of the entries of a list of sections, or of a table of the user's own names (models.NAME)."""
+    arguments = get_args(model.model_fields[key].annotation)
+    return next((found for found in arguments if isinstance(found, type) and issubclass(found, BaseModel)), None)
+
+
+def _entered(
+    table: Mapping[str, Any], rest: Sequence[str], value: Any, element: type[BaseModel] | None,
+    told: tuple[type[BaseModel], str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """The table with one more entry: eval.sets.NAME, or models.NAME.KEY where entries are sections (`element`)."""
+    if element is None or len(rest) != 2:
+        return {**table, ".".join(rest): value}
+    name, field = rest
+    if field not in element.model_fields:
+        model, key, origin = told
+        _unknown(model, key, key.rpartition(".")[0], field, element, origin)
+    return {**table, name: {**table.get(name, {}), field: value}}
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -141,12 +160,25 @@ def _unknown(model: type[BaseModel], key: str, parent: str, part: str, section: 
     raise ConfigError(f"{origin}: unknown key {key!r}; {suggestion}")
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """`; did you mean KEY?` for an unknown key in a section that may be repeated."""
+    section: type[BaseModel] | None = model
+    for part in place[:-1]:
+        if section is not None and isinstance(part, str) and part in section.model_fields:
+            section = _section(section, part) or _element(section, part)
+    near = difflib.get_close_matches(str(place[-1]), section.model_fields, n=1, cutoff=0.6) if section else []
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel]) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
-        origin = next((origins[k] for k in (key, key.rpartition(".")[0]) if k in origins), None)
-        if item["type"] == "missing":
+        parents = [key, *(".".join(map(str, item["loc"][:depth])) for depth in range(len(item["loc"]) - 1, 0, -1))]
+        origin = next((origins[parent] for parent in parents if parent in origins), None)
+        if item["type"] == "extra_forbidden":  # in a section of a list or a table; _put has seen to the others
+            lines.append(f"unknown key {key!r}" + (f", from {origin}" if origin else "") + _nearest(model, item["loc"]))
+        elif item["type"] == "missing":
             lines.append(f"{key} is required; set it in the TOML file or with --set {key}=...")
         else:
             message = item["msg"].removeprefix("Value error, ")

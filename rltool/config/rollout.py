@@ -6,9 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rltool.config.base import Config
+from rltool.config.serve import EngineGroup
 
 ImportPath = str
 """`package.module:attribute`"""
@@ -17,20 +18,12 @@ OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
 """An import path beside known names: without the colon it is a misspelt name."""
 
 
-class EngineGroup(Config):
-    """Engines that are alike."""
-
-    count: int = Field(default=1, ge=1)
-    """How many engines."""
-    tp: int = Field(default=1, ge=1)
-    """Tensor-parallel size: GPUs of each engine."""
-
-
 class EnginesConfig(Config):
     """Who generates, and where it is reached."""
 
     mode: Literal["external", "managed", "colocate"] = "external"
-    """external: engines that are running already. managed and colocate are planned for, and refused at the start."""
+    """external: engines that are running already. managed: train starts those of engines.groups on GPUs beside the
+    trainer's, starts them again when they die, and ends them. colocate, on the trainer's own GPUs, is not built yet."""
     external: tuple[str, ...] = ()
     """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
     router: str | None = None
@@ -48,8 +41,26 @@ class EnginesConfig(Config):
     known one."""
     min_serving: int = Field(default=1, ge=1)
     """With fewer engines that serve nothing is generated; the run waits for more (deadlines.engines)."""
+    start_router: bool = False
+    """managed, serve-engines --config: start a router in front of the policy's engines."""
+    max_restarts: int = Field(default=5, ge=0)
+    """managed: how often an engine that has died is started again. One that has served for engines.restart_forget
+    seconds since has all of them again; one that has none left stays dead."""
+    restart_backoff: float = Field(default=1.0, gt=0)
+    """managed: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
+    restart_forget: float = Field(default=600.0, gt=0)
+    """See max_restarts."""
     groups: tuple[EngineGroup, ...] = ()
-    """managed and colocate: the engines to start; `--dry-run` shows the bundles that they would take."""
+    """The engines that serve-engines --config and, where mode is managed, train start; see below."""
+
+    @field_validator("groups")
+    @classmethod
+    def _names(cls, groups: tuple[EngineGroup, ...]) -> tuple[EngineGroup, ...]:
+        names = [group.name for group in groups]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several groups are called {', '.join(twice)}: give each a name of its own")
+        return groups
 
 
 def _all_or_some(top_k: int) -> int:

@@ -1,17 +1,94 @@
-"""Configuration of `rltool serve-engines`, and of one engine that it starts."""
+"""Engines that rltool starts: groups of them (`serve-engines --config`, `train`), the flags of serve-engines, and one
+process, fully resolved."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rltool.config.base import Config
 
 EngineKind = Literal["vllm", "sglang"]
 Device = Literal["cuda", "cpu"]
 WeightBackend = Literal["rltool", "nccl"]
+Role = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+
+POLICY = "policy"
+"""Name of the model that the trainer trains; every other one stands in [models.NAME]."""
+NAME_PATTERN = r"^[A-Za-z0-9][\w.-]*$"
+
+
+class EngineGroup(Config):
+    """Engines that are alike: `[[engines.groups]]`, any number of them."""
+
+    name: str = Field(default="default", pattern=NAME_PATTERN)
+    """In endpoints.json and in plans; each group has one of its own."""
+    engine: EngineKind = "vllm"
+    count: int = Field(default=1, ge=1)
+    """How many engines."""
+    tp: int = Field(default=1, ge=1)
+    """Tensor-parallel size. More GPUs of one engine follow from its own flags, such as --pipeline-parallel-size."""
+    role: Role = "regular"
+    """prefill and decode: halves of one service, behind a router (SGLang). encoder: encodes images for the others of
+    its model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no process."""
+    model: str = POLICY
+    """policy is model.path; another name is that of [models.NAME]."""
+    flags: tuple[str, ...] = ()
+    """Passed to each engine's own command line untouched."""
+    served_name: str | None = None
+    """Name on the servers' /v1/models; None: that of the model."""
+    gpus: tuple[int, ...] = ()
+    """serve-engines: GPU indices of this host, given to the engines in order; empty: the next ones. train chooses for
+    all groups (trainer.gpus)."""
+    device: Device | None = None
+    """None: with serve-engines cuda, in a run what the trainer runs on."""
+    host: str | None = None
+    """Address to listen on. None: loopback, on a Ray cluster of several hosts the address of each node."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the first engine, the next ones follow; 0 picks free ports."""
+    dtype: str | None = None
+    """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
+    max_model_len: int | None = Field(default=None, ge=1)
+    """Longest sequence in tokens; None: the model's own, on a CPU under vLLM at most 2048."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of the first engine of all groups; the others count up, or replicas would sample the same responses."""
+    trust_remote_code: bool = False
+    """Let the engine run code that comes with the model."""
+    engine_python: Path | None = None
+    """Interpreter of the environment that has the engine; None: rltool's own."""
+    weight_backend: WeightBackend = "rltool"
+    """How vLLM receives weights: rltool is the plugin's (nccl, gloo, disk or delta), nccl vLLM's own."""
+    ready_timeout: float = Field(default=600.0, gt=0)
+    """Seconds from launch until an engine serves."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> EngineGroup:
+        if self.engine == "vllm" and self.role in ("prefill", "decode", "encoder"):
+            raise ValueError(
+                f'role = "{self.role}" is launched for SGLang only: set engine = "sglang", or role = "regular"'
+            )
+        if self.role == "placeholder" and self.flags:
+            raise ValueError("a placeholder starts no process, so its flags would have no effect")
+        return self
+
+
+class ServedModel(Config):
+    """A model beside the policy: a judge, a reward model, a frozen reference. It has engines and a router of its own,
+    and reward functions reach it as `context.model(NAME)`."""
+
+    path: Path | None = None
+    """Hugging Face directory: what engines of its groups serve, and its tokenizer. None: only for engines in
+    `external`, which are then asked with token ids alone."""
+    update_weights: bool = False
+    """False: no trainer ever touches its weights. `train` updates the policy alone, and refuses true."""
+    external: tuple[str, ...] = ()
+    """host:port or @endpoints.json of engines of this model that run already; train."""
+    api_key_file: Path | None = None
+    """Bearer key for addresses given as host:port."""
+    start_router: bool = False
+    """Start a router in front of its engines; with prefill and decode groups there is always one."""
 
 
 class ServeConfig(Config):
@@ -33,8 +110,10 @@ class ServeConfig(Config):
     encrypted."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0 picks free ports."""
-    served_name: str = "policy"
+    served_name: str = Field(default=POLICY, pattern=NAME_PATTERN)
     """Name of the model in endpoints.json and on the servers' /v1/models."""
+    update_weights: bool = True
+    """False: a model that is never synced, such as a judge; endpoints.json says so, and train leaves it alone."""
     dtype: str | None = None
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -46,17 +125,49 @@ class ServeConfig(Config):
     engine_python: Path | None = None
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend = "rltool"
-    """How vLLM receives weights: rltool is the plugin's (nccl, gloo or disk), nccl vLLM's own."""
+    """How vLLM receives weights: rltool is the plugin's (nccl, gloo, disk or delta), nccl vLLM's own."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until all engines serve."""
     extra_args: tuple[str, ...] = ()
     """Passed to each engine's own command line untouched."""
 
+    @property
+    def group(self) -> EngineGroup:
+        """The same as one group of engines."""
+        return EngineGroup(
+            engine=self.engine, count=self.num_engines, tp=self.tp, model=self.served_name, flags=self.extra_args,
+            gpus=self.gpus, device=self.device, host=self.host, port=self.port, dtype=self.dtype,
+            max_model_len=self.max_model_len, seed=self.seed, trust_remote_code=self.trust_remote_code,
+            engine_python=self.engine_python, weight_backend=self.weight_backend, ready_timeout=self.ready_timeout,
+        )  # fmt: skip
+
 
 class EngineLaunch(Config):
-    """One engine, fully resolved: what a dialect builds argv and environment from."""
+    """One process of an engine, fully resolved: what a dialect builds argv and environment from. An engine on several
+    hosts has one on each; that of node_rank 0 serves."""
 
     index: int
+    engine: EngineKind = "vllm"
+    model_name: str = POLICY
+    group: str = "default"
+    role: Role = "regular"
+    node: str = ""
+    """The host that it is started on, by the name that the plan has for it; empty: this one."""
+    address: str = ""
+    """Where others reach it; empty: at `host`."""
+    node_rank: int = 0
+    nodes: int = 1
+    dist_init: str | None = None
+    """host:port at which the processes of an engine on several hosts meet."""
+    bootstrap_port: int | None = None
+    """prefill: where decode engines ask for the keys and values of a prompt."""
+    encoder_urls: tuple[str, ...] = ()
+    """Of the encoder engines of its model."""
+    pp: int = 1
+    """Pipeline-parallel size, and below data-parallel size, as the engine's own flags have them."""
+    dp: int = 1
+    update_weights: bool = True
+    ready_timeout: float = 600.0
     model: Path
     host: str
     port: int
@@ -78,3 +189,8 @@ class EngineLaunch(Config):
     work_dir: Path
     """Where a dialect may have a config file written (0600), for what must not stand in argv."""
     extra_args: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the engine over all its hosts."""
+        return self.tp * self.pp * self.dp

@@ -23,6 +23,7 @@ from rltool.config.rollout import (
     SamplingConfig,
     WeightsConfig,
 )
+from rltool.config.serve import POLICY, ServedModel
 
 
 class ModelConfig(Config):
@@ -85,6 +86,9 @@ class TrainerConfig(Config):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so
     many times as many tokens. A longer single sample is an error at the start of the step."""
+    gpus: tuple[int, ...] = ()
+    """GPU indices of this host for the ranks and then for managed engines, in this order; empty: the first ones that no
+    engine and no live run holds. Not on a cluster at ray.address, whose Ray decides."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""
     torch_threads: int | None = Field(default=None, ge=1)
@@ -245,6 +249,8 @@ class TrainConfig(Config):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()
     engines: EnginesConfig = EnginesConfig()
+    models: dict[str, ServedModel] = Field(default_factory=dict)
+    """name -> a model beside the policy; see below."""
     rollout: RolloutConfig = RolloutConfig()
     sampling: SamplingConfig = SamplingConfig()
     data: DataConfig = DataConfig()
@@ -257,6 +263,21 @@ class TrainConfig(Config):
     monitor: MonitorConfig = MonitorConfig()
 
     renamed: ClassVar[Mapping[str, str]] = RENAMED
+
+    @model_validator(mode="after")
+    def _models(self) -> TrainConfig:
+        if POLICY in self.models:
+            raise ValueError(f"[models.{POLICY}]: the policy is model.path; other models have other names")
+        for group in self.engines.groups:
+            if group.model != POLICY and group.model not in self.models:
+                known = ", ".join([POLICY, *self.models])
+                raise ValueError(
+                    f"group {group.name!r} serves model {group.model!r}, which is none of: {known}; name it in "
+                    f"[models.{group.model}] with its path"
+                )
+            if group.model != POLICY and self.models[group.model].path is None:
+                raise ValueError(f"models.{group.model}.path: group {group.name!r} has to serve it; give its directory")
+        return self
 
     @property
     def samples_per_optimizer_step(self) -> int:

@@ -32,7 +32,8 @@ class EngineEndpoint(Config):
     url: str
     dialect: EngineKind | None = None
     group: str = "default"
-    role: Literal["regular", "prefill", "decode"] = "regular"
+    role: Literal["regular", "prefill", "decode", "encoder"] = "regular"
+    """Beside regular ones: engines that answer only together, through a router that knows their roles."""
     bootstrap_port: int | None = None
     tp: int = 1
     pp: int = 1

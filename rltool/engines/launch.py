@@ -1,50 +1,87 @@
-"""From a ServeConfig to running engines: who gets which GPUs and ports, what is checked before,
-and when an engine counts as ready."""
+"""Starting planned engines on this host: what is checked before, and what is written when they serve.
+
+`serve-engines` starts engines here, and so does the actor that a run with managed engines has on each host
+(rltool/training/engine_host.py). Which processes these are is planned in rltool/engines/plan.py.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from rltool.config.serve import EngineLaunch, ServeConfig
-from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
+from rltool.config.train import TrainConfig
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
-from rltool.engines.interpreter import check_engine_python, default_engine_python
+from rltool.engines.engine_ready import process_role, serving, wait_for_all
+from rltool.engines.interpreter import check_engine_python
 from rltool.engines.liveness import Liveness
+from rltool.engines.plan import (
+    EnginePlan,
+    Host,
+    Model,
+    PortNeeds,
+    Ports,
+    Settings,
+    engine_slots,
+    handed_out,
+    plan_engines,
+    port_needs,
+    seat_slots,
+    url_of,
+)
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
-from rltool.engines.supported import refusal, training_refusal
-from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
-from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
+from rltool.errors import UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
 from rltool.processes.gpus import gpus_in_use, visible_gpus
-from rltool.processes.hosts import http_url
 from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
-from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import ProcessSpec, RunningProcess
 from rltool.processes.state import is_alive, read_state, read_states
 from rltool.processes.supervise import ProcessGroup
 
-PROBE_SECONDS = 60.0
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 """Files of weights that an engine reads."""
-"""For all probes of one engine and its first generation, which compiles or warms up things."""
 
+THIS_HOST = "this host"
 
 _ROLE = re.compile(r"engine-\d+")
 
 
-def role_of(index: int) -> str:
-    return f"engine-{index}"
+@dataclass(frozen=True)
+class Order:
+    """Groups of engines and the models that they serve, by name."""
+
+    groups: tuple[EngineGroup, ...]
+    models: Mapping[str, Model]
 
 
-# -- planning: pure
+def order_of_flags(config: ServeConfig) -> Order:
+    """What the command line of serve-engines asks for."""
+    return Order((config.group,), {config.served_name: Model(config.model, config.update_weights)})
+
+
+def order_of_file(config: TrainConfig) -> Order:
+    """The groups and models of a run's configuration. Raises UsageError where there is no group."""
+    groups = config.engines.groups
+    if not any(group.role != "placeholder" for group in groups):
+        raise UsageError("no engine to start: the configuration has no [[engines.groups]]; see docs/engines.md")
+    models = {POLICY: Model(config.model.path, start_router=config.engines.start_router)}
+    models |= {
+        name: Model(model.path, model.update_weights, model.start_router)
+        for name, model in config.models.items()
+        if model.path is not None
+    }
+    return Order(groups, models)
+
+
+# -- the command line
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
@@ -70,28 +107,7 @@ def engine_flags(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-def wanted_gpus(config: ServeConfig) -> tuple[int, ...]:
-    """The GPUs that the engines get, in order: those named, or the first of the host; none on the CPU.
-
-    Raises UsageError for the wrong number, one named twice, or GPUs named with --device cpu.
-    """
-    needed = config.num_engines * config.tp
-    if config.device == "cpu":
-        if config.gpus:
-            raise UsageError("--gpus with --device cpu: engines on the CPU take no GPU; leave one of the two out")
-        return ()
-    gpus = config.gpus or tuple(range(needed))
-    twice = sorted({gpu for gpu in gpus if gpus.count(gpu) > 1})
-    if twice:
-        raise UsageError(f"--gpus names GPU {', '.join(map(str, twice))} twice; every GPU serves one engine")
-    if len(gpus) != needed:
-        named = ",".join(map(str, gpus))
-        raise UsageError(
-            f"--num-engines {config.num_engines} x --tp {config.tp} takes {needed} GPUs, "
-            f"--gpus names {len(gpus)} ({named}): "
-            + ("name more, or start fewer engines" if len(gpus) < needed else "name fewer, or start more engines")
-        )
-    return gpus
+# -- checks
 
 
 def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, str]) -> None:
@@ -107,47 +123,6 @@ def check_gpus(gpus: Sequence[int], present: Sequence[int], held: Mapping[int, s
     taken = [f"GPU {gpu} by {held[gpu]}" for gpu in gpus if gpu in held]
     if taken:
         raise UsageError(f"--gpus: held by a live run: {'; '.join(taken)}. `rltool stop --run NAME` frees them")
-
-
-def living_engines(run: RunDirectory) -> dict[int, str | None]:
-    """Number -> URL of the engines of this run that live."""
-    states = [state for state in read_states(run) if _ROLE.fullmatch(state.role) and is_alive(state)]
-    return {int(state.role.rpartition("-")[2]): state.url for state in states}
-
-
-def plan_launch(
-    config: ServeConfig, run: RunDirectory, *, ports: Sequence[int], python: Path, first: int = 0
-) -> list[EngineLaunch]:
-    """One launch per engine: GPUs in order, tp at a time; a seed of its own each, or replicas would sample the same
-    responses.
-
-    ports: one per engine; first: number of the first one. Raises UsageError as wanted_gpus and check_model do.
-    """
-    check_model(config.model, tp=config.tp)
-    gpus = wanted_gpus(config)
-    return [
-        EngineLaunch(
-            index=first + index,
-            model=config.model.absolute(),
-            host=config.host,
-            port=ports[index],
-            gpus=gpus[index * config.tp : (index + 1) * config.tp],
-            tp=config.tp,
-            device=config.device,
-            served_name=config.served_name,
-            dtype=config.dtype,
-            max_model_len=config.max_model_len,
-            seed=config.seed + first + index,
-            trust_remote_code=config.trust_remote_code,
-            python=python,
-            key_file=run.key_file,
-            boot_id=uuid.uuid4().hex,
-            weight_backend=config.weight_backend,
-            work_dir=run.state_dir / role_of(first + index),
-            extra_args=config.extra_args,
-        )
-        for index in range(config.num_engines)
-    ]
 
 
 def check_model(model: Path, *, tp: int = 1) -> None:
@@ -184,52 +159,102 @@ def check_weights(model: Path) -> None:
         )
 
 
-# -- starting
+def check_processes(launches: Sequence[EngineLaunch]) -> None:
+    """What can be known to be wrong before any of them is started here: models, weights, interpreters. UsageError."""
+    for model, tp in dict.fromkeys((launch.model, launch.tp) for launch in launches):
+        check_model(model, tp=tp)
+    loaded = [x for x in launches if not any(flag.startswith("--load-format") for flag in x.extra_args)]
+    for model in dict.fromkeys(launch.model for launch in loaded):  # "dummy" needs no weights
+        check_weights(model)
+    for launch in {(launch.python, launch.engine): launch for launch in launches}.values():
+        check_engine_python(launch.python, launch.engine)
 
 
-def dry_run(config: ServeConfig, run: RunDirectory) -> tuple[list[EngineLaunch], list[str]]:
-    """The launches that launch_engines would make, and warnings for what would make it refuse here.
-    Starts and writes nothing."""
-    warnings = []
-    with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
-        launches = plan_launch(config, run, ports=reservation.ports, python=engine_python(config))
-    gpus = wanted_gpus(config)
-    try:
-        check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use())
-    except UsageError as error:
-        warnings.append(str(error))
-    return launches, warnings
-
-
-def engine_python(config: ServeConfig) -> Path:
-    """Absolute, because engines run in another directory; not resolved,
-    for the reason given at default_engine_python."""
-    return config.engine_python.absolute() if config.engine_python else default_engine_python()
-
-
-def check_launch(config: ServeConfig, *, root: Path | None = None) -> None:
+def check_order(order: Order, *, root: Path | None = None) -> None:
     """Everything that can be refused before a run directory is made or a process started. Raises UsageError.
 
     root: where the runs are whose GPUs are taken; None: where they usually are.
     """
-    check_model(config.model, tp=config.tp)
-    if not any(flag.startswith("--load-format") for flag in config.extra_args):  # "dummy" needs no weights
-        check_weights(config.model)
-    gpus = wanted_gpus(config)
+    with _planned(order, RunDirectory(root or Path("/")), first=0) as (plan, _):
+        check_processes(plan.launches)
+        _check_plan_gpus(plan, root)
+
+
+def _check_plan_gpus(plan: EnginePlan, root: Path | None = None) -> None:
+    gpus = [gpu for launch in plan.launches for gpu in launch.gpus]
+    gpus += [gpu for kept in plan.kept for gpu in kept.seat.gpus]
     if gpus:
         check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use(root))
-    check_engine_python(engine_python(config), config.engine)
-    with reserved_ports(config.num_engines, host=config.host, first=config.port):
+
+
+# -- the plan on this host
+
+
+@contextmanager
+def held_ports(needs: PortNeeds) -> Iterator[tuple[Ports, Callable[[], None]]]:
+    """Ports of this host that cover the needs of a plan, held open until the second of the pair is called, or the block
+    ends. Raises UsageError for a fixed one that cannot be bound."""
+    with ExitStack() as stack:
+        reservations = [
+            stack.enter_context(reserved_ports(1, host=address, first=port)) for _, address, port in needs.fixed
+        ]
+        found = {}
+        for (node, address), count in needs.free.items():
+            reservation = stack.enter_context(reserved_ports(count, host=address))
+            found[node, address] = reservation.ports
+            reservations.append(reservation)
+
+        def release() -> None:
+            for reservation in reservations:
+                reservation.release()
+
+        yield handed_out(found), release
+
+
+@contextmanager
+def _planned(order: Order, run: RunDirectory, *, first: int) -> Iterator[tuple[EnginePlan, Callable[[], None]]]:
+    """The plan on this host with ports that are held; the second of the pair lets go of them."""
+    slots = engine_slots(order.groups)
+    wanted = sum(share for slot in slots for share in slot.shares)
+    named = {gpu for group in order.groups for gpu in group.gpus}
+    counted = [gpu for gpu in range(wanted + len(named)) if gpu not in named]
+    seats = seat_slots(slots, [Host(THIS_HOST, gpus=(*named, *counted))])
+    settings = Settings(order.models, run.key_file, run.state_dir, first=first)
+    with held_ports(port_needs(slots, seats, settings)) as (ports, release):
+        yield plan_engines(slots, seats, settings, ports), release
+
+
+def dry_run(order: Order, run: RunDirectory) -> tuple[EnginePlan, list[str]]:
+    """The plan that launch_engines would carry out, and warnings for what would make it refuse here.
+    Starts and writes nothing. UsageError for a model that is none."""
+    warnings = []
+    with _planned(order, run, first=0) as (plan, _):
         pass
+    for model, tp in dict.fromkeys((launch.model, launch.tp) for launch in plan.launches):
+        check_model(model, tp=tp)
+    try:
+        _check_plan_gpus(plan)
+    except UsageError as error:
+        warnings.append(str(error))
+    return plan, warnings
 
 
-def engine_spec(config: ServeConfig, launch: EngineLaunch) -> ProcessSpec:
-    speaks = dialect(config.engine)
+# -- starting
+
+
+def living_engines(run: RunDirectory) -> dict[int, str | None]:
+    """Number -> URL of the engines of this run that live."""
+    states = [state for state in read_states(run) if _ROLE.fullmatch(state.role) and is_alive(state)]
+    return {int(state.role.rpartition("-")[2]): state.url for state in states}
+
+
+def engine_spec(launch: EngineLaunch) -> ProcessSpec:
+    speaks = dialect(launch.engine)
     return ProcessSpec(
-        role=role_of(launch.index),
+        role=process_role(launch),
         argv=tuple(speaks.argv(launch)),
         environment=speaks.environment(launch),
-        url=http_url(launch.host, launch.port),
+        url=url_of(launch) if launch.node_rank == 0 else None,
         gpus=launch.gpus,
         # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
         # package.
@@ -237,154 +262,65 @@ def engine_spec(config: ServeConfig, launch: EngineLaunch) -> ProcessSpec:
     )
 
 
+def start_here(
+    launches: Sequence[EngineLaunch], group: ProcessGroup, *, release: Callable[[], None] = lambda: None
+) -> list[RunningProcess]:
+    """Start these processes on this host, in order, in `group`. release: lets go of their ports, at the last moment."""
+    for launch in launches:
+        launch.work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    specs = [engine_spec(launch) for launch in launches]
+    release()
+    return [group.start(spec) for spec in specs]
+
+
 def launch_engines(
-    config: ServeConfig, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None
-) -> list[EngineEndpoint]:
-    """Start all engines in `group`, wait until all serve, write the run's endpoints.json; the endpoints, in order.
+    order: Order, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None
+) -> dict[str, list[EngineEndpoint]]:
+    """Start all engines in `group`, wait until all serve, write the run's endpoints.json; the endpoints by model.
 
     Beside engines of the run that live already, they are numbered from there on, and written beside them.
     `report` gets one line per step. Raises UsageError before anything is started, ProcessFailed when an engine dies or
     is late: leaving the group's block then stops the others.
     """
     run = group.run
-    check_launch(config, root=run.path.parent)
+    check_order(order, root=run.path.parent)
     read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     living = living_engines(run)
-    with reserved_ports(config.num_engines, host=config.host, first=config.port) as reservation:
-        launches = plan_launch(
-            config, run, ports=reservation.ports, python=engine_python(config), first=max(living, default=-1) + 1
-        )
-        for launch in launches:
-            launch.work_dir.mkdir(mode=0o700, exist_ok=True)
-        specs = [engine_spec(config, launch) for launch in launches]
-        reservation.release()
-        processes = [group.start(spec) for spec in specs]
+    with _planned(order, run, first=max(living, default=-1) + 1) as (plan, release):
+        processes = start_here(plan.launches, group, release=release)
     for process in processes:
         report(f"{process.role} started: pid {process.state.pid}, {process.state.url}")
-    endpoints = asyncio.run(_wait_for_all(config, launches, processes, report))
+    launches = serving(plan.launches)  # all of them: on one host no engine has a second part
+    endpoints = asyncio.run(wait_for_all(launches, processes, report))
     group.checks |= {
         process.role: Liveness(process.state.pid, endpoint.url)
         for process, endpoint in zip(processes, endpoints, strict=True)
     }
-    edit_endpoints(run.endpoints_file, lambda file: _beside(file, config.served_name, endpoints, run, living))
-    return endpoints
+    found: dict[str, list[EngineEndpoint]] = {}
+    for launch, endpoint in zip(launches, endpoints, strict=True):
+        found.setdefault(launch.model_name, []).append(endpoint)
+    entries = {
+        name: ModelEndpoints(update_weights=order.models[name].update_weights, engines=tuple(engines))
+        for name, engines in found.items()
+    }
+    edit_endpoints(run.endpoints_file, lambda file: _beside(file, entries, run, living))
+    return found
 
 
 def _beside(
-    file: Endpoints,
-    model: str,
-    endpoints: Sequence[EngineEndpoint],
-    run: RunDirectory,
-    living: Mapping[int, str | None],
+    file: Endpoints, new: Mapping[str, ModelEndpoints], run: RunDirectory, living: Mapping[int, str | None]
 ) -> Endpoints:
     """These engines beside those of the file that live, or that a run which trains uses: there it is the fleet's list.
     What else stands there is of an earlier start."""
     trains = driver_of(run, read_state(run, DRIVER_ROLE)) is not None
-    entry = file.models.get(model, ModelEndpoints())
-    new = {engine.url for engine in endpoints}
-    kept = [e for e in entry.engines if e.url not in new and (trains or e.url in living.values())]
-    if not kept:
-        return Endpoints(models={model: ModelEndpoints(engines=tuple(endpoints))})
-    return file.with_engines(model, [*kept, *endpoints], entry.data_url)
-
-
-async def _wait_for_all(
-    config: ServeConfig,
-    launches: Sequence[EngineLaunch],
-    processes: Sequence[RunningProcess],
-    report: Callable[[str], None],
-) -> list[EngineEndpoint]:
-    # Tries once: asking again is the waiting's business, which also sees the process die.
-    async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
-
-        async def wait(launch: EngineLaunch, process: RunningProcess) -> EngineEndpoint:
-            probe = _Probe(client, config, launch, process)
-            endpoint = await wait_until_ready(process, probe, timeout=config.ready_timeout, probe_timeout=PROBE_SECONDS)
-            report(
-                f"{process.role} ready: {endpoint.url}, world size {endpoint.tp}, "
-                f"weights over {endpoint.weight_backend}"
-            )
-            return endpoint
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                waiting = [
-                    tasks.create_task(wait(launch, process))
-                    for launch, process in zip(launches, processes, strict=True)
-                ]
-        except* RltoolError as errors:
-            raise errors.exceptions[0] from None  # the first failure wins; the others follow from being stopped
-        return [task.result() for task in waiting]
-
-
-class _Probe:
-    """Ready means: healthy, the right server and model, its control routes there, the world size as ordered,
-    and it generates."""
-
-    def __init__(
-        self, client: EngineClient, config: ServeConfig, launch: EngineLaunch, process: RunningProcess
-    ) -> None:
-        self.client, self.config, self.launch, self.process = client, config, launch, process
-        self.endpoint = EngineEndpoint(
-            url=http_url(launch.host, launch.port),
-            dialect=config.engine,
-            tp=launch.tp,
-            weight_backend=launch.weight_backend,
-            boot_id=launch.boot_id,
-            gpus=launch.gpus,
-            key_file=launch.key_file,
-            log=process.log,
-        )
-
-    async def __call__(self) -> EngineEndpoint:
-        try:
-            await self.client.health(self.endpoint)
-            info = await self.client.probe(self.endpoint, timeout=PROBE_SECONDS)
-            check_identity(self.process.role, self.launch, info)
-            check_version(self.process, info)
-            one_token = GenerateRequest(
-                prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), request_id=uuid.uuid4().hex, seed=0
-            )
-            await self.client.generate(self.endpoint, one_token, timeout=PROBE_SECONDS)
-        except EngineRejected as error:
-            # 503 while it loads is a 5xx; a 4xx of a server that we have just started will not go away by waiting.
-            raise self.process.failure(f"refuses what a ready engine must answer: {error}") from error
-        except MissingLogprobs as error:
-            raise self.process.failure(f"generates without log-probabilities: {error}") from error
-        except EngineError as error:
-            raise NotReady(str(error)) from error
-        update = {
-            "plugin": info.plugin,
-            "weight_backend": info.weight_backend or self.launch.weight_backend,
-            "boot_id": info.boot_id or self.launch.boot_id,
-        }
-        return self.endpoint.model_copy(update=update)
-
-
-def check_version(process: RunningProcess, info: EngineInfo) -> None:
-    """Raises ProcessFailed for an engine that is too old: it would not be taken by train."""
-    why = refusal(info.dialect, info.engine_version, newer=True)
-    why = why or training_refusal(info.dialect, info.engine_version, pause_mode="abort")
-    if why is not None:
-        raise process.failure(why)
-
-
-def check_identity(role: str, launch: EngineLaunch, info: EngineInfo) -> None:
-    """Raises UsageError if another server than the one just started answers on its port,
-    or one with another world size."""
-    # SGLang begins with it as its weight version, and before 0.5.18 has no other place for it.
-    ours = info.boot_id in (None, launch.boot_id) or info.weight_version == f"boot-{launch.boot_id}"
-    if not ours:
-        raise UsageError(
-            f"{role}: another server answers on port {launch.port} (boot id {info.boot_id}); choose another --port"
-        )
-    if info.model_id not in (launch.served_name, str(launch.model)):
-        raise UsageError(
-            f"{role}: the server on port {launch.port} serves {info.model_id!r} instead of {launch.served_name!r}; "
-            "choose another --port"
-        )
-    if info.world_size != launch.tp:
-        raise RltoolError(
-            f"{role} reports world size {info.world_size}, ordered was {launch.tp}: "
-            "engine flags after -- change its parallelism, which rltool does not pass on; use --tp"
-        )
+    started = {engine.url for entry in new.values() for engine in entry.engines}
+    models = {}
+    for name, entry in file.models.items():
+        kept = tuple(e for e in entry.engines if e.url not in started and (trains or e.url in living.values()))
+        if kept:
+            models[name] = entry.model_copy(update={"engines": kept})
+    for name, entry in new.items():
+        before = models.get(name, ModelEndpoints())
+        update = {"engines": (*before.engines, *entry.engines), "data_url": before.data_url}
+        models[name] = entry.model_copy(update=update)
+    return Endpoints(models=models)

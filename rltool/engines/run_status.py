@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.liveness import says_dead
+from rltool.engines.plan import is_router
 from rltool.engines.run_client import Driver, RunStatus, driver_of
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
@@ -90,7 +91,7 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     elif alive and engine is not None:
         health, version = _ask_engine(engine)
     elif alive and state.url is not None:
-        health = _ask(state.url, "/readiness" if state.role == "router" else "/health")
+        health = _ask(state.url, "/readiness" if is_router(state.role) else "/health")
     return ProcessStatus(
         role=state.role,
         pid=state.pid,

@@ -16,6 +16,7 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialect import PauseMode
 from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
+from rltool.engines.sglang_group_flags import flags_in_its_group
 from rltool.engines.supported import Feature, has
 from rltool.engines.types import (
     SEED_MODULUS,
@@ -230,7 +231,7 @@ class SglangDialect(SglangInspection):
             argv += ["--context-length", str(launch.max_model_len)]
         if launch.trust_remote_code:
             argv += ["--trust-remote-code"]
-        return [*argv, *launch.extra_args]
+        return [*argv, *flags_in_its_group(launch), *launch.extra_args]
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]:
         environment = {

@@ -196,8 +196,15 @@ class VllmDialect(VllmInspection):
 
     def argv(self, launch: EngineLaunch) -> list[str]:
         # Not `vllm serve`: the CPU build's distribution has another name, and that command looks itself up by name.
-        argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(launch.model), "--served-model-name", launch.served_name]
+        if launch.node_rank == 0:
+            argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
+        else:  # its workers alone: the API server is on the first host. Only `vllm serve` knows --headless.
+            argv = [str(launch.python), "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model), "--headless"]
+        if launch.dist_init is not None:
+            address, _, port = launch.dist_init.rpartition(":")
+            argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
+            argv += ["--master-addr", address, "--master-port", port]
+        argv += ["--served-model-name", launch.served_name]
         argv += ["--host", launch.host, "--port", str(launch.port)]
         argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
         # The default mode returns log-probabilities before temperature; training needs those that were sampled from.

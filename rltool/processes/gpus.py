@@ -40,6 +40,12 @@ def hide_gpus(gpus: list[Gpu], cuda_visible_devices: str | None) -> list[Gpu]:
     return [gpu for gpu in gpus if str(gpu.index) in named]
 
 
+def restricts_by_uuid() -> bool:
+    """CUDA_VISIBLE_DEVICES names GPUs otherwise than by index: which are hidden is not known here."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return not all(part.strip().isdigit() for part in named.split(",") if part.strip())
+
+
 def parse_nvidia_smi(text: str) -> list[Gpu]:
     """Lines of `index, name, memory.total` in MiB without header and units."""
     gpus = []

@@ -74,13 +74,15 @@ class RunningProcess:
         )
 
 
-def start(spec: ProcessSpec, run: RunDirectory) -> RunningProcess:
+def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> RunningProcess:
     """Start it in a session of its own, stdout and stderr to a fresh log file, and write its state file.
+
+    log: of the process whose place it takes, to be gone on with.
 
     Its own session keeps the terminal's Ctrl-C from it (whoever started it stops it in order) and lets `stop_processes`
     find orphans. Raises ProcessFailed if the program cannot be executed.
     """
-    log = run.new_log(spec.role)
+    log = log or run.new_log(spec.role)
     with deferred_interrupts(), log.open("ab") as output:
         try:
             popen = subprocess.Popen(

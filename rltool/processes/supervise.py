@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -35,14 +36,19 @@ class ProcessGroup:
         """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed."""
         self._grace = grace
 
-    def start(self, spec: ProcessSpec) -> RunningProcess:
-        """Raises UsageError if the run has a living process of this role already."""
+    def start(self, spec: ProcessSpec, *, log: Path | None = None) -> RunningProcess:
+        """Raises UsageError if the run has a living process of this role already. log: see spawn.start."""
         refuse_living(self.run, spec.role)
         # An interrupt between the start and the append would lose the process.
         with deferred_interrupts():
-            process = start(spec, self.run)
+            process = start(spec, self.run, log=log)
             self.processes.append(process)
         return process
+
+    def stop(self, processes: Sequence[RunningProcess]) -> None:
+        """End these alone, with their trees."""
+        stop_all(processes, self._grace)
+        self.processes = [process for process in self.processes if process not in processes]
 
     def detach(self) -> None:
         """Let all live on after the block; `rltool stop` ends them then."""

@@ -15,18 +15,21 @@ from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
 from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
 
 
-def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = (), timeout: float = 60.0) -> None:
+def check_reward_function(
+    path: str, *, samples: Sequence[tuple[Sample, str]] = (), timeout: float = 60.0, models: Models | None = None
+) -> None:
     """ContractViolation unless the function at `package.module:function` gives a finite number for every sample.
 
     samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
     texts with the label "42" are used, among them an empty and a very long one. The function must not change the
-    sample.
+    sample. models: what a function with a `context` reaches; stand-ins with an async `generate` will do.
     """
     pairs = list(samples) or [
         (
@@ -44,15 +47,18 @@ def check_reward_function(path: str, *, samples: Sequence[tuple[Sample, str]] = 
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
-    for number, ((_, text), outcome) in enumerate(zip(pairs, asyncio.run(_score(path, pairs, timeout)), strict=True)):
+    outcomes = asyncio.run(_score(path, pairs, timeout, models))
+    for number, ((_, text), outcome) in enumerate(zip(pairs, outcomes, strict=True)):
         if isinstance(outcome, RewardFailure):
             problems.append(f"sample {number} (text {text[:40]!r}): {outcome.reason}")
     _raise_if_any(path, problems)
 
 
-async def _score(path: str, pairs: Sequence[tuple[Sample, str]], timeout: float) -> list[float | RewardFailure]:
+async def _score(
+    path: str, pairs: Sequence[tuple[Sample, str]], timeout: float, models: Models | None
+) -> list[float | RewardFailure]:
     """As a run would, but for the changes, which a run does not look for."""
-    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True)
+    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True, models=models)
     try:
         return await pool.score([sample for sample, _ in pairs], [text for _, text in pairs])
     finally:

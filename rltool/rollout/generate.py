@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.engines.tasks import all_of
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, RltoolError, UsageError
+from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
 
@@ -42,6 +43,12 @@ class GenerateContext:
     vocab_size: int
     require_versions: bool = True
     interrupted: Callable[[], bool] = _never
+    models: Models = field(default_factory=Models)
+
+    def model(self, name: str) -> ModelClient:
+        """A client of a model beside the policy ([models.NAME]). Raises UsageError for one that the run does not
+        have."""
+        return self.models.model(name)
 
 
 GenerateFunction = Callable[[list[Sample], GenerateContext], Awaitable[None]]

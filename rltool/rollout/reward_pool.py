@@ -1,6 +1,7 @@
 """Runs any reward function: a plain one in processes of its own, an async one on the event loop.
 
-A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response. A plain
+A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response. An async
+one may take a third argument, `context`, by which it reaches other models. A plain
 one that hangs, dies or holds the interpreter must not hold up the rollout manager, so it runs in worker processes. They
 are started with the pool and import the function once; a group of samples travels in one message, and every sample is
 answered as soon as it is scored. So a deadline is that of one sample, a worker that hangs or dies is known to have done
@@ -27,11 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rltool.config.import_path import load_callable
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UsageError
+from rltool.rollout.model_clients import Models, RewardContext
 from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
 from rltool.rollout.sample import Sample
 
-RewardFunction = Callable[[Sample, str], Any]
+RewardFunction = Callable[..., Any]
+CONTEXT = "context"
+"""The argument by which an async function says that it wants a RewardContext."""
 
 START_SECONDS = 120.0
 """For a worker to import the function's module: one that brings torch takes ten, on a busy host more."""
@@ -62,12 +66,16 @@ class RewardPool:
     function_path: `package.module:function`; UsageError if it cannot be imported. workers: processes for a plain
     function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
     timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
-    are lost, an async function's are not).
+    are lost, an async function's are not). models: what an async function that takes `context` reaches by it.
     """
 
-    def __init__(self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False) -> None:
+    def __init__(
+        self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False,
+        models: Models | None = None,
+    ) -> None:  # fmt: skip
         self._path, self._timeout, self._refuse_changes = function_path, timeout, refuse_changes
         self._function = load_reward(function_path)
+        self._more = {CONTEXT: RewardContext(models or Models())} if wants_context(self._function) else {}
         self.is_async = is_async(self._function)
         self._closed = False
         self._workers: set[_Worker] = set()
@@ -180,7 +188,7 @@ class RewardPool:
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
-        reward = finite(await self._function(sample, text))
+        reward = finite(await self._function(sample, text, **self._more))
         if before != sample:
             raise ValueError(CHANGED)
         return reward
@@ -188,7 +196,24 @@ class RewardPool:
 
 def load_reward(path: str) -> RewardFunction:
     """reward.function as a function; UsageError for an import path that leads nowhere, or to what is no reward."""
-    return load_callable(path, setting="reward.function", takes=("sample", "text"))
+    setting = "reward.function"
+    function = load_callable(path, setting=setting)
+    if not wants_context(function):
+        return load_callable(path, setting=setting, takes=("sample", "text"))
+    if not is_async(function):
+        raise UsageError(
+            f"{setting} = {path!r} takes a context, so it must be `async def`: plain functions run in processes of "
+            "their own, from which no engine is reached"
+        )
+    return load_callable(path, setting=setting, takes=("sample", "text", CONTEXT))
+
+
+def wants_context(function: Callable[..., Any]) -> bool:
+    """Whether it has an argument of that name."""
+    try:
+        return CONTEXT in inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False  # of some functions written in C nothing is known
 
 
 def is_async(function: Callable[..., Any]) -> bool:

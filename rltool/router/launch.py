@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.router import RouterConfig
+from rltool.config.serve import POLICY
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, files_in, resolve
+from rltool.engines.launch import Order
+from rltool.engines.plan import planned_routers, router_role
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, EngineUnreachable, UsageError
@@ -25,8 +28,6 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.processes.waiting import waiting
 from rltool.router.workers import add_worker, wait_ready
 
-ROLE = "router"
-
 _POLL_SECONDS = 0.05
 _CALL_SECONDS = 5.0
 _PROBES_SIDE_BY_SIDE = 32
@@ -34,15 +35,17 @@ _PROBES_SIDE_BY_SIDE = 32
 
 @dataclass(frozen=True)
 class RouterPlan:
-    """What to start a router for. The router's URL is written to `endpoints_file`; None: to none."""
+    """What to start a router for. The router's URL is written to `endpoints_file`; None: to none. name: the
+    model's."""
 
     run: RunDirectory
     model: ModelEndpoints
     endpoints_file: Path | None
+    name: str = POLICY
 
 
-def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
-    """Engines and run that a command line means.
+def plan_router(addresses: Sequence[str], run_name: str | None, name: str = POLICY) -> RouterPlan:
+    """Engines and run that a command line means; of a file, those of model `name`.
 
     Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs
     go to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
@@ -56,12 +59,12 @@ def plan_router(addresses: Sequence[str], run_name: str | None) -> RouterPlan:
         run = RunDirectory(files[0].absolute().parent)
     else:
         run = open_run(run_name, create=run_name is not None or not list_runs())
-    model = resolve(addresses)
+    model = resolve(addresses, name)
     if len(files) == 1 and all(text.startswith("@") for text in addresses):
-        return RouterPlan(run, model, files[0].absolute())
+        return RouterPlan(run, model, files[0].absolute(), name)
     if not files and not run.endpoints_file.exists():
-        return RouterPlan(run, model, run.endpoints_file)
-    return RouterPlan(run, model, None)
+        return RouterPlan(run, model, run.endpoints_file, name)
+    return RouterPlan(run, model, None, name)
 
 
 def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run: RunDirectory) -> Path:
@@ -89,7 +92,10 @@ def router_key_file(config: RouterConfig, engines: Sequence[EngineEndpoint], run
     return chosen.absolute()
 
 
-def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_file: Path) -> tuple[str, ...]:
+def router_argv(
+    config: RouterConfig, *, port: int, prometheus_port: int, key_file: Path, disaggregated: bool = False
+) -> tuple[str, ...]:
+    """disaggregated: its workers are prefill and decode engines."""
     flags = {
         "--host": config.host,
         "--port": port,
@@ -101,7 +107,8 @@ def router_argv(config: RouterConfig, *, port: int, prometheus_port: int, key_fi
         "--worker-startup-timeout": config.ready_timeout,
     }
     # -P: the router runs in the user's directory, whose modules it must not pick up.
-    return (sys.executable, "-P", "-m", "rltool.router.main", *(str(part) for pair in flags.items() for part in pair))
+    argv = (sys.executable, "-P", "-m", "rltool.router.main", *(str(part) for pair in flags.items() for part in pair))
+    return (*argv, "--pd-disaggregation") if disaggregated else argv
 
 
 def start_router(
@@ -109,24 +116,32 @@ def start_router(
     model: ModelEndpoints,
     group: ProcessGroup,
     *,
+    name: str = POLICY,
     endpoints_file: Path | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Start a router in `group`, register every engine, wait until it serves, write data_url; returns the router's URL.
+    """Start a router for the model called `name` in `group`, register every engine, wait until it serves, write
+    data_url; returns the router's URL.
 
     Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a
     worker is not registered in time.
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
-    engines = _probed(model.engines, config.ready_timeout, report)
+    # Encoders are asked by the engines of their model, not by the router.
+    routed = [engine for engine in model.engines if engine.role != "encoder"]
+    disaggregated = any(engine.role == "prefill" for engine in routed)
+    engines = _probed(routed, config.ready_timeout, report)
     key_file = router_key_file(config, engines, group.run)
     with reserved_ports(1, host=config.host, first=config.port) as main, reserved_ports(1) as metrics:
-        argv = router_argv(config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file)
+        argv = router_argv(
+            config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file,
+            disaggregated=disaggregated,
+        )  # fmt: skip
         url = http_url(config.host, main.ports[0])
         main.release()
         metrics.release()
-        process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
+        process = group.start(ProcessSpec(role=router_role(name), argv=argv, url=url))
     router = EngineEndpoint(url=url, dialect="sglang", key_file=key_file)
     with waiting(f"registering {_count(engines)} (--ready-timeout = {config.ready_timeout:g} s)", report):
         _register(process, router, engines, config.ready_timeout, report)
@@ -160,9 +175,25 @@ def forget_router(file: Path, url: str) -> None:
             set_data_url(file, model, None)
 
 
-def running_router(run: RunDirectory) -> EngineEndpoint:
-    """The living router of a run. Raises UsageError if there is none."""
-    state = read_state(run, ROLE)
+def start_planned_routers(
+    order: Order, engines: Mapping[str, Sequence[EngineEndpoint]], group: ProcessGroup,
+    *, report: Callable[[str], None] = lambda _: None,
+) -> dict[str, str]:  # fmt: skip
+    """A router for each model that the order wants one for, its address written into the run's endpoints.json; URLs by
+    model. engines: those that serve, by model. Raises as `start_router`."""
+    urls = {}
+    for router in planned_routers(order.groups, order.models):
+        model = ModelEndpoints(engines=tuple(engines[router.model]))
+        urls[router.model] = start_router(
+            RouterConfig(), model, group, name=router.model, endpoints_file=group.run.endpoints_file, report=report
+        )
+        report(f"router of {router.model} ready: {urls[router.model]}")
+    return urls
+
+
+def running_router(run: RunDirectory, name: str = POLICY) -> EngineEndpoint:
+    """The living router of a run, for the model called `name`. Raises UsageError if there is none."""
+    state = read_state(run, router_role(name))
     if state is None or state.url is None or not is_alive(state):
         raise UsageError(f"run {run.name} has no running router: start one with `rltool router --run {run.name}`")
     key_file = Path(state.argv[state.argv.index("--key-file") + 1])

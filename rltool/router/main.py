@@ -29,6 +29,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--request-timeout", type=float, required=True)
     parser.add_argument("--health-check-interval", type=float, required=True)
     parser.add_argument("--worker-startup-timeout", type=float, required=True)
+    parser.add_argument("--pd-disaggregation", action="store_true")
     return parser.parse_args(argv)
 
 
@@ -46,6 +47,8 @@ def main() -> None:
             prometheus_host="127.0.0.1",
             prometheus_port=arguments.prometheus_port,
             policy=arguments.policy,
+            # Its workers are registered later, each as prefill or decode; the command line would want them up now.
+            pd_disaggregation=arguments.pd_disaggregation,
             balance_abs_threshold=BALANCE_REQUESTS,
             balance_rel_threshold=BALANCE_RATIO,
             api_key=arguments.key_file.read_text().strip(),

@@ -74,7 +74,7 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
     if known is not None and known.healthy:
         # Not asked again: the router would register it a second time in its own time, and so undo a removal meanwhile.
         return known
-    accepted = _call(router, HttpRequest("POST", "/workers", _registration(engine)))
+    accepted = _call(router, HttpRequest("POST", "/workers", registration(engine)))
     job = f"/workers/{accepted['worker_id']}"
 
     def registered() -> Worker | None:
@@ -124,9 +124,16 @@ def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -
     _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
 
 
-def _registration(engine: EngineEndpoint) -> dict[str, str]:
+def registration(engine: EngineEndpoint) -> dict[str, Any]:
+    """The body of POST /workers. A prefill worker comes with the port at which decode workers ask it for keys and
+    values."""
     key = engine.read_key()
-    return {"url": engine.url} | ({"api_key": key} if key is not None else {})
+    body: dict[str, Any] = {"url": engine.url} | ({"api_key": key} if key is not None else {})
+    if engine.role in ("prefill", "decode"):
+        body["worker_type"] = engine.role
+    if engine.role == "prefill" and engine.bootstrap_port is not None:
+        body["bootstrap_port"] = engine.bootstrap_port
+    return body
 
 
 @contextmanager
@@ -184,7 +191,7 @@ class RouterWorkers:
 
     async def add(self, engine: EngineEndpoint) -> str:
         """Ask for an engine's registration. Returns the name of the job."""
-        accepted = await self._call(HttpRequest("POST", "/workers", _registration(engine)))
+        accepted = await self._call(HttpRequest("POST", "/workers", registration(engine)))
         return str(accepted["worker_id"])
 
     async def remove(self, worker: Worker) -> None:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
 from rltool.config.train import RayConfig
+from rltool.engines.plan import Host
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.environment import environment
 from rltool.training.devices import visible_gpus
@@ -23,6 +24,7 @@ from rltool.training.ray_calls import Waiting
 from rltool.training.ray_start import start_ray
 
 LOOPBACK = "127.0.0.1"
+NICENESS = "RAY_worker_niceness"
 
 _POLL_SECONDS = 0.5
 
@@ -33,11 +35,13 @@ class PlacementTimeout(RltoolError):
 
 @contextmanager
 def ray_cluster(
-    config: RayConfig, plan: PlacementPlan, *, deadline: float = 300.0, while_waiting: Waiting = lambda _: None
-) -> Iterator[None]:
+    config: RayConfig, plan: PlacementPlan, *, gpus: Sequence[int] = (), deadline: float = 300.0,
+    while_waiting: Waiting = lambda _: None,
+) -> Iterator[None]:  # fmt: skip
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
-    A local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
+    gpus: of this host, those that a local cluster hands out; empty: as CUDA_VISIBLE_DEVICES has it, else the first. A
+    local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
     deadline: seconds for a local one to start; while_waiting(seconds so far): called meanwhile, what it raises gives
     the start up.
     """
@@ -52,7 +56,7 @@ def ray_cluster(
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
             "_node_ip_address": LOOPBACK, "include_dashboard": False, **_common(),
         }  # fmt: skip
-        with _on_loopback():
+        with _on_loopback(), environment(_variables(gpus)):
             start_ray(lambda: ray.init(**options), deadline, while_waiting)
     try:
         if config.address is not None:
@@ -60,6 +64,14 @@ def ray_cluster(
         yield
     finally:
         ray.shutdown()
+
+
+def _variables(gpus: Sequence[int]) -> dict[str, str]:
+    """For the processes of a local cluster. Ray counts GPUs, and hands out those that CUDA_VISIBLE_DEVICES lists. It
+    also gives its workers a niceness of 15, which what they start inherits: beside other work on the host, managed
+    engines would get next to no CPU."""
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+    return {NICENESS: os.environ.get(NICENESS, "0"), **seen}
 
 
 @contextmanager
@@ -92,6 +104,21 @@ def available_gpus(config: RayConfig) -> tuple[float, str]:
     _connect(config.address)
     try:
         return ray.cluster_resources().get("GPU", 0.0), f"the cluster at {config.address}"
+    finally:
+        ray.shutdown()
+
+
+def cluster_hosts(config: RayConfig) -> list[Host]:
+    """The nodes of the cluster at ray.address, with the GPUs that each declares, in use or not. UsageError if it cannot
+    be reached."""
+    assert config.address is not None
+    _connect(config.address)
+    try:
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        return [
+            Host(node["NodeID"], node["NodeManagerAddress"], tuple(range(int(node["Resources"].get("GPU", 0)))))
+            for node in nodes
+        ]
     finally:
         ray.shutdown()
 

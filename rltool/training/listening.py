@@ -25,4 +25,17 @@ def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequ
     if sends and host is not None and not is_loopback(host):
         where = f"on {host}" if interface_of(host) else "on every interface, for that is no address of this host"
         found.append(f"the rendezvous with engines listens {where} (weights.advertise_host)")
+    if config.engines.mode == "managed":
+        found += _engines(config)
     return found
+
+
+def _engines(config: TrainConfig) -> Sequence[str]:
+    """Of the engines that the run starts: those that others can reach."""
+    hosts = [group.host for group in config.engines.groups if group.role != "placeholder"]
+    where = [f"on {host}" for host in dict.fromkeys(hosts) if host is not None and not is_loopback(host)]
+    if config.ray.address is not None and None in hosts:
+        where.append("on the addresses of their nodes")
+    if not where:
+        return []
+    return [f"the run's engines listen {' and '.join(where)}, guarded by the key, not encrypted (engines.groups: host)"]

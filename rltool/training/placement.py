@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
+from rltool.engines.plan import Slot, engine_slots
 from rltool.training.devices import Device
 
 Bundle = dict[str, float]
@@ -12,15 +13,16 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """trainer: one bundle per trainer rank; engines: bundles beyond those, one per engine GPU. Both go into one
-    placement group.
+    """trainer: one bundle per trainer rank; engines: bundles beyond those, one per process of each slot, in order. All
+    go into one placement group.
 
-    The rollout manager is an actor outside of it that reserves nothing.
+    The rollout manager is an actor outside of it that reserves nothing. slots: the managed engines.
     """
 
     trainer: tuple[Bundle, ...]
     engines: tuple[Bundle, ...]
     reason: str
+    slots: tuple[Slot, ...] = ()
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -42,28 +44,32 @@ class PlacementPlan:
         )
 
 
-def plan_placement(config: TrainConfig, *, gpu: bool, trains: bool = True, generates: bool = True) -> PlacementPlan:
+def plan_placement(
+    config: TrainConfig, *, gpu: bool, trains: bool = True, generates: bool = True, gpus_per_host: int | None = None
+) -> PlacementPlan:
     """The plan of `config` on GPUs or, with gpu False, on CPUs.
 
-    external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and the engines' own.
-    colocate: the larger of the two, shared. trains False (debug rollout-only): no trainer bundles; generates False
-    (debug train-only, supervised training without engines): no engine bundles.
+    external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and one for each process
+    of the engines (and for each placeholder), so that an engine never straddles two hosts by accident; one that no
+    host has room for (gpus_per_host: of the largest) is cut over several. colocate: the larger of the two,
+    shared. trains False (debug rollout-only): no trainer bundles; generates False (debug train-only, supervised
+    training without engines): no engine bundles.
     """
     trainer = config.trainer
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}
-    theirs: Bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpu else {})}
     ranks = tuple(dict(ours) for _ in range(trainer.world_size)) if trains else ()
-    mode = config.engines.mode
-    if not generates or mode == "external":
+    if not generates or config.engines.mode == "external":
         reason = (
             "engines are external: the trainer's world size and nothing more" if generates else "no engines take part"
         )
         return PlacementPlan(ranks, (), reason)
-    engine_gpus = sum(group.count * group.tp for group in config.engines.groups)
-    beyond = engine_gpus if mode == "managed" else max(0, engine_gpus - len(ranks))
-    reason = (
-        "managed engines have their own bundles"
-        if mode == "managed"
-        else "colocated engines share the trainer's bundles"
-    )
-    return PlacementPlan(ranks, tuple(dict(theirs) for _ in range(beyond)), reason)
+    slots = engine_slots(config.engines.groups, device="cuda" if gpu else "cpu", gpus_per_host=gpus_per_host)
+    if config.engines.mode == "colocate":
+        beyond = max(0, sum(share for slot in slots for share in slot.shares) - len(ranks))
+        return PlacementPlan(ranks, (_bundle(1),) * beyond, "colocated engines share the trainer's bundles")
+    engines = tuple(_bundle(share) for slot in slots for share in slot.shares)
+    return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))
+
+
+def _bundle(share: int) -> Bundle:
+    return {"CPU": float(share), "GPU": float(share)} if share else {"CPU": 1.0}

@@ -54,6 +54,12 @@ def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
     """The addresses of engines.external with engines.router and engines.api_key_file applied. Raises UsageError."""
     engines = config.engines
     found = resolve(engines.external)
+    halves = [engine.url for engine in found.engines if engine.role != "regular"]
+    if halves:
+        raise UsageError(
+            f"{', '.join(halves)}: engines of role prefill, decode or encoder are neither synced nor checked by value "
+            "yet; train with regular engines of the policy"
+        )
     if engines.api_key_file is not None:
         keyed = tuple(
             e if e.key_file else e.model_copy(update={"key_file": engines.api_key_file}) for e in found.engines
@@ -64,8 +70,9 @@ def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
     return found
 
 
-def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
-    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix."""
+def probe_fleet(endpoints: ModelEndpoints, timeout: float, *, given: str = "--rollout-external") -> ProbedFleet:
+    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix. given: where
+    the engines come from, for that."""
 
     async def probe_all() -> list[EngineInfo | BaseException]:
         async with EngineClient() as client:
@@ -85,7 +92,7 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float) -> ProbedFleet:
             infos.append(result)
     if problems:
         raise UsageError(
-            "--rollout-external: "
+            f"{given}: "
             + "\n".join(problems)
             + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
             "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."

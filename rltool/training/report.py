@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from rltool.engines.plan import describe_plan
 from rltool.training.preflight import backends, describe_engines
 from rltool.training.session import Outcome, Prepared
 
@@ -31,6 +32,16 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     console.print(f"placement: {prepared.plan.describe()}", highlight=False)
     for index, bundle in enumerate(prepared.plan.bundles):
         console.print(f"  bundle {index}: {bundle}", highlight=False)
+    if prepared.gpus:
+        ranks = prepared.gpus[: len(prepared.plan.trainer)]
+        rest = prepared.gpus[len(ranks) :]
+        line = f"GPUs of this host: {','.join(map(str, ranks))} for the trainer"
+        console.print(line + (f", {','.join(map(str, rest))} for engines" if rest else ""), highlight=False)
+    if prepared.expected is not None:
+        console.print("engines that train starts (ports are found then):", highlight=False)
+        several = len({launch.node for launch in prepared.expected.launches}) > 1
+        for line in describe_plan(prepared.expected, name_hosts=several):
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):
             console.print(line, highlight=False, soft_wrap=True)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,15 @@ from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, RestartBudget, RestartPolicy
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.generate import load_generate
 from rltool.rollout.lease import LeaseTerms, Ownership
+from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.scoring import Scorer, load_filter, load_hook
+from rltool.rollout.side_model import SideEngines, SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
@@ -58,11 +61,14 @@ GUARD_SECONDS = 1.0
 @dataclass(frozen=True)
 class Engines:
     """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its
-    workers follows the fleet."""
+    workers follows the fleet. models: beside the policy, by name. processes: of engines that the run has started
+    itself, to be started again when they die; None: there are none."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
     router: EngineEndpoint | None = None
+    models: Mapping[str, SideEngines] = field(default_factory=dict)
+    processes: EngineProcesses | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,9 @@ class RolloutService:
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
+        self._models = Models()
+        self._side = SideModels(engines.models, self._models)
+        self._restarts: EngineRestarts | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
@@ -131,15 +140,18 @@ class RolloutService:
         self._work = RolloutWork(
             config, self._plane, self._scorer, self.tokenizer, self._function,
             vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
+            models=self._models,
         )  # fmt: skip
         self.collector = self._collector()
         self._guard = EngineGuard(
             self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
             clock=self._clock,
         )  # fmt: skip
+        self._restarts = self._engine_restarts()
         self._monitor = FleetMonitor(
             self._client, self.fleet, self._endpoints, self._infos,
             router=self._router_members(self._engines.router) if self._engines.router else None,
+            restart=self._restarts.restart if self._restarts else None,
             on_change=self._plane.changed, saw_version=self._ownership.saw, log=self._say, clock=self._clock,
         )  # fmt: skip
         self._weights = self._weight_updates(self._syncing) if self._syncing else None
@@ -151,6 +163,13 @@ class RolloutService:
             log=self._say, clock=self._clock,
         )  # fmt: skip
         self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
+        await self._side.start(
+            self._client, requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
+            restarts=self._restarts, log=self._say,
+        )  # fmt: skip
+        if self._restarts is not None:
+            self._restarts.watch(self.fleet, self._monitor)
+            self._restarts.start()
         await self._ownership.start()
         await self._monitor.carry_out()  # what else the router has goes before the first request
         self._monitor.start()
@@ -175,7 +194,9 @@ class RolloutService:
         train = load(config.data.train)
         evals = {name: load((path,), config.eval.max_prompts) for name, path in config.eval.sets.items()}
         self._eval_sets = {name: found.prompts for name, found in evals.items()}
-        self._pool = RewardPool(config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward)
+        self._pool = RewardPool(
+            config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward, models=self._models
+        )
         self._scorer = Scorer(
             self._pool, self.tokenizer.decode, group_filter=load_filter(rollout), group_hook=load_hook(rollout),
             max_failure_fraction=config.reward.max_failure_fraction,
@@ -196,6 +217,13 @@ class RolloutService:
             ),
             judges_age=self._syncing is not None, on_event=self._on_event, clock=self._clock,
         )  # fmt: skip
+
+    def _engine_restarts(self) -> EngineRestarts | None:
+        processes, engines = self._engines.processes, self._config.engines
+        if processes is None:
+            return None
+        policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
+        return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
     def _router_members(self, router: EngineEndpoint) -> RouterMembers:
         return RouterMembers(
@@ -242,12 +270,15 @@ class RolloutService:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
+                if self._restarts is not None:
+                    await self._restarts.close()
                 if self._weights is not None:
                     failures |= await self._weights.leave()
         finally:  # a rank that died cannot leave
             if hasattr(self, "_client"):
                 await self._ownership.close()
                 await self._monitor.close()
+                await self._side.close()
                 await self._client.__aexit__(None, None, None)
             if hasattr(self, "_pool"):
                 await self._pool.close()
@@ -382,6 +413,7 @@ class RolloutService:
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
         counts = self.collector.ledger.counts()
+        restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(
             {
                 "rollout/epoch": float(self.collector.source.epoch),
@@ -391,6 +423,7 @@ class RolloutService:
                 **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
+                **{f"engines/{name}_total": float(count) for name, count in restarts.items()},
             }
         )
         return rollout

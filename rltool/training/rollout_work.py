@@ -13,17 +13,18 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
+from rltool.rollout.model_clients import Models
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.tokenizer import Tokenizer
 
 
 class RolloutWork:
     """The collector's GroupWork. function: rollout.generate, None for the built-in one. vocab_size: of the model.
-    require_versions: whether a completion must tell its weights' versions."""
+    require_versions: whether a completion must tell its weights' versions. models: beside the policy."""
 
     def __init__(
         self, config: TrainConfig, plane: DataPlane, scorer: Scorer, tokenizer: Tokenizer,
-        function: GenerateFunction | None, *, vocab_size: int, require_versions: bool,
+        function: GenerateFunction | None, *, vocab_size: int, require_versions: bool, models: Models,
     ) -> None:  # fmt: skip
         self._config, self._plane, self._scorer, self._function = config, plane, scorer, function
         sampling = config.sampling
@@ -31,7 +32,9 @@ class RolloutWork:
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids,
         )  # fmt: skip
-        self._context = GenerateContext(plane.generate, params, vocab_size, require_versions=require_versions)
+        self._context = GenerateContext(
+            plane.generate, params, vocab_size, require_versions=require_versions, models=models
+        )
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         async def generate(request: Any) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ import rltool
 from rltool.algorithms.controllers import Coefficients
 from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.config.loader import Loaded
+from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import ModelEndpoints
 from rltool.engines.lease import holder_of_this_process
+from rltool.engines.plan import EnginePlan
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.files import write_json_atomic
@@ -26,15 +29,19 @@ from rltool.processes.run_lock import RunLock
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.processes.stop_run import end_left_behind
 from rltool.processes.waiting import waiting
+from rltool.rollout.engine_restarts import EngineProcesses
 from rltool.rollout.lease import LeaseTerms
+from rltool.rollout.side_model import SideEngines
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import available_gpus, placed, ray_cluster
 from rltool.training.console import LoggedConsole
-from rltool.training.devices import choose_device, describe_devices
+from rltool.training.devices import Device, choose_device, describe_devices
 from rltool.training.listening import beyond_loopback
 from rltool.training.loop import Loop, Parts, Progress
+from rltool.training.managed import ManagedEngines
 from rltool.training.metrics import MetricsWriter
-from rltool.training.placement import PlacementPlan, plan_placement
+from rltool.training.placement import PlacementPlan
+from rltool.training.places import find_places, in_order
 from rltool.training.preflight import (
     ProbedFleet,
     backends,
@@ -50,9 +57,11 @@ from rltool.training.preflight import (
 )
 from rltool.training.profiling import StepRecording, check_recording
 from rltool.training.ray_calls import Waiting
+from rltool.training.resources import plan_resources
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.rollouts import Rollouts
 from rltool.training.run_server import run_server
+from rltool.training.side_models import check_all_there, probe_models, running_models
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, SupervisedData
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
@@ -90,6 +99,8 @@ class Prepared:
 
     replay: where the rollouts come from in place of engines (debug train-only). resume_from: None where training begins
     with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
+    gpus: of this host, the ranks' and then those of managed engines; empty: none, or Ray decides. expected: of managed
+    engines, which are not there yet, so fleet is None. models: beside the policy, that run already.
     """
 
     loaded: Loaded[TrainConfig]
@@ -101,6 +112,9 @@ class Prepared:
     replay: Replay | None = None
     steal: bool = False
     restarted: bool = False
+    gpus: tuple[int, ...] = ()
+    expected: EnginePlan | None = None
+    models: Mapping[str, SideEngines] = field(default_factory=dict)
 
     @property
     def config(self) -> TrainConfig:
@@ -123,7 +137,7 @@ class Outcome:
     stopped_by: str | None = None
 
 
-def trainer_device(config: TrainConfig) -> str:
+def trainer_device(config: TrainConfig) -> Device:
     """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
     if config.trainer.device != "auto":
         return config.trainer.device
@@ -158,19 +172,28 @@ def prepare(
         check_inputs(config)
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
-    plan = plan_placement(config, gpu=device == "cuda", generates=generates)
-    fleet = None
+    managed = generates and config.engines.mode == "managed"
+    fleet, models = None, {}
     if generates:
+        beside = running_models(config)
+        check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
+        models = probe_models(config, beside)
+    if generates and not managed:
         fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
         check_fleet(fleet, config, device)
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
         check_router(fleet, config)
         loaded = with_difference_limit(loaded, fleet)
+    others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
+    resources = plan_resources(config, run, device, generates=generates, engines=others)
     if replay is not None:
         replay.source(config)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(loaded, run, plan, device, fleet, resume_from, replay, steal, restarted)
+    return Prepared(
+        loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
+        resources.expected, models,
+    )  # fmt: skip
 
 
 def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
@@ -218,30 +241,41 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins},
     )
     with ExitStack() as stack:
-        state = state_of_this_process(TRAINER_ROLE, argv=sys.argv, log=log)
+        state = state_of_this_process(TRAINER_ROLE, argv=sys.argv, log=log).model_copy(update={"gpus": prepared.gpus})
         write_state(run, state)
         stack.callback(remove_state, run, state)
         stack.enter_context(marking(run, state))
         end_left_behind(run, report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
         console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
+        if prepared.gpus:
+            console.say(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:
-            for line in describe_engines(prepared.fleet, config):
-                console.print(line, highlight=False, soft_wrap=True)
-            for line in foreign_weights(prepared.fleet, run.run_id):
-                console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
-        for line in beyond_loopback(config, prepared.plan.device, sends=_hosts_rendezvous(prepared)):
+            _describe(prepared, run, console)
+        sends = _hosts_rendezvous(prepared) or prepared.expected is not None
+        for line in beyond_loopback(config, prepared.plan.device, sends=sends):
             console.print(f"[yellow]open to the network: {line}[/yellow]", highlight=False, soft_wrap=True)
         stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
         with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.say):
             stack.enter_context(
-                ray_cluster(config.ray, prepared.plan, deadline=deadlines.ray_start, while_waiting=look)
+                ray_cluster(
+                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start, while_waiting=look
+                )
             )
         stop.arm()
         with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.say):
             group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
-        trainer = TrainerGroup(config, prepared.plan, group, log_dir)
+            places = find_places(config.ray, group, prepared.plan.bundles, deadlines.placement, look)
+        managed = None
+        if prepared.expected is not None and group is not None:
+            managed = ManagedEngines(config, run, prepared.plan, group, places, log_dir, console)
+            stack.callback(managed.close)
+            with waiting("starting the engines", console.say):
+                managed.start(look)
+        ranks_at = in_order([place for place in places if place.bundle < len(prepared.plan.trainer)])
+        order = [place.bundle for place in ranks_at]
+        trainer = TrainerGroup(config, prepared.plan, group, log_dir, order=order)
         ranks = f"{config.trainer.world_size} rank{'s' if config.trainer.world_size > 1 else ''}"
         with waiting(
             f"building the model on {ranks} (trainer.rendezvous_timeout = {config.trainer.rendezvous_timeout:g} s)",
@@ -254,8 +288,14 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.say):
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
+        if managed is not None:
+            with waiting("waiting for the engines (engines.groups: ready_timeout)", console.say):
+                prepared = with_engines(prepared, managed.wait(look))
+            config = prepared.config
+            _describe(prepared, run, console)
         with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.say):
-            engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack)
+            processes = managed.handles() if managed is not None else None
+            engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack, processes)
             source = _source(prepared, engines)
         if isinstance(source, SupervisedData):
             console.print(source.summary, highlight=False, soft_wrap=True)
@@ -306,6 +346,27 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
+
+
+def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> Prepared:
+    """The same once its managed engines serve: asked and compared as external ones are. Raises UsageError."""
+    config = prepared.config
+    fleet = probe_fleet(started[POLICY], config.deadlines.preflight, given="engines.groups")
+    check_fleet(fleet, config, prepared.device)
+    beside = {name: entry for name, entry in started.items() if name != POLICY}
+    models = {**prepared.models, **probe_models(config, beside)}
+    return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)
+
+
+def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> None:
+    """The engines that were found, and of which other runs they hold weights."""
+    assert prepared.fleet is not None
+    for line in describe_engines(prepared.fleet, prepared.config):
+        console.print(line, highlight=False, soft_wrap=True)
+    for name, engines in prepared.models.items():
+        console.say(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
+    for line in foreign_weights(prepared.fleet, run.run_id):
+        console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
 
 
 def _hosts_rendezvous(prepared: Prepared) -> bool:
@@ -367,12 +428,15 @@ def _rollouts(
     console: Console,
     stop: StopSignal,
     stack: ExitStack,
+    processes: EngineProcesses | None,
 ) -> Rollouts | None:
     config = prepared.config
     if prepared.fleet is None:
         return None
     found = prepared.fleet.endpoints
-    engines = Engines(found.engines, prepared.fleet.infos, router=found.data_endpoint())
+    engines = Engines(
+        found.engines, prepared.fleet.infos, router=found.data_endpoint(), models=prepared.models, processes=processes
+    )
     # A directory of this run alone: what else lies in a shared one is other runs'.
     directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)

@@ -27,8 +27,10 @@ class TrainerGroup:
     """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
 
     def __init__(
-        self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None
-    ) -> None:
+        self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
+        *, order: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """order: the bundle of each rank; None: rank 0 has the first, and so on."""
         # What "auto" stands for is decided: a rank that found something else would compute in another way than the
         # others.
         trainer = config.trainer.model_copy(update={"device": plan.device})
@@ -41,7 +43,7 @@ class TrainerGroup:
             options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
             if group is not None:
                 options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=rank
+                    group, placement_group_bundle_index=order[rank] if order is not None else rank
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))

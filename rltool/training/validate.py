@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
+from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
+from rltool.engines.launch import order_of_file
 from rltool.errors import UsageError
 from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
@@ -21,13 +23,13 @@ from rltool.rollout.generate import load_generate
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
-from rltool.training.placement import plan_placement
 from rltool.training.validate_algorithm import check_algorithm
 
 
 def needs_engines(config: TrainConfig) -> bool:
     """Policy training generates; supervised training uses engines only to evaluate, and only if some were given."""
-    return config.algorithm.loss == "policy" or bool(config.engines.external and config.eval.sets)
+    some = config.engines.mode != "external" or bool(config.engines.external)
+    return config.algorithm.loss == "policy" or (some and bool(config.eval.sets))
 
 
 def check_config(config: TrainConfig) -> None:
@@ -37,6 +39,7 @@ def check_config(config: TrainConfig) -> None:
     check_best_metric(config)
     check_files(config)
     check_rollout(config)
+    check_models(config)
     if needs_engines(config):
         check_mode(config)
     if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
@@ -74,13 +77,47 @@ def check_mode(config: TrainConfig) -> None:
             f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
             "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
         )
-    # The plan is made (and tested) all the same, so that --dry-run shows what these modes would ask for.
-    plan = plan_placement(config, gpu=True)
-    raise UsageError(
-        f'engines.mode = "{engines.mode}" is planned ({plan.describe()}) '
-        "but launching engines from train is not built yet: "
-        "start them with `rltool serve-engines` and pass --rollout-external @runs/NAME/endpoints.json"
-    )
+    if engines.mode == "colocate":
+        raise UsageError(
+            'engines.mode = "colocate" (engines on the trainer\'s own GPUs) is not built yet: give the engines GPUs of '
+            'their own with engines.mode = "managed", or start them with `rltool serve-engines`'
+        )
+    if engines.router is not None:
+        raise UsageError(
+            '--router and engines.mode = "managed" contradict each other: that router does not know the engines that '
+            "train starts; set engines.start_router = true for one that does"
+        )
+    check_groups(config)
+
+
+def check_groups(config: TrainConfig) -> None:
+    """What a run can start of engines.groups."""
+    order_of_file(config)  # UsageError where there is none
+    for group in config.engines.groups:
+        if group.role in ("prefill", "decode", "encoder"):
+            raise UsageError(
+                f'group {group.name!r}: a run starts engines of role = "regular", and keeps GPUs for placeholders; '
+                f'"{group.role}" engines are neither synced nor checked by value yet: `rltool serve-engines --config` '
+                "starts them"
+            )
+        if group.gpus:
+            raise UsageError(
+                f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
+                "(trainer.gpus), the ranks' first"
+            )
+    if not any(group.model == POLICY and group.role == "regular" for group in config.engines.groups):
+        raise UsageError('engines.mode = "managed" needs a group of the policy, which rollouts are sampled from')
+
+
+def check_models(config: TrainConfig) -> None:
+    """[models.NAME]: train updates the policy alone."""
+    for name, model in config.models.items():
+        if model.update_weights:
+            raise UsageError(
+                f"models.{name}.update_weights = true: a run updates its policy alone, so nobody would; leave it out"
+            )
+        if model.path is not None:
+            check_model_directory(model.path, setting=f"models.{name}.path")
 
 
 def check_rollout(config: TrainConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rltool.rollout.generate import GenerateContext, generate_group
+from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.sample import Sample
 
 
@@ -46,3 +47,12 @@ async def two_turns(group: list[Sample], context: GenerateContext) -> None:
 
 async def hangs(group: list[Sample], context: GenerateContext) -> None:
     await asyncio.Event().wait()
+
+
+async def judged(sample: Sample, text: str, context: RewardContext) -> float:
+    [reply] = await context.model("judge").generate([5, 6, 7], max_tokens=4, temperature=0.0)
+    return float(len(reply.token_ids))
+
+
+def plain_with_context(sample: Sample, text: str, context: RewardContext) -> float:
+    return 0.0

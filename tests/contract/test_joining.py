@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from rltool.cli import main
-from rltool.config.serve import ServeConfig
 from rltool.engines import joining
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.joining import join, leave, users_of_engines, users_of_router
-from rltool.engines.launch import _beside, living_engines, plan_launch
+from rltool.engines.launch import _beside, living_engines
 from rltool.errors import EngineConflict, UnknownEngine, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import free_role, state_of_this_process, write_state
@@ -126,7 +125,7 @@ def test_a_run_that_does_not_let_go_holds_nobody_for_ever(runs, said, monkeypatc
     assert said[-1] == f"run demo has not let go of {A.url} in time"
 
 
-def test_engines_are_started_beside_living_ones(runs, tmp_path, monkeypatch):
+def test_engines_are_started_beside_living_ones(runs):
     run = runs("demo")
     for role, url in (("engine-0", "http://127.0.0.1:7000"), ("engine-3", None), ("serve-engines", None)):
         write_state(run, state_of_this_process(role, argv=["x"], url=url))
@@ -134,28 +133,31 @@ def test_engines_are_started_beside_living_ones(runs, tmp_path, monkeypatch):
     write_state(run, dead.model_copy(update={"start_time": dead.start_time - 3600}))
     assert living_engines(run) == {0: "http://127.0.0.1:7000", 3: None}
     assert free_role("serve-engines", run) == "serve-engines-2" and free_role("router", run) == "router"
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
-    config = ServeConfig(model=tmp_path, device="cpu", num_engines=2, seed=5)
-    launches = plan_launch(config, run, ports=(1, 2), python=Path("/p"), first=4)
-    assert [(x.index, x.seed, x.port, x.work_dir.name) for x in launches] == [
-        (4, 9, 1, "engine-4"),
-        (5, 10, 2, "engine-5"),
-    ], "seeds of their own: replicas would sample the same responses"
+
+
+NEW = {"policy": ModelEndpoints(engines=(B,))}
 
 
 def test_a_start_keeps_living_engines_in_the_file_and_forgets_those_of_an_earlier_start(runs):
     run, gone = runs("demo"), EngineEndpoint(url="http://127.0.0.1:7009")
     file = Endpoints(models={"policy": ModelEndpoints(engines=(A, gone), data_url=ROUTER)})
-    found = _beside(file, "policy", [B], run, {0: A.url})
+    found = _beside(file, NEW, run, {0: A.url})
     assert found.models["policy"] == ModelEndpoints(engines=(A, B), data_url=ROUTER)
-    alone = _beside(file, "policy", [B], run, {})
+    alone = _beside(file, NEW, run, {})
     assert alone == Endpoints(models={"policy": ModelEndpoints(engines=(B,))}), "nor its router"
+
+
+def test_engines_of_another_model_are_written_beside_them(runs):
+    run, judge = runs("demo"), ModelEndpoints(update_weights=False, engines=(B,))
+    file = Endpoints(models={"policy": ModelEndpoints(engines=(A,), data_url=ROUTER)})
+    found = _beside(file, {"judge": judge}, run, {0: A.url})
+    assert found.models == {"policy": ModelEndpoints(engines=(A,), data_url=ROUTER), "judge": judge}
 
 
 def test_a_start_beside_a_run_that_trains_forgets_none_of_its_engines(runs):
     run = runs("demo", FakeRun(A.url))
     file = Endpoints(models={"policy": ModelEndpoints(engines=(A,))})
-    assert _beside(file, "policy", [B], run, {}).models["policy"].engines == (A, B)
+    assert _beside(file, NEW, run, {}).models["policy"].engines == (A, B)
 
 
 # -- the orderly end

@@ -403,7 +403,7 @@ DIES_AT_ONCE = "print('no such library'); raise SystemExit(3)"
 
 @pytest.mark.parametrize(("code", "said"), [(DIES_AT_ONCE, "no such library"), (LISTENS_THEN_DIES, "no memory left")])
 def test_a_router_that_dies_while_it_starts_is_reported_with_its_log(run, worker, tmp_path, monkeypatch, code, said):
-    def argv(config, *, port, prometheus_port, key_file):
+    def argv(config, *, port, prometheus_port, key_file, disaggregated):
         return (sys.executable, "-c", code.replace("PORT", str(port)))
 
     monkeypatch.setattr("rltool.router.launch.router_argv", argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.sample import Sample
 
 
@@ -13,3 +14,9 @@ def raises_on_most(sample: Sample, text: str) -> float:
     if sample.index % 4:
         raise RuntimeError("this reward is broken")
     return 1.0
+
+
+async def judged(sample: Sample, text: str, context: RewardContext) -> float:
+    """How sure the judge is of the first token that it would go on with, and the share of lower-case letters."""
+    [reply] = await context.model("judge").generate(sample.prompt_ids, max_tokens=1)
+    return lower_case_share(sample, text) + 0.01 * reply.logprobs[0]

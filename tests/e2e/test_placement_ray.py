@@ -10,10 +10,11 @@ import pytest
 import ray
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import TrainConfig, TrainerConfig
+from rltool.config.train import RayConfig, TrainConfig, TrainerConfig
 from rltool.errors import UsageError
 from rltool.training.cluster import PlacementTimeout, check_versions, placed
 from rltool.training.placement import plan_placement
+from rltool.training.places import find_places, in_order
 from rltool.training.trainer_actor import TrainerActor
 from rltool.training.trainer_group import TrainerGroup
 
@@ -41,11 +42,11 @@ def cluster():
         ray.shutdown()
 
 
-def config(mode: str) -> TrainConfig:
+def config(mode: str, *, count: int = 2, tp: int = 1) -> TrainConfig:
     return TrainConfig(
         model={"path": "m"},
         trainer=TrainerConfig(world_size=2, cpus_per_rank=0.5),
-        engines=EnginesConfig(mode=mode, groups=({"count": 2, "tp": 1},)),
+        engines=EnginesConfig(mode=mode, groups=({"count": count, "tp": tp},)),
     )
 
 
@@ -73,6 +74,23 @@ def test_with_external_engines_exactly_the_trainers_bundles_are_reserved_and_the
 def test_the_managed_plan_of_the_same_configuration_asks_for_more(cluster):
     with placed(plan_placement(config("managed"), gpu=True), timeout=30) as group:
         assert group.bundle_count == 4 and free_gpus() == 0
+
+
+def test_every_bundle_is_told_which_gpus_it_has(cluster):
+    plan = plan_placement(config("managed", tp=1), gpu=True)
+    with placed(plan, timeout=30) as group:
+        places = find_places(RayConfig(), group, plan.bundles, 60.0, lambda _: None)
+    assert [place.bundle for place in places] == [0, 1, 2, 3] and len({place.node for place in places}) == 1
+    assert sorted(gpu for place in places for gpu in place.gpus) == [0, 1, 2, 3]
+    ranks = in_order(places[:2])
+    assert ranks[0].gpus < ranks[1].gpus
+
+
+def test_an_engine_of_two_gpus_has_one_bundle_with_both(cluster):
+    plan = plan_placement(config("managed", tp=2, count=1), gpu=True)
+    with placed(plan, timeout=30) as group:
+        places = find_places(RayConfig(), group, plan.bundles, 60.0, lambda _: None)
+    assert [len(place.gpus) for place in places] == [1, 1, 2]
 
 
 def test_bundles_are_given_back_at_the_end(cluster):

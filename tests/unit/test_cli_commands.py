@@ -161,6 +161,31 @@ def test_flags_that_do_not_validate_name_the_flag(runs, tmp_path, capsys):
     assert "--num-engines" in output
 
 
+def test_serve_engines_takes_a_file_or_flags_and_not_both(runs, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n')
+    code, output = run_main(["serve-engines", "--config", str(file), "--tp", "2"], capsys)
+    assert code == 2 and "--config and --tp" in output
+    code, output = run_main(["serve-engines", "--config", str(file)], capsys)
+    assert code == 2 and "no [[engines.groups]]" in output
+    code, output = run_main(["serve-engines", "--dry-run"], capsys)
+    assert code == 2 and "give MODEL" in output
+
+
+def test_a_dry_run_shows_the_processes_of_a_file_with_their_command_lines(runs, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[model]\npath = "{tmp_path}"\n'
+        '[[engines.groups]]\ndevice = "cpu"\nserved_name = "mine"\nflags = ["--x", "1"]\n'
+        f'[[engines.groups]]\nname = "j"\nmodel = "judge"\ndevice = "cpu"\n[models.judge]\npath = "{tmp_path}"\n'
+    )
+    code, output = run_main(["serve-engines", "--config", str(file), "--dry-run"], capsys)
+    assert code == 0 and "dry run: nothing was started" in output and list_runs() == []
+    assert "engine-1: vllm regular, group j, model judge (weights not updated), cpu" in output
+    assert "--served-model-name mine" in output and "--served-model-name judge" in output and "--x 1" in output
+
+
 @pytest.mark.parametrize(
     "words", [["status"], ["logs"], ["stop"], ["router"], ["router", "list"], ["engines", "resume"]]
 )

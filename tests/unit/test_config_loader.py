@@ -81,6 +81,32 @@ def test_tables_of_the_users_own_names_merge(tmp_path):
     assert config.eval.sets == {"math": Path("m.jsonl"), "code": Path("c.jsonl")}
 
 
+def test_sections_of_the_users_own_names_are_set_key_by_key(tmp_path):
+    file = write(tmp_path, '[model]\npath = "m"\n[models.judge]\npath = "j"\n')
+    config = load_config(TrainConfig, [file], ["models.judge.start_router=true", "models.ref.path=r"]).config
+    assert config.models["judge"].path == Path("j") and config.models["judge"].start_router
+    assert config.models["ref"].path == Path("r")
+    with pytest.raises(ConfigError, match=r"unknown key 'models\.judge\.pth'; did you mean models\.judge\.path"):
+        load_config(TrainConfig, [file], ["models.judge.pth=x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[engines.groups]]\nconut = 2", r"unknown key 'engines\.groups\.0\.conut', from .*; did you mean count"),
+        ('[models.judge]\npaht = "x"', r"unknown key 'models\.judge\.paht', from .*; did you mean path"),
+        ("[[engines.groups]]\n[[engines.groups]]", "several groups are called default"),
+        ('[[engines.groups]]\nmodel = "judge"', "group 'default' serves model 'judge', which is none of: policy"),
+        ('[[engines.groups]]\nmodel = "judge"\n[models.judge]', "models.judge.path: group 'default' has to serve it"),
+        ('[models.policy]\npath = "x"', r"\[models\.policy\]: the policy is model.path"),
+        ('[[engines.groups]]\nrole = "placeholder"\nflags = ["-x"]', "a placeholder starts no process"),
+    ],
+)
+def test_groups_and_models_that_make_no_sense_are_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, [write(tmp_path, f'[model]\npath = "m"\n{text}\n')])
+
+
 def test_world_size_that_does_not_divide_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match="world_size 3 is not a multiple of tensor_parallel 2"):
         load_config(TrainConfig, [], ["model.path=a", "trainer.world_size=3", "trainer.tensor_parallel=2"])

@@ -1,25 +1,21 @@
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
 from rltool.config.serve import ServeConfig
+from rltool.engines.engine_ready import check_identity, check_version
 from rltool.engines.interpreter import check_engine_python
 from rltool.engines.launch import (
     check_gpus,
-    check_identity,
-    check_launch,
     check_model,
-    check_version,
+    check_order,
     dry_run,
     engine_flags,
-    engine_python,
     engine_spec,
     launch_engines,
+    order_of_flags,
     parse_gpus,
-    plan_launch,
-    wanted_gpus,
 )
 from rltool.engines.types import EngineInfo
 from rltool.errors import RltoolError, UsageError
@@ -41,24 +37,28 @@ def run(tmp_path):
     return RunDirectory(tmp_path / "runs" / "r")
 
 
-def config(model, **options):
-    return ServeConfig(model=model, **options)
+def order(model, **options):
+    return order_of_flags(ServeConfig(model=model, **options))
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr("rltool.engines.launch.visible_gpus", lambda: [])
 
 
 def plan(model, run, **options):
-    served = config(model, **options)
-    return plan_launch(served, run, ports=range(9000, 9000 + served.num_engines), python=Path("/python"))
+    return dry_run(order(model, **options), run)[0].launches
 
 
-def test_gpus_are_given_to_engines_in_order_tp_at_a_time(model, run):
-    launches = plan(model, run, num_engines=2, tp=2, gpus=(3, 1, 0, 2))
+def test_gpus_are_given_to_engines_in_order_tp_at_a_time(model, run, no_gpus):
+    launches = plan(model, run, num_engines=2, tp=2, gpus=(3, 1, 0, 2), port=19001)
     assert [launch.gpus for launch in launches] == [(3, 1), (0, 2)]
-    assert [launch.port for launch in launches] == [9000, 9001]
+    assert [launch.port for launch in launches] == [19001, 19002]
 
 
-def test_without_gpus_the_first_of_the_host_are_taken(model):
-    assert wanted_gpus(config(model, num_engines=2, tp=2)) == (0, 1, 2, 3)
-    assert wanted_gpus(config(model, num_engines=2, device="cpu")) == ()
+def test_without_gpus_the_first_of_the_host_are_taken(model, run, no_gpus):
+    assert [launch.gpus for launch in plan(model, run, num_engines=2, tp=2)] == [(0, 1), (2, 3)]
+    assert [launch.gpus for launch in plan(model, run, num_engines=2, device="cpu")] == [(), ()]
 
 
 def test_replicas_have_different_seeds_and_boot_ids(model, run):
@@ -73,16 +73,16 @@ def test_replicas_have_different_seeds_and_boot_ids(model, run):
     [
         (
             {"num_engines": 2, "tp": 2, "gpus": (0, 1, 2)},
-            r"2 x --tp 2 takes 4 GPUs, --gpus names 3 \(0,1,2\): name more",
+            r"2 x 2 takes 4 GPUs, --gpus names 3 \(0,1,2\): name more",
         ),
         ({"num_engines": 1, "gpus": (0, 1)}, "takes 1 GPUs, --gpus names 2"),
         ({"num_engines": 3, "gpus": (0, 5, 5)}, "GPU 5 twice"),
         ({"num_engines": 1, "gpus": (0,), "device": "cpu"}, "--device cpu"),
     ],
 )
-def test_gpus_that_do_not_come_out_are_refused_with_the_numbers(model, options, message):
+def test_gpus_that_do_not_come_out_are_refused_with_the_numbers(model, run, no_gpus, options, message):
     with pytest.raises(UsageError, match=message):
-        wanted_gpus(config(model, **options))
+        plan(model, run, **options)
 
 
 def test_absent_and_held_gpus_are_refused_by_name():
@@ -107,7 +107,7 @@ def test_a_malformed_gpu_list_is_quoted(text):
         parse_gpus(text)
 
 
-def test_weights_come_through_our_backend_on_gpus_as_on_the_cpu(model, run):
+def test_weights_come_through_our_backend_on_gpus_as_on_the_cpu(model, run, no_gpus):
     assert plan(model, run, gpus=(0,))[0].weight_backend == "rltool"
     assert plan(model, run, device="cpu")[0].weight_backend == "rltool"
     assert plan(model, run, gpus=(0,), weight_backend="nccl")[0].weight_backend == "nccl"
@@ -135,10 +135,9 @@ def test_a_missing_model_directory_is_named(tmp_path):
         check_model(tmp_path / "missing")
 
 
-def test_a_dry_run_writes_nothing_and_warns_of_absent_gpus(model, run, monkeypatch):
-    monkeypatch.setattr("rltool.engines.launch.visible_gpus", lambda: [])
-    launches, warnings = dry_run(config(model, num_engines=2), run)
-    assert len(launches) == 2
+def test_a_dry_run_writes_nothing_and_warns_of_absent_gpus(model, run, no_gpus):
+    found, warnings = dry_run(order(model, num_engines=2), run)
+    assert len(found.launches) == 2
     assert "not on this host: GPU 0, 1" in warnings[0]
     assert not run.path.exists()
 
@@ -147,19 +146,19 @@ def test_a_dry_run_writes_nothing_and_warns_of_absent_gpus(model, run, monkeypat
 def test_the_key_itself_is_in_neither_argv_nor_environment(model, run, engine):
     run.state_dir.mkdir(parents=True)
     key = run.ensure_key().read_text()
-    served = config(model, device="cpu", engine=engine, extra_args=("--x", "1"))
-    spec = engine_spec(served, plan_launch(served, run, ports=[9000], python=Path("/python"))[0])
+    launch = plan(model, run, device="cpu", engine=engine, extra_args=("--x", "1"), port=19003)[0]
+    spec = engine_spec(launch)
     assert key not in " ".join(spec.argv)
     assert key not in " ".join(spec.environment.values())
     assert spec.argv[-2:] == ("--x", "1")
-    assert spec.url == "http://127.0.0.1:9000"
+    assert spec.url == "http://127.0.0.1:19003"
 
 
-def test_a_relative_interpreter_is_found_from_the_engines_own_directory(tmp_path, model, monkeypatch):
+def test_a_relative_interpreter_is_found_from_the_engines_own_directory(tmp_path, model, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "venv").mkdir()
     (tmp_path / "venv" / "python").symlink_to(sys.executable)
-    found = engine_python(config(model, engine_python="venv/python"))
+    found = plan(model, run, device="cpu", engine_python="venv/python")[0].python
     assert found == tmp_path / "venv" / "python"  # not what the link points to: that would leave the environment
 
 
@@ -187,7 +186,7 @@ def test_another_server_on_the_port_is_not_taken_for_ours(model, run):
         check_identity("engine-0", launch, info(launch, boot_id="f" * 32))
     with pytest.raises(UsageError, match="'judge'"):
         check_identity("engine-0", launch, info(launch, model_id="judge"))
-    with pytest.raises(RltoolError, match="world size 2, ordered was 1"):
+    with pytest.raises(RltoolError, match="world size 2, planned was 1"):
         check_identity("engine-0", launch, info(launch, world_size=2))
 
 
@@ -240,15 +239,15 @@ def test_weights_that_are_missing_or_cut_off_are_refused_before_anything_starts(
     for name, content in files.items():
         (model / name).write_bytes(content)
     with pytest.raises(UsageError, match=message):
-        check_launch(config(model, device="cpu"))
+        check_order(order(model, device="cpu"))
 
 
 def test_other_formats_and_made_up_weights_are_the_engines_business(model, monkeypatch):
     monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
     for flags in (("--load-format", "dummy"), ("--load-format=dummy",)):
-        check_launch(config(model, device="cpu", extra_args=flags))
+        check_order(order(model, device="cpu", extra_args=flags))
     (model / "pytorch_model.bin").touch()
-    check_launch(config(model, device="cpu"))
+    check_order(order(model, device="cpu"))
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -257,7 +256,7 @@ def test_heads_that_do_not_divide_over_the_gpus_are_refused(model, nested):
     described = {"architectures": ["X"], **({"text_config": text} if nested else text)}
     (model / "config.json").write_text(json.dumps(described))
     with pytest.raises(UsageError, match="--tp 2: the 7 attention heads"):
-        check_launch(config(model, device="cpu", tp=2))
+        check_order(order(model, device="cpu", tp=2))
     check_model(model, tp=7)
 
 
@@ -268,5 +267,5 @@ def test_a_key_file_of_the_run_that_was_spoilt_is_found_before_an_engine_starts(
     (model / "pytorch_model.bin").touch()
     with ProcessGroup(served) as group:
         with pytest.raises(UsageError, match="of run a has 2 lines"):
-            launch_engines(config(model, device="cpu"), group)
+            launch_engines(order(model, device="cpu"), group)
         assert not group.processes

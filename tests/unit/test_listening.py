@@ -34,6 +34,17 @@ def test_each_open_listener_is_named_with_what_decides_it(device, settings, part
     assert part in line
 
 
+def test_managed_engines_on_a_cluster_listen_where_other_nodes_reach_them():
+    def engines(*hosts, address=None):
+        groups = [{"name": f"g{n}", **({"host": host} if host else {})} for n, host in enumerate(hosts)]
+        lines = said(engines={"mode": "managed", "groups": groups}, ray={"address": address} if address else {})
+        return [line for line in lines if line.startswith("the run's engines listen")]
+
+    assert engines(None) == engines("127.0.0.1", address="10.0.0.1:6379") == []
+    [line] = engines(None, "0.0.0.0", address="10.0.0.1:6379")
+    assert "on 0.0.0.0 and on the addresses of their nodes, guarded by the key" in line
+
+
 def test_an_advertised_loopback_address_or_no_transfer_opens_nothing():
     assert said(weights={"advertise_host": "127.0.0.1"}) == []
     assert said(weights={"advertise_host": "203.0.113.9"}, sends=False) == []

@@ -18,7 +18,19 @@ def test_external_engines_ask_for_the_trainers_world_size_and_not_one_bundle_mor
 
 def test_managed_engines_come_on_top():
     plan = plan_placement(config("managed"), gpu=True)
-    assert (len(plan.trainer), len(plan.engines), plan.total("GPU")) == (4, 6, 10)
+    assert (len(plan.trainer), len(plan.engines), plan.total("GPU")) == (4, 2, 10)
+    assert all(bundle["GPU"] == 3 for bundle in plan.engines), "a bundle never straddles two hosts, so no engine does"
+
+
+def test_an_engine_that_no_host_has_room_for_is_cut_over_several():
+    plan = plan_placement(config("managed", engines=1, gpus=16), gpu=True, gpus_per_host=8)
+    assert [bundle["GPU"] for bundle in plan.engines] == [8, 8] and plan.slots[0].shares == (8, 8)
+
+
+def test_placeholders_have_bundles_so_that_nobody_else_takes_their_gpus():
+    groups = ({"tp": 2}, {"name": "keep", "role": "placeholder", "count": 2})
+    made = config("managed").model_copy(update={"engines": EnginesConfig(mode="managed", groups=groups)})
+    assert [bundle["GPU"] for bundle in plan_placement(made, gpu=True).engines] == [2, 1, 1]
 
 
 def test_colocated_engines_share_and_the_larger_side_decides():

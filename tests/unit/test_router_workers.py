@@ -8,7 +8,8 @@ from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 from rltool.router.launch import _probed, router_argv
-from rltool.router.workers import add_worker, list_workers, parse_workers, remove_worker, wait_ready
+from rltool.router.main import parse_arguments
+from rltool.router.workers import add_worker, list_workers, parse_workers, registration, remove_worker, wait_ready
 
 ROUTER = EngineEndpoint(url="http://router:1", dialect="sglang")
 ENGINE = EngineEndpoint(url="http://engine:2", dialect="vllm")
@@ -155,3 +156,19 @@ def test_a_stock_vllm_is_refused_because_it_cannot_answer_the_router(monkeypatch
             _probed([bare], 1.0)
     else:
         assert _probed([bare], 1.0)[0].dialect == dialect
+
+
+def test_prefill_and_decode_workers_are_registered_as_what_they_are():
+    prefill = EngineEndpoint(url="http://p:1", role="prefill", bootstrap_port=8998)
+    decode = EngineEndpoint(url="http://d:2", role="decode")
+    assert registration(prefill) == {"url": "http://p:1", "worker_type": "prefill", "bootstrap_port": 8998}
+    assert registration(decode) == {"url": "http://d:2", "worker_type": "decode"}
+    assert registration(EngineEndpoint(url="http://r:3")) == {"url": "http://r:3"}
+
+
+def test_a_router_of_prefill_and_decode_workers_is_told_so(tmp_path):
+    argv = router_argv(RouterConfig(), port=1, prometheus_port=2, key_file=tmp_path / "key", disaggregated=True)
+    parsed = parse_arguments(list(argv[argv.index("rltool.router.main") + 1 :]))
+    assert parsed.pd_disaggregation
+    plain = router_argv(RouterConfig(), port=1, prometheus_port=2, key_file=tmp_path / "key")
+    assert not parse_arguments(list(plain[plain.index("rltool.router.main") + 1 :])).pd_disaggregation

@@ -21,7 +21,7 @@ from rltool.training.stopping import StopSignal
 class Ranks:
     devices: list = []
 
-    def __init__(self, *_):
+    def __init__(self, *_, **__):
         pass
 
     def start(self, steps, while_waiting):

@@ -17,6 +17,8 @@ def base(tmp_path: Path) -> list[str]:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'engines.external=["127.0.0.1:1"]']
 
+MANAGED = 'engines.mode="managed"'
+
 
 def check(base: list[str], *sets: str) -> None:
     check_config(load_config(TrainConfig, [], [*base, *sets]).config)
@@ -32,8 +34,17 @@ def test_a_sound_configuration_passes(base):
     [
         (["engines.external=[]"], "--rollout-external HOST:PORT"),
         (['engines.mode="colocate"'], "contradict each other"),
-        (['engines.mode="managed"', "engines.external=[]"], "not built yet.*serve-engines"),
-        (['engines.mode="colocate"', "engines.external=[]"], "not built yet"),
+        (['engines.mode="managed"', "engines.external=[]"], r"no \[\[engines.groups\]\]"),
+        (['engines.mode="colocate"', "engines.external=[]"], 'not built yet.*"managed"'),
+        ([MANAGED, "engines.external=[]", 'engines.groups=[{role="placeholder"}]'], "no engine to start"),
+        ([MANAGED, "engines.external=[]", "engines.groups=[{gpus=[0]}]"], "names gpus.*--gpus"),
+        (
+            [MANAGED, "engines.external=[]", 'engines.groups=[{engine="sglang",role="prefill"}]'],
+            "neither synced nor checked by value",
+        ),
+        ([MANAGED, "engines.external=[]", "engines.groups=[{}]", 'engines.router="http://h:1"'], "start_router = true"),
+        (['models={judge={update_weights=true}}'], "updates its policy alone"),
+        (['models={judge={path="/nonexistent"}}'], "models.judge.path: /nonexistent is not a directory"),
         (["rollout.prompts_per_step=33", "optimizer_steps_per_rollout=2"], "1 prompts remain.*such as 32"),
         (["rollout.prompts_per_step=1", "optimizer_steps_per_rollout=2"], "such as 2"),
         (["global_batch_size=100"], "32 x rollout.samples_per_prompt 8 = 256 samples.*set global_batch_size to 256"),

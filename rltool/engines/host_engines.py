@@ -1,0 +1,138 @@
+"""The engines of a run on one host, for a run that starts its engines itself: started, watched, started again, ended.
+
+Plain and blocking; rltool/training/engine_host.py puts it into a Ray actor. What it starts is recorded in the run
+directory as `serve-engines` would, so that `rltool status`, `logs` and `stop` find it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_ready import process_role, wait_for_all
+from rltool.engines.launch import check_processes, engine_spec, held_ports, start_here
+from rltool.engines.liveness import Liveness
+from rltool.engines.plan import PortNeeds, Ports
+from rltool.engines.sync_client import exchange
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineUnreachable, UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.spawn import RunningProcess, describe_exit
+from rltool.processes.supervise import SETTLE_SECONDS, ProcessGroup
+
+HEALTH_SECONDS = 1.0
+
+
+@dataclass
+class _Running:
+    launch: EngineLaunch
+    process: RunningProcess
+    liveness: Liveness | None = None
+    """None until it answers its health route: only then all of its own processes are there."""
+    reported: bool = False
+
+
+class HostEngines:
+    """run: its directory on this host. Called from several threads: what starts or ends processes takes turns."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._group = ProcessGroup(run)
+        self._turn = threading.Lock()
+        self._closed = False
+        self._running: dict[int, _Running] = {}
+        self._ports = ExitStack()
+        self._release: Callable[[], None] = lambda: None
+
+    def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
+        """Free ports for the engines that `start` will be given, held until then. UsageError for one that is taken."""
+        ports, self._release = self._ports.enter_context(held_ports(needs))
+        return {(node, address): _drawn(ports, node, address, count) for (node, address), count in needs.free.items()}
+
+    def start(self, launches: Sequence[EngineLaunch]) -> None:
+        """Start them all; `ready` waits. Raises UsageError for a model or an interpreter that is not as it must be on
+        this host."""
+        check_processes(launches)
+        with self._turn:
+            self._refuse_closed()
+            processes = start_here(launches, self._group, release=self._release)
+            self._running = {x.index: _Running(x, process) for x, process in zip(launches, processes, strict=True)}
+
+    async def ready(self, report: Callable[[str], None] = print) -> list[EngineEndpoint]:
+        """The endpoints of those that serve from this host, once all do. ProcessFailed for one that died or is late."""
+        mine = [running for running in self._running.values() if running.launch.node_rank == 0]
+        endpoints = await wait_for_all([x.launch for x in mine], [x.process for x in mine], report)
+        for running, endpoint in zip(mine, endpoints, strict=True):
+            running.liveness = Liveness(running.process.state.pid, endpoint.url)
+        return endpoints
+
+    def exits(self) -> dict[int, str]:
+        """Numbers of engines whose process here has ended, or lost what generates, since the last call; and how."""
+        found = {}
+        for index, running in list(self._running.items()):
+            if running.reported:
+                continue
+            wrong = self._wrong(running)
+            if wrong is not None:
+                running.reported = True
+                found[index] = f"{process_role(running.launch)} {wrong}"
+        return found
+
+    def _wrong(self, running: _Running) -> str | None:
+        code = running.process.exit_code()
+        if code is not None:
+            return describe_exit(code)
+        if running.launch.node_rank != 0:
+            return None
+        if running.liveness is None:
+            if _healthy(running.process.state.url):
+                running.liveness = Liveness(running.process.state.pid, running.process.state.url or "")
+            return None
+        wrong = running.liveness()
+        if wrong is not None and (code := running.process.wait(SETTLE_SECONDS)) is not None:
+            wrong = f"{wrong}; since then it {describe_exit(code)}"
+        return wrong
+
+    def stop_engine(self, index: int) -> None:
+        """End what is left of it here: before it is started again, on every host that has a part of it."""
+        with self._turn:
+            running = self._running[index]
+            running.reported = True
+            self._group.stop([running.process])
+
+    def start_engine(self, index: int, boot_id: str) -> None:
+        """Start it again under its old address; its log goes on. boot_id: of the new process. UsageError where it runs
+        here already."""
+        with self._turn:
+            self._refuse_closed()
+            running = self._running[index]
+            launch = running.launch.model_copy(update={"boot_id": boot_id})
+            process = self._group.start(engine_spec(launch), log=running.process.log)
+            self._running[index] = _Running(launch, process)
+
+    def close(self) -> None:
+        """End them all; nothing is started any more. May be called twice."""
+        with self._turn:
+            self._closed = True
+            self._ports.close()
+            self._group.stop(list(self._group.processes))
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError("the run is ending: no engine is started any more")
+
+
+def _drawn(ports: Ports, node: str, address: str, count: int) -> tuple[int, ...]:
+    return tuple(ports(node, address) for _ in range(count))
+
+
+def _healthy(url: str | None) -> bool:
+    if url is None:
+        raise UsageError("an engine that serves has an address")
+    try:
+        return exchange(url, HttpRequest("GET", "/health"), timeout=HEALTH_SECONDS)[0] == 200
+    except EngineUnreachable:
+        return False

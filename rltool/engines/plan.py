@@ -1,0 +1,355 @@
+"""Which processes groups of engines are, and where: hosts, GPUs, ports, the address at which an engine on several hosts
+meets. Pure: it starts nothing and looks at nothing.
+
+An engine that fits on one host is never spread over two. One that does not takes equal shares of as few hosts as
+possible, a process on each; the first of them serves HTTP. Engines are numbered over all groups in their order.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch
+from rltool.engines.interpreter import default_engine_python
+from rltool.engines.parallel_flags import parallel_sizes
+from rltool.errors import UsageError
+from rltool.processes.hosts import http_url
+
+LOOPBACK = "127.0.0.1"
+
+Ports = Callable[[str, str], int]
+"""(host's name, address to bind) -> a port that is free there."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """name: in plans; address: where other hosts reach it; gpus: those that engines may have, in this order."""
+
+    name: str
+    address: str = LOOPBACK
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One engine, or the GPUs that one placeholder keeps, before it has a place. shares: GPUs of each of its processes,
+    each on one host; (0,) on the CPU. number: in its group."""
+
+    group: EngineGroup
+    number: int
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """The place of one process."""
+
+    node: str
+    address: str
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What engines of a model serve."""
+
+    path: Path
+    update_weights: bool = True
+    start_router: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """GPUs of a placeholder."""
+
+    group: str
+    seat: Seat
+
+
+@dataclass(frozen=True)
+class Router:
+    """A router that is started in front of the engines of a model. disaggregated: it knows prefill from decode."""
+
+    model: str
+    disaggregated: bool = False
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    launches: tuple[EngineLaunch, ...]
+    kept: tuple[Kept, ...] = ()
+    routers: tuple[Router, ...] = ()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all groups. device: of groups that name none; first: number of the first engine; spread: the hosts
+    are several, so engines listen on their host's address unless their group says otherwise."""
+
+    models: Mapping[str, Model]
+    key_file: Path
+    state_dir: Path
+    device: Device = "cuda"
+    first: int = 0
+    spread: bool = False
+    boot_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
+
+
+def role_of(index: int, node_rank: int = 0) -> str:
+    """Name of the process in the run: engine-3, and engine-3-node1 for its part on a second host."""
+    return f"engine-{index}" if node_rank == 0 else f"engine-{index}-node{node_rank}"
+
+
+def device_of(group: EngineGroup, default: Device) -> Device:
+    return group.device or default
+
+
+# -- how many processes, and of how many GPUs
+
+
+def engine_slots(
+    groups: Iterable[EngineGroup], *, device: Device = "cuda", gpus_per_host: int | None = None
+) -> list[Slot]:
+    """Every engine of every group, in order. gpus_per_host: of the largest host; None: as many as wanted.
+
+    Raises UsageError for an engine that hosts cannot share equally, and GPUs named for engines on the CPU.
+    """
+    slots = []
+    for group in groups:
+        if device_of(group, device) == "cpu":
+            if group.role == "placeholder":
+                continue  # it keeps GPUs free, and there are none
+            if group.gpus:
+                raise UsageError(
+                    f"--gpus with --device cpu (group {group.name!r}): engines on the CPU take no GPU; leave one of "
+                    "the two out"
+                )
+            shares: tuple[int, ...] = (0,)
+        else:
+            shares = _shares(group, gpus_per_host)
+        slots += [Slot(group, number, shares) for number in range(group.count)]
+    return slots
+
+
+def _shares(group: EngineGroup, per_host: int | None) -> tuple[int, ...]:
+    size = parallel_sizes(group).world_size
+    if per_host is None or size <= per_host or per_host == 0:
+        return (size,)
+    nodes = next(nodes for nodes in range(2, size + 1) if size % nodes == 0 and size // nodes <= per_host)
+    return (size // nodes,) * nodes
+
+
+# -- where
+
+
+def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat, ...]]:
+    """A seat for every process of every slot: the first host with room for it; the processes of one engine on different
+    hosts; on the CPU the host with the fewest. Raises UsageError, with what is left, where that is too little."""
+    named = _named(slots)
+    claimed = {gpu for gpus in named.values() for gpu in gpus}
+    free = {host.name: [gpu for gpu in host.gpus if host is not hosts[0] or gpu not in claimed] for host in hosts}
+    on_cpu: Counter[str] = Counter()
+    seats = []
+    for slot in slots:
+        taken: list[Seat] = []
+        for share in slot.shares:
+            if share == 0:
+                host = min(hosts, key=lambda candidate: on_cpu[candidate.name])
+                on_cpu[host.name] += 1
+                taken.append(Seat(host.name, host.address))
+                continue
+            if slot.group.gpus:
+                taken.append(Seat(hosts[0].name, hosts[0].address, tuple(named[slot.group.name][:share])))
+                del named[slot.group.name][:share]
+                continue
+            others = {seat.node for seat in taken}
+            found = next((h for h in hosts if len(free[h.name]) >= share and h.name not in others), None)
+            if found is None:
+                raise UsageError(_too_few(slot, share, free))
+            taken.append(Seat(found.name, found.address, tuple(free[found.name][:share])))
+            del free[found.name][:share]
+        seats.append(tuple(taken))
+    return seats
+
+
+def _named(slots: Sequence[Slot]) -> dict[str, list[int]]:
+    """The GPUs that each group names. Raises UsageError for the wrong number, and one that is named twice."""
+    groups = {slot.group.name: slot.group for slot in slots if slot.group.gpus}
+    every = [gpu for group in groups.values() for gpu in group.gpus]
+    twice = sorted({gpu for gpu in every if every.count(gpu) > 1})
+    if twice:
+        raise UsageError(f"--gpus names GPU {', '.join(map(str, twice))} twice; every GPU serves one engine")
+    for name, group in groups.items():
+        needed = sum(sum(slot.shares) for slot in slots if slot.group.name == name)
+        if len(group.gpus) != needed:
+            raise UsageError(
+                f"group {name!r}: {group.count} x {needed // group.count} takes {needed} GPUs, --gpus names "
+                f"{len(group.gpus)} ({','.join(map(str, group.gpus))}): "
+                + ("name more, or start fewer engines" if len(group.gpus) < needed else "name fewer, or start more")
+            )
+    return {name: list(group.gpus) for name, group in groups.items()}
+
+
+def _too_few(slot: Slot, share: int, free: Mapping[str, Sequence[int]]) -> str:
+    left = "; ".join(f"{name}: {','.join(map(str, gpus)) or 'none'}" for name, gpus in free.items())
+    pieces = f"{share} GPUs" if len(slot.shares) == 1 else f"{share} GPUs on each of {len(slot.shares)} hosts"
+    return (
+        f"no room for {slot.group.role if slot.group.role == 'placeholder' else 'engine'} {slot.number} of group "
+        f"{slot.group.name!r}, which takes {pieces}: left are {left}. Lower its count or tp, or name more GPUs"
+    )
+
+
+# -- what is started
+
+
+def plan_engines(
+    slots: Sequence[Slot], seats: Sequence[tuple[Seat, ...]], settings: Settings, ports: Ports
+) -> EnginePlan:
+    """The processes of all slots in their seats. Raises UsageError for half of a prefill and decode pair."""
+    groups = list({slot.group.name: slot.group for slot in slots}.values())
+    _check_pairs(groups)
+    kept = [
+        Kept(slot.group.name, seat)
+        for slot, taken in zip(slots, seats, strict=True)
+        if slot.group.role == "placeholder"
+        for seat in taken
+    ]
+    engines = [pair for pair in zip(slots, seats, strict=True) if pair[0].group.role != "placeholder"]
+    launches = [
+        launch
+        for index, (slot, taken) in enumerate(engines, settings.first)
+        for launch in _processes(index, slot, taken, settings, ports)
+    ]
+    return EnginePlan(tuple(_with_encoders(launches)), tuple(kept), tuple(planned_routers(groups, settings.models)))
+
+
+def _processes(
+    index: int, slot: Slot, seats: Sequence[Seat], settings: Settings, ports: Ports
+) -> Iterator[EngineLaunch]:
+    group = slot.group
+    device = device_of(group, settings.device)
+    listens = [group.host or (seat.address if settings.spread else LOOPBACK) for seat in seats]
+    port = group.port + slot.number if group.port else ports(seats[0].node, listens[0])
+    bootstrap = ports(seats[0].node, listens[0]) if group.role == "prefill" else None
+    meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
+    model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
+    for rank, seat in enumerate(seats):
+        yield EngineLaunch(
+            index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
+            node=seat.node, node_rank=rank, nodes=len(seats), dist_init=meeting, bootstrap_port=bootstrap,
+            address=seat.address if settings.spread and group.host in (None, "0.0.0.0", "::") else "",
+            pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
+            model=model.path, host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
+            served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
+            seed=group.seed + index, trust_remote_code=group.trust_remote_code,
+            # Absolute, because engines run in another directory; not resolved, for the reason given at
+            # default_engine_python.
+            python=group.engine_python.absolute() if group.engine_python else default_engine_python(),
+            key_file=settings.key_file, boot_id=boot_id, weight_backend=group.weight_backend,
+            work_dir=settings.state_dir / role_of(index, rank), extra_args=group.flags,
+        )  # fmt: skip
+
+
+def _with_encoders(launches: Sequence[EngineLaunch]) -> Iterator[EngineLaunch]:
+    """Whoever reads prompts of a model is told where its encoders are."""
+    for launch in launches:
+        urls = tuple(
+            url_of(other)
+            for other in launches
+            if other.role == "encoder" and other.model_name == launch.model_name and other.node_rank == 0
+        )
+        reads = launch.role in ("regular", "prefill")
+        yield launch.model_copy(update={"encoder_urls": urls}) if urls and reads else launch
+
+
+def url_of(launch: EngineLaunch) -> str:
+    """Where the engine is reached."""
+    return http_url(launch.address or launch.host, launch.port)
+
+
+def planned_routers(groups: Sequence[EngineGroup], models: Mapping[str, Model]) -> Iterator[Router]:
+    """Where one is asked for, and where prefill and decode need one."""
+    for name in dict.fromkeys(group.model for group in groups if group.role != "placeholder"):
+        disaggregated = any(group.model == name and group.role == "prefill" for group in groups)
+        if disaggregated or models[name].start_router:
+            yield Router(name, disaggregated)
+
+
+def _check_pairs(groups: Sequence[EngineGroup]) -> None:
+    for name in dict.fromkeys(group.model for group in groups):
+        roles = {group.role for group in groups if group.model == name} - {"encoder", "placeholder"}
+        if roles & {"prefill", "decode"} and roles != {"prefill", "decode"}:
+            raise UsageError(
+                f"model {name!r} has engines of role {' and '.join(sorted(roles))}: prefill and decode go together, "
+                "and a model that has them has no regular ones"
+            )
+
+
+# -- ports
+
+
+@dataclass(frozen=True)
+class PortNeeds:
+    """What has to be free before the plan can be made: so many of any, by host and address, and certain ones."""
+
+    free: Mapping[tuple[str, str], int]
+    fixed: tuple[tuple[str, str, int], ...]
+
+
+def port_needs(slots: Sequence[Slot], seats: Sequence[tuple[Seat, ...]], settings: Settings) -> PortNeeds:
+    """Of the plan that `plan_engines` would make. UsageError as there."""
+    free: Counter[tuple[str, str]] = Counter()
+
+    def count(node: str, address: str) -> int:
+        free[node, address] += 1
+        return 0
+
+    plan = plan_engines(slots, seats, settings, count)
+    fixed = [(x.node, x.host, x.port) for x in plan.launches if x.port and x.node_rank == 0]
+    return PortNeeds(dict(free), tuple(fixed))
+
+
+def handed_out(ports: Mapping[tuple[str, str], Iterable[int]]) -> Ports:
+    """Each of these ports once, in order."""
+    left = {key: iter(found) for key, found in ports.items()}
+    return lambda node, address: next(left[node, address])
+
+
+# -- for people
+
+
+def describe_plan(plan: EnginePlan, *, name_hosts: bool = False) -> list[str]:
+    """A line for each process, placeholder and router. name_hosts: where there are several."""
+    lines = []
+    for launch in plan.launches:
+        facts = [f"{launch.engine} {launch.role}", f"group {launch.group}"]
+        if launch.model_name != POLICY:
+            facts.append(f"model {launch.model_name}" + ("" if launch.update_weights else " (weights not updated)"))
+        facts.append(f"host {launch.address or launch.node}" if name_hosts else "")
+        facts.append(f"GPUs {','.join(map(str, launch.gpus))}" if launch.gpus else launch.device)
+        facts.append(url_of(launch) if launch.node_rank == 0 else "no server of its own")
+        facts.append(f"bootstrap port {launch.bootstrap_port}" if launch.bootstrap_port else "")
+        if launch.dist_init is not None:
+            facts.append(f"node {launch.node_rank} of {launch.nodes}, dist-init {launch.dist_init}")
+        lines.append(f"{role_of(launch.index, launch.node_rank)}: {', '.join(filter(None, facts))}")
+    for kept in plan.kept:
+        where = f", host {kept.seat.node}" if name_hosts else ""
+        lines.append(f"placeholder: group {kept.group}{where}, GPUs {','.join(map(str, kept.seat.gpus))}")
+    for router in plan.routers:
+        how = "prefill and decode" if router.disaggregated else "all engines alike"
+        lines.append(f"{router_role(router.model)}: model {router.model}, {how}, a free port")
+    return lines
+
+
+def router_role(model: str) -> str:
+    """Name of the router's process in the run."""
+    return "router" if model == POLICY else f"router-{model}"
+
+
+def is_router(role: str) -> bool:
+    """The inverse: whether a process of a run is one of its routers."""
+    return role == "router" or (role.startswith("router-") and not role.startswith("router-command"))

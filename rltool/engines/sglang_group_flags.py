@@ -1,0 +1,23 @@
+"""Flags of an SGLang process that is one of several."""
+
+from __future__ import annotations
+
+from rltool.config.serve import EngineLaunch
+
+
+def flags_in_its_group(launch: EngineLaunch) -> list[str]:
+    """On several hosts, half of prefill and decode, or with encoders beside it (SGLang 0.5.23,
+    sglang/srt/arg_groups/fields: parallel.py, disagg.py)."""
+    argv = []
+    if launch.dist_init is not None:
+        argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
+        argv += ["--dist-init-addr", launch.dist_init]
+    if launch.role in ("prefill", "decode"):
+        argv += ["--disaggregation-mode", launch.role]
+    if launch.bootstrap_port is not None:
+        argv += ["--disaggregation-bootstrap-port", str(launch.bootstrap_port)]
+    if launch.role == "encoder":
+        argv += ["--encoder-only"]
+    if launch.encoder_urls:
+        argv += ["--language-only", "--encoder-urls", *launch.encoder_urls]
+    return argv

@@ -1,0 +1,185 @@
+"""Engines that the run has started itself are started again when they die: within a budget, each time after a longer
+pause.
+
+Two ways lead here. The process ended, or lost what generates: its host says so, and the fleet hears of it
+(Fleet.process_exited). Or the fleet has given an engine up that still runs, for it answers nothing: then its process is
+ended first. Either way the engine is DEAD, FleetMonitor calls `restart`, and a new process under the old address is
+STARTING; it serves after its next weight sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rltool.engines.fleet import Fleet, State
+from rltool.errors import RltoolError
+from rltool.rollout.fleet_monitor import FleetMonitor
+
+LOOK_SECONDS = 1.0
+"""How often hosts are asked whether a process has ended."""
+LONGEST_PAUSE = 60.0
+"""Seconds before a restart, at most."""
+
+
+class EngineProcesses(Protocol):
+    """The processes of engines that the run has started, by URL (training/engine_host.py: HostHandles)."""
+
+    def urls(self) -> Iterable[str]: ...
+
+    async def exits(self) -> Mapping[str, str]:
+        """Those that have ended since the last call, and how."""
+        ...
+
+    async def start_again(self, url: str) -> None:
+        """End what is left of it, and start it anew. Raises RltoolError where that cannot be."""
+        ...
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """most: restarts of one engine; it has all of them again once it has lived for forget seconds since the last.
+    backoff: seconds before the first, doubled with each that follows, LONGEST_PAUSE at most."""
+
+    most: int
+    backoff: float
+    forget: float
+
+
+class RestartBudget:
+    """How long to wait before an engine is started again, and when not to any more. Pure but for its clock."""
+
+    def __init__(self, policy: RestartPolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._policy, self._clock = policy, clock
+        self._used: dict[str, int] = {}
+        self._started_at: dict[str, float] = {}
+
+    def died(self, url: str) -> float | None:
+        """Seconds to wait, counting one restart; None: it has none left."""
+        if self._clock() - self._started_at.get(url, self._clock()) >= self._policy.forget:
+            self._used[url] = 0
+        used = self._used.get(url, 0)
+        if used >= self._policy.most:
+            return None
+        self._used[url] = used + 1
+        return min(LONGEST_PAUSE, self._policy.backoff * 2**used)
+
+    def started(self, url: str) -> None:
+        self._started_at[url] = self._clock()
+
+    def used(self, url: str) -> int:
+        return self._used.get(url, 0)
+
+
+class EngineRestarts:
+    """Owned by the rollout manager's event loop. log: one line for the user. counts: restarts, and given_up for engines
+    that have none left, of all models."""
+
+    def __init__(self, processes: EngineProcesses, budget: RestartBudget, *, log: Callable[[str], None]) -> None:
+        self._processes, self._budget, self._log = processes, budget, log
+        self.counts: Counter[str] = Counter()
+        self._fleets: list[tuple[Fleet, FleetMonitor]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._died_again: set[str] = set()
+        """Engines whose end was reported while they were being started."""
+        self._watching: asyncio.Task[None] | None = None
+        self._trouble: str | None = None
+
+    def watch(self, fleet: Fleet, monitor: FleetMonitor) -> None:
+        """Engines of this fleet may be among the processes; the monitor was given `restart`."""
+        self._fleets.append((fleet, monitor))
+
+    def start(self) -> None:
+        self._watching = asyncio.create_task(self._watch(), name="engine processes")
+
+    async def close(self) -> None:
+        tasks = [*self._tasks.values(), *([self._watching] if self._watching is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def restart(self, url: str) -> None:
+        """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
+        found = self._fleet_of(url)
+        is_dead = found is not None and found[0].member(url).state is State.DEAD
+        if not is_dead or url in self._tasks or url not in self._processes.urls():
+            return
+        delay = self._budget.died(url)
+        if delay is None:
+            self.counts["given_up"] += 1
+            self._log(
+                f"engine {url} stays dead: it was started again {self._budget.used(url)} times "
+                "(engines.max_restarts); its log says why (`rltool logs`)"
+            )
+            return
+        self._log(f"engine {url}: started again in {delay:g} s (restart {self._budget.used(url)})")
+        task = self._tasks[url] = asyncio.create_task(self._after(url, delay), name=f"restart of {url}")
+        task.add_done_callback(lambda ended: self._ended(url, ended))
+
+    async def _after(self, url: str, delay: float) -> None:
+        await asyncio.sleep(delay)
+        found = self._fleet_of(url)
+        if found is None or found[0].member(url).state is not State.DEAD:
+            return  # it was told to leave meanwhile, or has come back by itself
+        self._died_again.discard(url)
+        try:
+            await self._processes.start_again(url)
+        except RltoolError as error:
+            self._log(f"engine {url} could not be started again: {error}")
+            del self._tasks[url]
+            await self.restart(url)
+            return
+        del self._tasks[url]  # from here on its death is news again
+        self._budget.started(url)
+        self.counts["restarts"] += 1
+        found = self._fleet_of(url)
+        if found is None:
+            return
+        fleet, monitor = found
+        if fleet.member(url).state is not State.DEAD:  # what was ended just now had answered once more
+            fleet.process_exited(url, "ended, to be started again")
+        fleet.restarted(url)
+        await monitor.carry_out()
+        if url in self._died_again:
+            await self._exited(url, "ended as soon as it was started")
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                ended = await self._processes.exits()
+            except RltoolError as error:
+                if str(error) != self._trouble:  # once, however often it happens in a row
+                    self._log(f"engine processes: {error}")
+                self._trouble = str(error)
+                continue
+            self._trouble = None
+            for url, how in ended.items():
+                await self._exited(url, how)
+
+    async def _exited(self, url: str, how: str) -> None:
+        found = self._fleet_of(url)
+        if found is None:  # it has left the run
+            return
+        if url in self._tasks:  # it may be the process that is being started now
+            self._died_again.add(url)
+            return
+        fleet, monitor = found
+        was_dead = fleet.member(url).state is State.DEAD
+        fleet.process_exited(url, how)
+        await monitor.carry_out()
+        if was_dead:  # no transition told the monitor
+            await self.restart(url)
+
+    def _fleet_of(self, url: str) -> tuple[Fleet, FleetMonitor] | None:
+        return next((pair for pair in self._fleets if any(m.url == url for m in pair[0].members())), None)
+
+    def _ended(self, url: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(url) is task:
+            del self._tasks[url]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(f"restart of {url}: {type(error).__name__}: {error}")

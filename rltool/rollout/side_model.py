@@ -1,0 +1,96 @@
+"""One model beside the policy in a run: its engines are watched, and requests go to those that serve, or to its router.
+
+Nobody syncs or pauses these engines, so the fleet knows them as engines that take no weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.engines.types import EngineInfo
+from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.engine_restarts import EngineRestarts
+from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.rollout.model_clients import ModelClient, Models
+from rltool.rollout.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class SideEngines:
+    """The engines of one model as preflight found them. path: of its tokenizer, or None. router: the address that
+    requests go to in place of the engines, or None."""
+
+    endpoints: tuple[EngineEndpoint, ...]
+    infos: Mapping[str, EngineInfo]
+    router: EngineEndpoint | None = None
+    path: Path | None = None
+
+
+class SideModel:
+    """`start` first, `close` last. restart: see FleetMonitor. requests_per_engine, deadline: as of the policy's."""
+
+    def __init__(
+        self, name: str, engines: SideEngines, client: EngineClient, *, requests_per_engine: int, deadline: float,
+        restart: Callable[[str], Awaitable[None]] | None, log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._engines = engines
+        self.fleet = Fleet()
+        endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
+        infos = dict(engines.infos)
+        for url in endpoints:
+            self.fleet.add(url, takes_weights=False)
+            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=infos[url].boot_id)
+        self.fleet.take_transitions()
+        plane = DataPlane(
+            client, self.fleet, endpoints, router=engines.router, requests_per_engine=requests_per_engine,
+            deadline=deadline,
+        )  # fmt: skip
+        self.generate = plane.generate
+        self.monitor = FleetMonitor(
+            client, self.fleet, endpoints, infos, restart=restart, on_change=plane.changed,
+            log=lambda line: log(f"model {name}: {line}"),
+        )  # fmt: skip
+
+    async def start(self) -> ModelClient:
+        """The client for functions; reads the tokenizer. UsageError where there is none at its path."""
+        path = self._engines.path
+        tokenizer = await asyncio.to_thread(load_tokenizer, path) if path is not None else None
+        self.monitor.start()
+        return ModelClient(self.name, self.generate, tokenizer)
+
+    async def close(self) -> None:
+        await self.monitor.close()
+
+
+class SideModels:
+    """All of a run. models: what functions look into; each is there once `start` has returned."""
+
+    def __init__(self, engines: Mapping[str, SideEngines], models: Models) -> None:
+        self._engines, self._models = engines, models
+        self._started: list[SideModel] = []
+
+    async def start(
+        self, client: EngineClient, *, requests_per_engine: int, deadline: float, restarts: EngineRestarts | None,
+        log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """restarts: of engines that the run has started itself, or None."""
+        for name, engines in self._engines.items():
+            model = SideModel(
+                name, engines, client, requests_per_engine=requests_per_engine, deadline=deadline,
+                restart=restarts.restart if restarts is not None else None, log=log,
+            )  # fmt: skip
+            self._started.append(model)
+            if restarts is not None:
+                restarts.watch(model.fleet, model.monitor)
+            self._models.add(await model.start())
+
+    async def close(self) -> None:
+        for model in self._started:
+            await model.close()

@@ -1,0 +1,51 @@
+"""The fake vLLM as a process of its own, started with the command line of the real one.
+
+    write_python(DIRECTORY) -> a file that stands for the interpreter of an engine's environment
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+from pathlib import Path
+
+from rltool import __version__
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def write_python(directory: Path) -> Path:
+    """In it vLLM and this rltool seem to be installed; whatever module it is to run, it runs this fake."""
+    program = directory / "python"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'[ "$2" = -c ] && {{ echo \'{{"engine": true, "rltool": "{__version__}"}}\'; exit; }}\n'
+        f'export PYTHONPATH="{REPOSITORY}"\n'
+        f'exec "{sys.executable}" -m tests.contract.fakes.engine_process "$@"\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+def main() -> None:
+    from tests.contract.fakes.vllm import FakeVllm
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name", required=True)
+    parser.add_argument("--fail", action="store_true", help="end at once, as an engine does that runs out of memory")
+    arguments, _ = parser.parse_known_args(sys.argv[3:])  # after -m MODULE
+    print("this is the fake engine", flush=True)
+    if arguments.fail:
+        sys.exit("out of memory")
+    server = FakeVllm(key=Path(os.environ["RLTOOL_KEY_FILE"]).read_text().strip())
+    server.port, server.model_id = arguments.port, arguments.served_model_name
+    server.boot_id = os.environ["RLTOOL_BOOT_ID"]
+    server.start()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
