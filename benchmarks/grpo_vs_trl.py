@@ -6,11 +6,11 @@
 
 One run measures all sides. `--size quickstart`: they start from the quickstart's supervised warm start. `--size 20M`: a
 random model of 21 million parameters that answers with up to 128 tokens (its end of sequence is one token of 512), and
-the share of letters in an answer as its reward. All take the same prompts in the same order, and take turns (rltool, trl,
-trl with one thread, rltool, ...), each alone with all cores; engines are stopped while TRL trains. rltool-async is
-rltool with `rollout.max_staleness = 1`; rltool-rollout-logprobs takes the engines' log-probabilities for the old policy's
-in place of computing them again. A step is one rollout and its optimizer steps. Both sides print a line when a step is over,
-and this process takes the time when it reads it. TRL runs in an environment of its own, built from
+the share of letters in an answer as its reward. All take the same prompts in the same order, and take turns (rltool,
+trl, trl with one thread, rltool, ...), each alone with all cores; engines are stopped while TRL trains. rltool-async is
+rltool with `rollout.max_staleness = 1`; rltool-rollout-logprobs takes the engines' log-probabilities for the old
+policy's in place of computing them again. A step is one rollout and its optimizer steps. Both sides print a line when a
+step is over, and this process takes the time when it reads it. TRL runs in an environment of its own, built from
 requirements/benchmark-trl.txt when first needed.
 """
 

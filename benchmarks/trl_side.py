@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rewards import share_of_letters  # beside this file: Python puts its directory first
 from datasets import Dataset
+from rewards import share_of_letters  # beside this file: Python puts its directory first
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 

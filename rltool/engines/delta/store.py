@@ -187,7 +187,7 @@ class _S3Errors:
 def s3_client() -> Any:
     """boto3's, configured by its own environment and files: AWS_ENDPOINT_URL_S3 names another server than Amazon's."""
     try:
-        import boto3
+        import boto3.session
         from botocore.config import Config
     except ImportError as error:
         raise UsageError("a store under s3:// needs boto3 in this environment: pip install 'rltool[s3]'") from error
