@@ -49,14 +49,15 @@ def choose_gpus(
         )
     taken = [f"GPU {gpu} by {held[gpu]}" for gpu in wanted if gpu in held]
     if taken:
-        raise UsageError(f"--gpus: held already: {'; '.join(taken)}. Name others, or end its holder: `rltool stop`")
+        raise UsageError(f"--gpus: held already: {'; '.join(taken)}. Name others, end its holder (`rltool stop`), or set trainer.share_gpus")
     return tuple(wanted)
 
 
 def gpus_of_this_host(
-    wanted: Sequence[int], needed: int, engines: Sequence[EngineEndpoint], root: Path | None
+    wanted: Sequence[int], needed: int, engines: Sequence[EngineEndpoint], root: Path | None, *, shared: bool = False
 ) -> tuple[int, ...]:
     """`choose_gpus` by what this host has and holds: live runs below `root`, and engines that the run was given.
+    shared: those that are named may be held.
 
     Empty where nothing can be said: no driver that lists GPUs, or CUDA_VISIBLE_DEVICES with UUIDs, which the user then
     has chosen by.
@@ -64,7 +65,8 @@ def gpus_of_this_host(
     present = [gpu.index for gpu in visible_gpus()]
     if not wanted and (not present or restricts_by_uuid()):
         return ()
-    return choose_gpus(wanted=wanted, needed=needed, present=present, held=gpus_in_use(root) | held_by(engines))
+    held = {} if wanted and shared else gpus_in_use(root) | held_by(engines)
+    return choose_gpus(wanted=wanted, needed=needed, present=present, held=held)
 
 
 def held_by(engines: Sequence[EngineEndpoint]) -> dict[int, str]:

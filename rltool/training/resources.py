@@ -65,4 +65,4 @@ def _gpus(
         if wanted:
             raise UsageError("--gpus (trainer.gpus) names GPUs, and trainer.device puts the run on the CPU")
         return ()
-    return gpus_of_this_host(wanted, needed, engines, run.path.parent)
+    return gpus_of_this_host(wanted, needed, engines, run.path.parent, shared=config.trainer.share_gpus)

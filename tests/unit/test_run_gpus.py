@@ -66,6 +66,8 @@ def test_gpus_of_live_runs_and_of_this_hosts_engines_are_left_alone(nvidia_smi, 
     assert gpus_of_this_host((), 2, [ENGINE, ELSEWHERE], other_run) == (3, 4), "3 is another host's"
     with pytest.raises(UsageError, match="GPU 1 by run other, engine-0; GPU 2 by engine http://127.0.0.1:8101"):
         gpus_of_this_host((1, 2), 2, [ENGINE], other_run)
+    assert gpus_of_this_host((1, 2), 2, [ENGINE], other_run, shared=True) == (1, 2)
+    assert gpus_of_this_host((), 2, [ENGINE], other_run, shared=True) == (3, 4), "shared are only those that are named"
 
 
 def test_what_the_user_hides_is_not_taken(nvidia_smi, other_run, monkeypatch):
