@@ -15,7 +15,7 @@ import pytest
 from rltool.checkpoints import directory as directories
 from tests.e2e.job import DEADLINE, Job, write_job
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 STEPS = 16
 SYNC = ["checkpoint.every_steps=1", "checkpoint.keep_last=2"]
