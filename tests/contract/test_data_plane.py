@@ -660,7 +660,7 @@ def test_behind_a_router_a_request_is_given_up_after_failures_between_which_all_
                 await until(lambda: task.done() or r.plane.counts["failed_requests"] > failed + 1, "it fails again")
 
             task = asyncio.create_task(r.plane.generate(request()))
-            await until(lambda: r.plane.counts["failed_requests"] == 1, "the first failure")
+            await until(lambda: r.plane.counts["failed_requests"] >= 1, "the first failure")
             for _ in range(2):
                 await works(two[1])
                 assert not task.done(), "the other one may have failed it every time"
