@@ -172,7 +172,7 @@ def train_only(
     directory = named_run(run, resume=resume)
     with RunLock(directory) as lock:
         # Ray and torch: not before what is quickly found to be wrong.
-        from rltool.training.session import Replay, prepare
+        from rltool.training.prepare import Replay, prepare
 
         finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)), lock)
 

@@ -29,7 +29,7 @@ from rltool.processes.attempts import ENDED_FOR_GOOD, Attempts
 if TYPE_CHECKING:
     from rltool.processes.run_directory import RunDirectory
     from rltool.processes.run_lock import RunLock
-    from rltool.training.session import Prepared
+    from rltool.training.prepare import Prepared
 
 
 def train(
@@ -92,8 +92,8 @@ def train(
         raise typer.Exit(with_restarts(directory, restarts))
     with RunLock(directory) as lock, _told_apart(attempt):
         # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
+        from rltool.training.prepare import prepare
         from rltool.training.report import print_plan
-        from rltool.training.session import prepare
 
         prepared = prepare(loaded, directory, resume=resume, steal=steal, restarted=attempt > 1)
         if dry_run:

@@ -49,7 +49,10 @@ def choose_gpus(
         )
     taken = [f"GPU {gpu} by {held[gpu]}" for gpu in wanted if gpu in held]
     if taken:
-        raise UsageError(f"--gpus: held already: {'; '.join(taken)}. Name others, end its holder (`rltool stop`), or set trainer.share_gpus")
+        raise UsageError(
+            f"--gpus: held already: {'; '.join(taken)}. Name others, end its holder (`rltool stop`), or set "
+            "trainer.share_gpus"
+        )
     return tuple(wanted)
 
 

@@ -10,7 +10,8 @@ from rich.table import Table
 
 from rltool.engines.plan import describe_plan
 from rltool.training.preflight import backends, describe_engines
-from rltool.training.session import Outcome, Prepared
+from rltool.training.prepare import Prepared
+from rltool.training.session import Outcome
 
 
 def print_plan(prepared: Prepared, console: Console) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,8 @@ from rich.console import Console
 
 import rltool
 from rltool.algorithms.controllers import Coefficients
-from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
-from rltool.config.loader import Loaded
-from rltool.config.serve import POLICY
-from rltool.config.train import TrainConfig
-from rltool.engines.endpoints import ModelEndpoints
+from rltool.checkpoints.directory import remove, step_of, sweep
 from rltool.engines.lease import holder_of_this_process
-from rltool.engines.plan import EnginePlan
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.files import write_json_atomic
@@ -31,94 +26,31 @@ from rltool.processes.stop_run import end_left_behind
 from rltool.processes.waiting import waiting
 from rltool.rollout.engine_restarts import EngineProcesses
 from rltool.rollout.lease import LeaseTerms
-from rltool.rollout.side_model import SideEngines
 from rltool.training.checkpointer import Checkpointer
-from rltool.training.cluster import available_gpus, placed, ray_cluster
+from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
-from rltool.training.devices import Device, choose_device, describe_devices
+from rltool.training.devices import describe_devices
 from rltool.training.listening import beyond_loopback
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.managed import ManagedEngines
 from rltool.training.metrics import MetricsWriter
-from rltool.training.placement import PlacementPlan
 from rltool.training.places import find_places, in_order
 from rltool.training.preflight import (
-    ProbedFleet,
     backends,
-    check_fleet,
-    check_leases,
-    check_router,
     describe_engines,
     foreign_weights,
     model_facts,
-    probe_fleet,
-    resolve_endpoints,
-    with_difference_limit,
 )
-from rltool.training.profiling import StepRecording, check_recording
+from rltool.training.prepare import Prepared, resume_point, with_engines
+from rltool.training.profiling import StepRecording
 from rltool.training.ray_calls import Waiting
-from rltool.training.resources import plan_resources
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.rollouts import Rollouts
 from rltool.training.run_server import run_server
-from rltool.training.side_models import check_all_there, probe_models, running_models
-from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts, SupervisedData
+from rltool.training.sources import BatchSource, SupervisedData
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
-from rltool.training.validate import (
-    check_batch_arithmetic,
-    check_config,
-    check_inputs,
-    check_model,
-    check_model_directory,
-    check_weights,
-    needs_engines,
-)
-from rltool.training.validate_algorithm import check_algorithm
 from rltool.weights.transport import transport
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if
-    given."""
-
-    recorded: Path | None
-    record: Path | None = None
-
-    def source(self, config: TrainConfig) -> BatchSource:
-        """Raises UsageError when there is nothing to replay."""
-        return (
-            RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
-        )
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that has passed every check and has started nothing.
-
-    replay: where the rollouts come from in place of engines (debug train-only). resume_from: None where training begins
-    with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
-    gpus: of this host, the ranks' and then those of managed engines; empty: none, or Ray decides. expected: of managed
-    engines, which are not there yet, so fleet is None. models: beside the policy, that run already.
-    """
-
-    loaded: Loaded[TrainConfig]
-    run: RunDirectory
-    plan: PlacementPlan
-    device: str
-    fleet: ProbedFleet | None
-    resume_from: Path | None
-    replay: Replay | None = None
-    steal: bool = False
-    restarted: bool = False
-    gpus: tuple[int, ...] = ()
-    expected: EnginePlan | None = None
-    models: Mapping[str, SideEngines] = field(default_factory=dict)
-
-    @property
-    def config(self) -> TrainConfig:
-        return self.loaded.config
 
 
 @dataclass(frozen=True)
@@ -137,82 +69,6 @@ class Outcome:
     stopped_by: str | None = None
 
 
-def trainer_device(config: TrainConfig) -> Device:
-    """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
-    if config.trainer.device != "auto":
-        return config.trainer.device
-    gpus, where = available_gpus(config.ray)
-    return choose_device(ranks=config.trainer.world_size, gpus=gpus, where=where)
-
-
-def prepare(
-    loaded: Loaded[TrainConfig],
-    run: RunDirectory,
-    *,
-    resume: bool,
-    replay: Replay | None = None,
-    steal: bool = False,
-    restarted: bool = False,
-) -> Prepared:
-    """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched.
-
-    restarted: this command went before, and a fault ended it: go on from what it has saved, or begin once more.
-    """
-    config = loaded.config
-    if replay is None:
-        check_config(config)
-    else:
-        check_model_directory(config.model.path)
-        check_algorithm(config)
-        check_batch_arithmetic(config)
-    resume_from = latest_checkpoint(run.checkpoints_dir) if restarted else _resume_point(run, resume)
-    check_model(config)
-    check_weights(config)
-    if replay is None:
-        check_inputs(config)
-    device = trainer_device(config)
-    generates = replay is None and needs_engines(config)
-    managed = generates and config.engines.mode == "managed"
-    fleet, models = None, {}
-    if generates:
-        beside = running_models(config)
-        check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
-        models = probe_models(config, beside)
-    if generates and not managed:
-        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
-        check_fleet(fleet, config, device)
-        if not steal:
-            check_leases(fleet, run.run_id if run.path.exists() else None)
-        check_router(fleet, config)
-        loaded = with_difference_limit(loaded, fleet)
-    others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
-    resources = plan_resources(config, run, device, generates=generates, engines=others)
-    if replay is not None:
-        replay.source(config)
-    check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
-    return Prepared(
-        loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
-        resources.expected, models,
-    )  # fmt: skip
-
-
-def _resume_point(run: RunDirectory, resume: bool) -> Path | None:
-    if not resume:
-        if run.is_used:
-            raise UsageError(
-                f"run {run.name} already holds metrics or checkpoints ({run.path}): continue it with --resume, or "
-                "choose another name with --run"
-            )
-        return None
-    found = latest_checkpoint(run.checkpoints_dir)
-    if found is None:
-        raise UsageError(
-            f"--resume: {run.checkpoints_dir} holds no complete checkpoint; leave --resume out to start from the "
-            "beginning under another --run"
-        )
-    return found
-
-
 def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSignal) -> Outcome:
     """Start everything, train, and take everything apart again, whatever happens. UsageError if somebody else has the
     run."""
@@ -221,7 +77,7 @@ def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSigna
     if prepared.restarted and prepared.resume_from is None:
         run.metrics_file.unlink(missing_ok=True)  # of steps that nothing was saved of
     elif prepared.resume_from is None:
-        _resume_point(run, resume=False)  # once more: until now the run may have been another's
+        resume_point(run, resume=False)  # once more: until now the run may have been another's
     try:
         return _train(prepared, run, console, stop)
     except StopRequested:  # before the first step of this command: there is nothing of it to save
@@ -346,16 +202,6 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
-
-
-def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> Prepared:
-    """The same once its managed engines serve: asked and compared as external ones are. Raises UsageError."""
-    config = prepared.config
-    fleet = probe_fleet(started[POLICY], config.deadlines.preflight, given="engines.groups")
-    check_fleet(fleet, config, prepared.device)
-    beside = {name: entry for name, entry in started.items() if name != POLICY}
-    models = {**prepared.models, **probe_models(config, beside)}
-    return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)
 
 
 def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> None:

@@ -107,7 +107,7 @@ def test_train_says_which_run_it_means(runs, tmp_path, capsys, monkeypatch):
         seen.append(directory)
         raise UsageError("enough")
 
-    monkeypatch.setattr("rltool.training.session.prepare", prepare)
+    monkeypatch.setattr("rltool.training.prepare.prepare", prepare)
     sets = ["--set", f'model.path="{tmp_path / "model"}"', "--rollout-external", "@runs/mine/endpoints.json"]
     with pytest.raises(SystemExit):
         main(["train", *sets])
@@ -157,7 +157,7 @@ def test_the_line_to_paste_says_no_more_than_is_needed(runs, monkeypatch):
 def test_a_run_that_cannot_be_written_is_refused_before_torch_and_ray_are_imported(runs, tmp_path, monkeypatch, capsys):
     runs("mine")
     (tmp_path / "runs" / "blocked").write_text("")
-    monkeypatch.setitem(sys.modules, "rltool.training.session", None)  # its import would fail
+    monkeypatch.setitem(sys.modules, "rltool.training.prepare", None)  # its import would fail
     for verb in (["train"], ["debug", "train-only", "--fake-data"]):
         with pytest.raises(SystemExit) as ended:
             main([*verb, "--set", "model.path=m", "--run", "blocked"])

@@ -14,7 +14,8 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.processes.run_lock import RunLock
 from rltool.training import session
 from rltool.training.placement import plan_placement
-from rltool.training.session import Prepared, execute
+from rltool.training.prepare import Prepared
+from rltool.training.session import execute
 from rltool.training.stopping import StopSignal
 
 

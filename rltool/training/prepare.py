@@ -1,0 +1,172 @@
+"""Every check that can be made of a run before anything starts, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rltool.checkpoints.directory import latest_checkpoint, step_of
+from rltool.config.loader import Loaded
+from rltool.config.serve import POLICY
+from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import ModelEndpoints
+from rltool.engines.plan import EnginePlan
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.rollout.side_model import SideEngines
+from rltool.training.cluster import available_gpus
+from rltool.training.devices import Device, choose_device
+from rltool.training.placement import PlacementPlan
+from rltool.training.preflight import (
+    ProbedFleet,
+    check_fleet,
+    check_leases,
+    check_router,
+    probe_fleet,
+    resolve_endpoints,
+    with_difference_limit,
+)
+from rltool.training.profiling import check_recording
+from rltool.training.resources import plan_resources
+from rltool.training.side_models import check_all_there, probe_models, running_models
+from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
+from rltool.training.validate import (
+    check_batch_arithmetic,
+    check_config,
+    check_inputs,
+    check_model,
+    check_model_directory,
+    check_weights,
+    needs_engines,
+)
+from rltool.training.validate_algorithm import check_algorithm
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if
+    given."""
+
+    recorded: Path | None
+    record: Path | None = None
+
+    def source(self, config: TrainConfig) -> BatchSource:
+        """Raises UsageError when there is nothing to replay."""
+        return (
+            RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that has passed every check and has started nothing.
+
+    replay: where the rollouts come from in place of engines (debug train-only). resume_from: None where training begins
+    with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
+    gpus: of this host, the ranks' and then those of managed engines; empty: none, or Ray decides. expected: of managed
+    engines, which are not there yet, so fleet is None. models: beside the policy, that run already.
+    """
+
+    loaded: Loaded[TrainConfig]
+    run: RunDirectory
+    plan: PlacementPlan
+    device: str
+    fleet: ProbedFleet | None
+    resume_from: Path | None
+    replay: Replay | None = None
+    steal: bool = False
+    restarted: bool = False
+    gpus: tuple[int, ...] = ()
+    expected: EnginePlan | None = None
+    models: Mapping[str, SideEngines] = field(default_factory=dict)
+
+    @property
+    def config(self) -> TrainConfig:
+        return self.loaded.config
+
+
+def trainer_device(config: TrainConfig) -> Device:
+    """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
+    if config.trainer.device != "auto":
+        return config.trainer.device
+    gpus, where = available_gpus(config.ray)
+    return choose_device(ranks=config.trainer.world_size, gpus=gpus, where=where)
+
+
+def prepare(
+    loaded: Loaded[TrainConfig],
+    run: RunDirectory,
+    *,
+    resume: bool,
+    replay: Replay | None = None,
+    steal: bool = False,
+    restarted: bool = False,
+) -> Prepared:
+    """Every check that can be made before anything starts. Raises UsageError; the run directory is not touched.
+
+    restarted: this command went before, and a fault ended it: go on from what it has saved, or begin once more.
+    """
+    config = loaded.config
+    if replay is None:
+        check_config(config)
+    else:
+        check_model_directory(config.model.path)
+        check_algorithm(config)
+        check_batch_arithmetic(config)
+    resume_from = latest_checkpoint(run.checkpoints_dir) if restarted else resume_point(run, resume)
+    check_model(config)
+    check_weights(config)
+    if replay is None:
+        check_inputs(config)
+    device = trainer_device(config)
+    generates = replay is None and needs_engines(config)
+    managed = generates and config.engines.mode == "managed"
+    fleet, models = None, {}
+    if generates:
+        beside = running_models(config)
+        check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
+        models = probe_models(config, beside)
+    if generates and not managed:
+        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
+        check_fleet(fleet, config, device)
+        if not steal:
+            check_leases(fleet, run.run_id if run.path.exists() else None)
+        check_router(fleet, config)
+        loaded = with_difference_limit(loaded, fleet)
+    others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
+    resources = plan_resources(config, run, device, generates=generates, engines=others)
+    if replay is not None:
+        replay.source(config)
+    check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
+    return Prepared(
+        loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
+        resources.expected, models,
+    )  # fmt: skip
+
+
+def resume_point(run: RunDirectory, resume: bool) -> Path | None:
+    if not resume:
+        if run.is_used:
+            raise UsageError(
+                f"run {run.name} already holds metrics or checkpoints ({run.path}): continue it with --resume, or "
+                "choose another name with --run"
+            )
+        return None
+    found = latest_checkpoint(run.checkpoints_dir)
+    if found is None:
+        raise UsageError(
+            f"--resume: {run.checkpoints_dir} holds no complete checkpoint; leave --resume out to start from the "
+            "beginning under another --run"
+        )
+    return found
+
+
+def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> Prepared:
+    """The same once its managed engines serve: asked and compared as external ones are. Raises UsageError."""
+    config = prepared.config
+    fleet = probe_fleet(started[POLICY], config.deadlines.preflight, given="engines.groups")
+    check_fleet(fleet, config, prepared.device)
+    beside = {name: entry for name, entry in started.items() if name != POLICY}
+    models = {**prepared.models, **probe_models(config, beside)}
+    return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)
