@@ -102,7 +102,10 @@ class Server:
         )
         with urllib.request.urlopen(request, timeout=timeout) as reply:
             text = reply.read()
-        return json.loads(text) if text else None
+        try:
+            return json.loads(text) if text else None
+        except json.JSONDecodeError:  # SGLang's /flush_cache answers in words
+            return text.decode()
 
 
 def fingerprint(server: Server, dialect: str, vocabulary: int) -> list[float]:
