@@ -25,8 +25,9 @@ GPUS = 4
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A local Ray that declares GPUs which this host need not have: Ray only counts them. Its processes see none."""
-    blind = {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    """A local Ray that declares GPUs which this host need not have: Ray only counts them, and tells each process the
+    numbers of its own among those that it may see."""
+    counted = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     ray.init(
         address="local",
         num_cpus=4,
@@ -34,7 +35,7 @@ def cluster():
         include_dashboard=False,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
-        runtime_env={"env_vars": blind},
+        runtime_env={"env_vars": counted},
     )
     try:
         yield
