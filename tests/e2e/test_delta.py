@@ -19,8 +19,7 @@ from rltool.engines.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.sync import WeightSync
 from rltool.weights.verify import ValueCheck
-from tests.e2e.engines import RunningEngine
-from tests.e2e.test_sglang import serving
+from tests.e2e.engines import RunningEngine, serving_sglang
 from tests.e2e.weights import new_request, perturbed_model, tensors_of
 from tests.ranks import SenderRanks
 
@@ -107,7 +106,7 @@ def test_vllm_computes_with_what_the_patches_make(request, kind, tmp_path):
 
 def test_sglang_computes_with_what_its_follower_rebuilds(tiny_tied_dir, tmp_path):
     store, stopped = tmp_path / "store", threading.Event()
-    with serving(tiny_tied_dir, tmp_path) as engine:
+    with serving_sglang(tiny_tied_dir, tmp_path) as engine:
         follower = threading.Thread(
             target=follow,
             args=(open_store(str(store)), tmp_path / "rebuilt"),
