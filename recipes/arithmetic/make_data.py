@@ -19,7 +19,7 @@ INSTRUCTION = "Answer with the number alone. "
 
 
 def questions(*, seed: int, terms: int, digits: int) -> Iterator[tuple[str, str]]:
-    """(question, sum), for ever. reasoning-gym makes number i of a data set from seed + i: the next begins behind it."""
+    """(question, sum), for ever. reasoning-gym makes number i of a set from seed + i, so the next set begins behind."""
     settings: dict[str, Any] = dict(min_terms=terms, max_terms=terms, min_digits=digits, max_digits=digits)
     while True:
         for entry in reasoning_gym.create_dataset("chain_sum", size=1000, seed=seed, **settings):
