@@ -62,6 +62,7 @@ def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_s
     assert said.splitlines()[-1].split() == ["latest", "step_1", "step_2"], "no partial directory"
 
 
+@pytest.mark.long
 def test_if_so_configured_training_goes_on_and_uses_the_space_that_is_freed(job):
     """A ballast fills the disk until the first failure has been recorded."""
     metrics = job.runs / "continue" / "metrics.jsonl"

@@ -93,6 +93,7 @@ def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_pat
     assert first["train/advantage_std"] == pytest.approx(advantages.std().item(), rel=1e-4)
 
 
+@pytest.mark.long
 def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depend_on_them(job):
     sets = [
         "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
@@ -180,6 +181,7 @@ def test_ppo_trains_policy_and_critic_on_fake_data_and_resumes_bit_equally(job):
     ]
 
 
+@pytest.mark.long
 def test_ppo_does_not_depend_on_the_ranks(job):
     sets = ["algorithm.advantage=gae", "critic.lr=1e-3", "critic.updates_per_optimizer_step=2"]
     replay(job, "ppo-one", sets=sets)

@@ -322,7 +322,7 @@ def test_a_turn_that_cannot_be_recorded_is_not_given_out(gateway, session, monke
 
 def test_long_turns_keep_their_stream_open(gateway, session, engine, monkeypatch):
     monkeypatch.setattr("rltool.gateway.server.PING_SECONDS", 0.05)
-    engine.seconds = 100.0
+    engine.seconds = 2.0
     reply = post(gateway, session, "/messages", json=CLAUDE_HI | {"stream": True})
     events = [line for line in reply.text.splitlines() if line.startswith("event:")]
     assert events[0] == "event: ping"
