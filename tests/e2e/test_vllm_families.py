@@ -49,8 +49,7 @@ def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sync_replaces_packed_copies_and_keeps_none_of_the_old(found, kind):
     after, before = found[kind]["copies"]
-    # All families run in one process: what the one before has left may still be there before, and gone after.
-    assert 0 < after <= before, found[kind]
+    assert after == before > 0, found[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
