@@ -134,7 +134,8 @@ def test_three_steps_equal_plain_torch_adamw_on_the_transformers_model(ranks, tm
         advantages = batch.advantages[at]
         surrogate = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         log_ratio = batch.ref_logprobs[at] - logprobs
-        loss = ((surrogate + 0.05 * (log_ratio.exp() - 1 - log_ratio)) * batch.loss_weights[at]).sum() / at.sum()
+        kl = (log_ratio.exp() - 1 - log_ratio).clamp(max=10)
+        loss = ((surrogate + 0.05 * kl) * batch.loss_weights[at]).sum() / at.sum()
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
