@@ -35,7 +35,7 @@ class VllmInspection:
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         entries = reply.get("prompt_logprobs") if isinstance(reply, dict) else None
         if not isinstance(entries, list) or len(entries) != len(token_ids):
-            raise _unscored(sglang_api.VLLM_PATH, token_ids)
+            raise _unscored(sglang_api.VLLM_PATH, token_ids, entries or ())
         return tuple(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True))
 
 
@@ -68,10 +68,16 @@ class SglangInspection:
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         entries = reply["meta_info"].get("input_token_logprobs") or ()
-        if [entry[1] for entry in entries] != list(token_ids):
-            raise _unscored("/generate", token_ids)
+        # The last token of the vocabulary is reported as 0 (it takes it for a placeholder of an image's); its
+        # log-probability is its own.
+        given = [token if entry[1] == 0 else entry[1] for token, entry in zip(token_ids, entries, strict=False)]
+        if len(entries) != len(token_ids) or given != list(token_ids):
+            raise _unscored("/generate", token_ids, entries)
         return tuple(entry[0] for entry in entries[1:])
 
 
-def _unscored(path: str, token_ids: Sequence[int]) -> MissingLogprobs:
-    return MissingLogprobs(f"{path} gave no log-probability for each of {len(token_ids)} prompt tokens")
+def _unscored(path: str, token_ids: Sequence[int], entries: Sequence[Any]) -> MissingLogprobs:
+    return MissingLogprobs(
+        f"{path} gave no log-probability for each of {len(token_ids)} prompt tokens ({len(entries)} entries came: "
+        f"{str(entries[:3])[:120]})"
+    )

@@ -63,6 +63,11 @@ def test_given_tokens_are_scored_by_both():
     assert dialect("vllm").parse_score(tokens, {"prompt_logprobs": vllm}) == (-0.5, -2.0)
     sglang = [[None, 5, None], [-0.5, 6, None], [-2.0, 7, None]]
     assert dialect("sglang").parse_score(tokens, {"meta_info": {"input_token_logprobs": sglang}}) == (-0.5, -2.0)
+    sglang[2][1] = 0  # how SGLang reports the last token of the vocabulary
+    assert dialect("sglang").parse_score(tokens, {"meta_info": {"input_token_logprobs": sglang}}) == (-0.5, -2.0)
+    sglang[2][1] = 8
+    with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
+        dialect("sglang").parse_score(tokens, {"meta_info": {"input_token_logprobs": sglang}})
 
 
 @pytest.mark.parametrize("reply", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None]}])
