@@ -16,7 +16,7 @@ from rltool.models.registry import family_for
 from rltool.models.tensor_files import write_tensor_file
 from tests.e2e.megatron_models import hf_config, save_hf
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 LAYERS, HIDDEN, FFN, VOCAB = 14, 1280, 5120, 8192
 

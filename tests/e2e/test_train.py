@@ -114,6 +114,7 @@ def test_a_resumed_run_fed_the_recorded_rollouts_has_bit_equal_gradients_and_par
     assert len({r["train/grad_norm"] for r in live}) == 3
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_against_the_engines_under_a_new_attempt(routed, trained, vllm_engine_tied):
     said = routed("train", "trained", "--resume", "--steps", "4")
     steps = routed.steps("trained")
