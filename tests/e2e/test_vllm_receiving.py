@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope="module")
 def weight_transfer():
-    return pytest.importorskip("vllm.distributed.weight_transfer.nccl_engine")
+    return import_module("vllm.distributed.weight_transfer.nccl_engine")
 
 
 @pytest.fixture
@@ -76,7 +77,6 @@ def test_vllm_unpacks_from_our_buckets_what_we_put_in(consume, weight_transfer, 
 @pytest.fixture
 def plain_model(tmp_path):
     """vLLM's own Qwen2 with its own loaders, as it is before it is made ready for the CPU; and its checkpoint."""
-    pytest.importorskip("vllm")
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import (

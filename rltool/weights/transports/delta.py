@@ -100,8 +100,8 @@ class SglangDeltaControl(sglang.SglangControl):
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
         """rendezvous.directory: the version's, on the engine's host (wait_for_follower)."""
-        body = {"model_path": rendezvous.directory, "flush_cache": False}
-        return [(HttpRequest("POST", "/update_weights_from_disk", body), len(buckets))]
+        assert rendezvous.directory is not None, "wait_for_follower names it"
+        return [sglang.load_request(rendezvous.directory, buckets)]
 
 
 def wait_for_follower(url: str, rendezvous: Rendezvous, version: str, seconds: float) -> Rendezvous:
@@ -133,12 +133,7 @@ def _followed(store: Store, url: str, address: str, version: str, seconds: float
 
 
 def _vllm_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
-    if info.weight_backend is not None and info.weight_backend != "rltool":
-        return (
-            f"cannot fetch deltas: its backend is {info.weight_backend!r}; start it with "
-            "`rltool serve-engines --weight-backend rltool`"
-        )
-    return vllm.no_transfer(info)
+    return vllm.without_plugin(info, "cannot fetch deltas: its backend is")
 
 
 def _sglang_obstacle(info: EngineInfo, trainer_device: str) -> str | None:

@@ -137,9 +137,7 @@ class SglangDiskControl(sglang.SglangControl):
     def announce(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
-        """SGLang loads a whole directory in one call."""
-        body = {"model_path": str(_announced_directory(rendezvous, version)), "flush_cache": False}
-        return [(HttpRequest("POST", "/update_weights_from_disk", body), len(buckets))]
+        return [sglang.load_request(str(_announced_directory(rendezvous, version)), buckets)]
 
 
 def _announced_directory(rendezvous: Rendezvous, version: str) -> Path:
@@ -148,12 +146,7 @@ def _announced_directory(rendezvous: Rendezvous, version: str) -> Path:
 
 
 def _vllm_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
-    if info.weight_backend is not None and info.weight_backend != "rltool":
-        return (
-            f"cannot load weights from disk while it serves: its backend is {info.weight_backend!r}; start it with "
-            "`rltool serve-engines --weight-backend rltool`"
-        )
-    return vllm.no_transfer(info)
+    return vllm.without_plugin(info, "cannot load weights from disk while it serves: its backend is")
 
 
 def _sglang_obstacle(info: EngineInfo, trainer_device: str) -> str | None:

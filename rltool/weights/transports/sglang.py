@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from rltool.engines.dialects import dialect
 from rltool.engines.inspection import NO_SUCH_ROUTE
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.engines.wire import dtype_of, tensor_bytes
 from rltool.errors import EngineError
 from rltool.weights.transport import Rendezvous
-
-DTYPE_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 
 
 class SglangControl:
@@ -75,6 +74,12 @@ def bucket_request(bucket: Bucket, group: str) -> HttpRequest:
     return HttpRequest("POST", "/update_weights_from_distributed", body)
 
 
+def load_request(directory: str, buckets: Sequence[Bucket]) -> tuple[HttpRequest, int]:
+    """SGLang loads a whole directory, in Hugging Face layout, in one call: all buckets, and how many they are."""
+    body = {"model_path": directory, "flush_cache": False}
+    return HttpRequest("POST", "/update_weights_from_disk", body), len(buckets)
+
+
 def data_parallel(info: EngineInfo) -> str | None:
     """What keeps a server with replicas of its own out of an update group."""
     if info.dp_size > 1:
@@ -89,12 +94,9 @@ def _check_alignment(bucket: Bucket) -> None:
     """SGLang views each tensor in place in the flat buffer, so each must start at a multiple of its item size."""
     offset = 0
     for meta in bucket:
-        size = DTYPE_BYTES.get(meta.dtype, 1)
-        if offset % size:
+        if offset % dtype_of(meta.dtype).itemsize:
             raise EngineError(
                 f"{meta.name} ({meta.dtype}) starts at byte {offset} of its bucket, which SGLang cannot read: "
                 "put tensors of one dtype into a bucket, or the wider ones first"
             )
-        for dimension in meta.shape:
-            size *= dimension
-        offset += size
+        offset += tensor_bytes(meta)

@@ -86,3 +86,10 @@ def _info(metas: Sequence[TensorMeta]) -> dict[str, Any]:
 def no_transfer(info: EngineInfo) -> str | None:
     """What is wrong with a server that takes no weights at all."""
     return NO_TRANSFER if info.weight_backend is None else None
+
+
+def without_plugin(info: EngineInfo, refusal: str) -> str | None:
+    """Why a server whose weight backend is not rltool's is left out. refusal: up to the backend's name."""
+    if info.weight_backend is not None and info.weight_backend != "rltool":
+        return f"{refusal} {info.weight_backend!r}; start it with `rltool serve-engines --weight-backend rltool`"
+    return no_transfer(info)
