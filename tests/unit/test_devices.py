@@ -8,7 +8,7 @@ import pytest
 
 from rltool.config.train import RayConfig, TrainConfig
 from rltool.errors import UsageError
-from rltool.training import cluster, session
+from rltool.training import cluster, prepare
 from rltool.training.devices import RankDevice, check_rank_devices, choose_device, describe_devices, device_of_rank
 from rltool.training.placement import plan_placement
 
@@ -70,20 +70,20 @@ def gpus_of_driver_and_cluster(monkeypatch):
 @pytest.mark.parametrize(("here", "there", "device"), [(0, 8.0, "cuda"), (8, 0.0, "cpu")])
 def test_with_an_address_the_cluster_decides_and_not_the_driver(gpus_of_driver_and_cluster, here, there, device):
     calls = gpus_of_driver_and_cluster(here, there)
-    assert session.trainer_device(config("auto", "10.0.0.1:6379")) == device
+    assert prepare.trainer_device(config("auto", "10.0.0.1:6379")) == device
     assert calls == ["init 10.0.0.1:6379", "shutdown"]
 
 
 @pytest.mark.parametrize(("here", "device"), [(0, "cpu"), (2, "cuda")])
 def test_without_an_address_this_host_decides_and_no_cluster_is_asked(gpus_of_driver_and_cluster, here, device):
     calls = gpus_of_driver_and_cluster(here, 8.0)
-    assert session.trainer_device(config("auto", None)) == device and calls == []
+    assert prepare.trainer_device(config("auto", None)) == device and calls == []
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_configured_device_is_taken_and_nobody_is_asked(gpus_of_driver_and_cluster, device):
     calls = gpus_of_driver_and_cluster(0 if device == "cuda" else 8, 8.0)
-    assert session.trainer_device(config(device, "10.0.0.1:6379")) == device and calls == []
+    assert prepare.trainer_device(config(device, "10.0.0.1:6379")) == device and calls == []
 
 
 def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch):
