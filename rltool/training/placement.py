@@ -39,7 +39,8 @@ class PlacementPlan:
     def describe(self) -> str:
         gpus = f", {self.total('GPU'):g} GPUs" if self.total("GPU") else ""
         return (
-            f"{len(self.bundles)} bundles ({len(self.trainer)} trainer, {len(self.engines)} engine){gpus}: "
+            f"{len(self.bundles)} Ray bundle{'s' * (len(self.bundles) != 1)} "
+            f"({len(self.trainer)} trainer, {len(self.engines)} engine){gpus}: "
             f"{self.reason}"
         )
 

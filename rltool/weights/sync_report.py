@@ -48,7 +48,7 @@ class SyncReport:
         total = len(self.updated) + len(self.failed)
         text = (
             f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
-            f"in {self.seconds:.3f} s ({self.bytes / 1e9 / max(self.seconds, 1e-9):.2f} GB/s; {phases}; "
+            f"in {self.seconds:.3f} s ({_rate(self.bytes, self.seconds)}; {phases}; "
             f"paused {self.paused:.3f})"
         )
         if self.difference is not None:
@@ -77,3 +77,9 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
         yield
     finally:
         phases[name] = time.perf_counter() - started
+
+
+def _rate(num_bytes: int, seconds: float) -> str:
+    """In the unit in which it is a number that says something."""
+    per_second = num_bytes / max(seconds, 1e-9)
+    return f"{per_second / 1e9:.2f} GB/s" if per_second >= 1e8 else f"{per_second / 1e6:.1f} MB/s"

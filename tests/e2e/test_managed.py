@@ -86,7 +86,7 @@ def test_train_starts_its_engine_trains_with_it_and_ends_it(job):
     assert code == 0, out[-4000:]
     assert len(job.steps("short")) == 2
     assert "engine-0: vllm regular, group main, cpu, http://127.0.0.1:" in out
-    assert "placement: 2 bundles (1 trainer, 1 engine)" in out
+    assert "placement: 2 Ray bundles (1 trainer, 1 engine)" in out
     assert "engines: 1 x vllm" in out
     assert engines_of(job, "short") == {} and alive_with(job, "short") == []
     assert Endpoints.load(job.runs / "short" / "endpoints.json").models == {}

@@ -137,7 +137,7 @@ def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_ag
         'algorithm.loss_reduction="sample"',
     ]
     said = direct("train", "disk", sets=sets)
-    assert "asked directly" in said and "2 bundles (2 trainer, 0 engine)" in said
+    assert "asked directly" in said and "2 Ray bundles (2 trainer, 0 engine)" in said
     for record in direct.steps("disk"):
         assert record["train/logprob_abs_diff_mean"] < 1e-5
     assert direct.steps("disk")[0]["train/kl"] == pytest.approx(0, abs=1e-7), "policy and reference start equal"
@@ -279,5 +279,5 @@ def test_engines_of_another_model_are_refused(routed, direct):
 
 def test_a_dry_run_shows_placement_and_origins_and_starts_nothing(direct):
     said = direct("train", "dry", "--dry-run", sets=["trainer.world_size=2"])
-    assert "2 bundles (2 trainer, 0 engine)" in said and "--set" in said and "optimizer.lr" in said
+    assert "2 Ray bundles (2 trainer, 0 engine)" in said and "--set" in said and "optimizer.lr" in said
     assert not (direct.runs / "dry" / "logs").exists()
