@@ -128,11 +128,14 @@ def prepare(
         check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
         models = probe_models(config, beside)
     if generates and not managed:
-        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
+        # At the first start an address that does not answer is a mistake; later it may be what ended the run before.
+        goes_on = resume_from is not None or restarted
+        needed = max(1, config.engines.min_serving) if goes_on else None
+        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight, needed=needed)
         check_fleet(fleet, config, device)
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
-        check_router(fleet, config)
+        check_router(fleet, config, may_be_down=goes_on)
         loaded = with_difference_limit(loaded, fleet)
     others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
     resources = plan_resources(config, run, device, generates=generates, engines=others)

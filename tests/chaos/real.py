@@ -1,5 +1,5 @@
 """`make chaos ARGS="--real --seed N --minutes M"`: a training run on real engines behind a real router, on this
-machine's CPU, while they are killed, stopped, restarted and continued.
+machine's CPU, while they are killed, stopped, restarted and continued, and the driver is killed and resumed.
 
 Two vLLM, and an SGLang where RLTOOL_SGLANG_PYTHON names its environment. What is looked at is what everybody can see:
 the run's metrics and recorded rollouts, what its driver, its engines and the router answer (real_invariants.py).
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import random
+import secrets
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -17,6 +19,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
 
 from rltool.config.router import RouterConfig
 from rltool.engines.dialects import dialect
@@ -25,12 +30,11 @@ from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import RltoolError
 from rltool.processes.marks import left_behind
-from rltool.processes.run_directory import open_run
-from rltool.processes.state import read_states
-from rltool.processes.stop import process_tree
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.stop import stop_processes
 from rltool.router.launch import router_argv
 from tests.chaos.invariants import Journal, Violation
-from tests.chaos.real_invariants import RealInvariants
+from tests.chaos.real_invariants import CHECKPOINT_STEPS, RealInvariants
 from tests.e2e.engines import STOP_SECONDS, RunningEngine, free_port, start_sglang, start_vllm, wait_ready, write_key
 from tests.e2e.job import write_job
 from tests.tiny_models import write_tiny_qwen2
@@ -43,14 +47,18 @@ LONGEST_ABSENCE = 5.0
 """Seconds until the owner of a killed process starts it again."""
 TICK = 0.2
 START_SECONDS = 400.0
-"""Of an engine on a loaded machine."""
+"""Of an engine, or of a run that resumes, on a loaded machine."""
 END_SECONDS = 300.0
 STALENESS = (0, 1)
 SETTINGS = (
     "steps=1000000", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=120",
     "trainer.max_tokens_per_micro_batch=2048", "optimizer_steps_per_rollout=1", 'algorithm.is_weights="token"',
+    f"checkpoint.every_steps={CHECKPOINT_STEPS}", "checkpoint.keep_last=2",
 )  # fmt: skip
 """Generation takes long enough that engines are caught in the middle of it."""
+OF_ROUTER, OF_DRIVER = 0.15, 0.06
+"""Shares of the faults."""
+DRIVER = "driver"
 
 Fault = Iterator[None]
 """What happens to one process, step by step: it is asked for the next one at each tick, and yields while it waits."""
@@ -65,7 +73,7 @@ class RealChaos:
         self.counts: Counter[str] = Counter()
         self.journal = Journal()
         self._faults: dict[str, Fault] = {}
-        self._kinds: dict[Callable[[RunningEngine], Fault], int] = {
+        self._kinds: dict[Callable[[RunningEngine, float], Fault], int] = {
             self._is_stopped: 4, self._is_killed: 2, self._is_restarted: 1,
         }  # fmt: skip
 
@@ -84,19 +92,28 @@ class RealChaos:
                 *self._invariants.lines(),
             ]
 
+    def listening(self) -> list[str]:
+        """Addresses of its servers at which somebody still answers."""
+        found = []
+        for url in (*(engine.url for engine in self.engines), self._router.url):
+            parts = urlsplit(url)
+            with suppress(OSError), socket.create_connection((parts.hostname, parts.port), 1.0):
+                found.append(url)
+        return found
+
     # -- the parts
 
     def _start(self, stack: ExitStack) -> None:
         model = self._directory / "model"
         model.mkdir()
         write_tiny_qwen2(model, tied=False, seed=1)
-        key_file = write_key(self._directory)
+        key = secrets.token_hex(16)
+        key_file = write_key(self._directory, key)
         self.engines: list[RunningEngine] = []
         for number in range(VLLM_ENGINES):
-            self._add(stack, start_vllm(model, self._place(f"vllm-{number}"), key_file=key_file))
-        if python := os.environ.get("RLTOOL_SGLANG_PYTHON"):
-            place = self._place("sglang")
-            self._add(stack, start_sglang(model, place, python=Path(python), key_file=key_file))
+            self._add(stack, start_vllm(model, self._place(f"vllm-{number}"), key=key))
+        if os.environ.get("RLTOOL_SGLANG_PYTHON"):
+            self._add(stack, start_sglang(model, self._place("sglang"), key=key))
         for engine in self.engines:
             wait_ready(engine)
         port = free_port()
@@ -109,7 +126,8 @@ class RealChaos:
         Endpoints(models={"policy": policy}).save(file)
         _until(self._router_answers, lambda: time.sleep(TICK))
         self._job = write_job(self._directory, model, f"@{file}")
-        self._train = self._job.start("train", RUN, sets=[*SETTINGS, f"rollout.max_staleness={self.staleness}"])
+        self._run = RunDirectory(self._job.runs / RUN)
+        self._start_training()
         stack.callback(self._kill_training)
         self._invariants = RealInvariants(self._job, RUN, self.engines, self._router, self.staleness)
 
@@ -135,18 +153,19 @@ class RealChaos:
     def _router_answers(self) -> bool:
         return _answers(self._router, HttpRequest("GET", "/liveness"))
 
+    def _start_training(self, *more: str) -> None:
+        self._train = self._job.start("train", RUN, *more, sets=[*SETTINGS, f"rollout.max_staleness={self.staleness}"])
+
     def _kill_training(self) -> None:
-        if (self._job.runs / RUN / "state" / "run.json").exists():
-            for state in read_states(open_run(RUN, create=False, root=self._job.runs)):
-                for process in process_tree(state):
-                    process.kill()
         self._train.kill()
         self._train.wait()
+        if self._run.path.exists():
+            stop_processes(left_behind(self._run), 0)
 
     # -- what happens
 
     def _happen(self) -> None:
-        _until(lambda: self._invariants.steps > 1, self._tick)
+        _until(lambda: self._invariants.steps > CHECKPOINT_STEPS, self._tick)  # a driver that is killed can resume
         ends = time.monotonic() + self._seconds
         due = time.monotonic()
         while time.monotonic() < ends:
@@ -163,16 +182,18 @@ class RealChaos:
 
     def _begin(self) -> None:
         """What is drawn depends on the seed alone: whether it can happen now is asked afterwards."""
-        of_router = self._rng.random() < 0.2
+        which, share = self._rng.random(), self._rng.random()
         [kind] = self._rng.choices(list(self._kinds), list(self._kinds.values()))
         engine = self._rng.choice(self.engines)
-        if of_router and self._router.url not in self._faults:
-            self._add_fault(self._router.url, "router_is_killed", self._router_is_killed())
-        elif not of_router and engine.url not in self._faults and self._faulty_engines() < len(self.engines) - 1:
-            self._add_fault(engine.url, kind.__name__.strip("_"), kind(engine))
-
-    def _faulty_engines(self) -> int:
-        return len(self._faults.keys() - {self._router.url})
+        if which < OF_ROUTER:
+            where, name, fault = self._router.url, "router_is_killed", self._router_is_killed(share)
+        elif which < OF_ROUTER + OF_DRIVER:
+            where, name, fault = DRIVER, "driver_is_killed", self._driver_is_killed(share)
+        else:
+            where, name, fault = engine.url, kind.__name__.strip("_"), kind(engine, share)
+        spares_one = len({*self._faults, where} - {self._router.url, DRIVER}) < len(self.engines)
+        if where not in self._faults and spares_one:
+            self._add_fault(where, name, fault)
 
     def _add_fault(self, url: str, name: str, fault: Fault) -> None:
         self.counts[name] += 1
@@ -180,19 +201,17 @@ class RealChaos:
         self._invariants.strikes(name)
         self._faults[url] = fault
 
-    def _is_stopped(self, engine: RunningEngine) -> Fault:
-        seconds = self._rng.uniform(0.5, LONGEST_STOP)
+    def _is_stopped(self, engine: RunningEngine, share: float) -> Fault:
         _signal(engine, signal.SIGSTOP)
-        yield from _wait(seconds)
+        yield from _wait(share * LONGEST_STOP)
         _signal(engine, signal.SIGCONT)
 
-    def _is_killed(self, engine: RunningEngine) -> Fault:
-        seconds = self._rng.uniform(0, LONGEST_ABSENCE)
+    def _is_killed(self, engine: RunningEngine, share: float) -> Fault:
         _signal(engine, signal.SIGKILL)
-        yield from _wait(seconds)
+        yield from _wait(share * LONGEST_ABSENCE)
         yield from self._starts(engine)
 
-    def _is_restarted(self, engine: RunningEngine) -> Fault:
+    def _is_restarted(self, engine: RunningEngine, _share: float) -> Fault:
         _signal(engine, signal.SIGTERM)
         yield from _wait(STOP_SECONDS, lambda: engine.process.poll() is not None)
         _signal(engine, signal.SIGKILL)
@@ -206,12 +225,22 @@ class RealChaos:
         if engine.process.poll() is not None or not _answers(engine.endpoint, health):
             raise Violation(f"{engine.url} does not start again:\n{engine.log_tail()}")
 
-    def _router_is_killed(self) -> Fault:
-        seconds = self._rng.uniform(0, LONGEST_ABSENCE)
+    def _router_is_killed(self, share: float) -> Fault:
         self._end_router(signal.SIGKILL)
-        yield from _wait(seconds)
+        yield from _wait(share * LONGEST_ABSENCE)
         self._start_router()
         yield from _wait(START_SECONDS, self._router_answers)
+
+    def _driver_is_killed(self, share: float) -> Fault:
+        """Ray, ranks and rollout manager live on without it; --resume is all that is done about them."""
+        self._train.kill()
+        self._train.wait()
+        attempt = self._invariants.attempt
+        yield from _wait(share * LONGEST_ABSENCE)
+        self._start_training("--resume")
+        yield from _wait(START_SECONDS, lambda: self._invariants.attempt > attempt)
+        if self._invariants.attempt == attempt:
+            raise Violation(f"no step was completed within {START_SECONDS:g} s of --resume")
 
     # -- looking
 
@@ -223,8 +252,9 @@ class RealChaos:
             except StopIteration:
                 self.journal.note(f"event: {url}: it is over")
                 del self._faults[url]
-        if self._train.poll() is not None:
-            raise Violation(f"the run has ended with exit code {self._train.returncode}")
+        ended = self._train.poll()
+        if ended is not None and not (ended == -signal.SIGKILL and DRIVER in self._faults):
+            raise Violation(f"the run has ended with exit code {ended}")
         for line in self._invariants.look(struck=self._faults.keys()):
             self.journal.note(line)
 
@@ -237,7 +267,7 @@ class RealChaos:
         if code != 0:
             raise Violation(f"the run ended with exit code {code}")
         self._invariants.check_end()
-        left = left_behind(open_run(RUN, create=False, root=self._job.runs))
+        left = left_behind(self._run)
         if left:
             raise Violation(f"processes of the run are left: {left}")
 
@@ -269,7 +299,23 @@ def _answers(endpoint: EngineEndpoint, request: HttpRequest) -> bool:
     return True
 
 
+def processes_in(directory: Path) -> list[str]:
+    """Living processes that were started in this directory or name it: all that a run here starts."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = (process.cwd(), *process.cmdline())
+            if process.pid != os.getpid() and any(str(directory) in word for word in words):
+                found.append(f"{process.pid} {process.name()}")
+    return found
+
+
 def run_real(seed: int, minutes: float) -> list[str]:
-    """Lines of a report. Raises Violation."""
+    """Lines of a report. Raises Violation, also for what is left when all has been ended."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        return RealChaos(seed, Path(directory), 60 * minutes).run()
+        chaos = RealChaos(seed, Path(directory).resolve(), 60 * minutes)
+        lines = chaos.run()
+        left = [*processes_in(Path(directory).resolve()), *chaos.listening()]
+        if left:
+            raise Violation(f"left when everything was ended: {left}")
+        return lines

@@ -3,6 +3,7 @@ driver's status, and what the engines and the router say of themselves."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ from tests.e2e.engines import RunningEngine
 from tests.e2e.job import Job
 
 GROUPS, SAMPLES = 8, 4
+CHECKPOINT_STEPS = 3
 LOOK_SECONDS = 1.0
 ASK_SECONDS = 2.0
 STALL_SECONDS = 180.0
@@ -44,8 +46,16 @@ class RealInvariants:
         self._job, self._name, self._engines, self._router = job, run, engines, router
         self._staleness = staleness
         self._trained: dict[int, int] = {}
-        """Group -> the step that trained it."""
-        self._dropped = self.steps = self._tokens = 0
+        """Group -> the step that trained it, along the line of weights that survives."""
+        self._dropped: dict[int, int] = {}
+        """Step -> groups that were dropped while it was waited for."""
+        self.attempt: int | None = None
+        """Of the newest recorded step; each resume is a new one."""
+        self._ancestors: dict[int, int] = {}
+        """Earlier attempt -> the step that was resumed from: what it made beyond that is discarded."""
+        self._run_id: str | None = None
+        self.steps = self.completed = self._tokens = 0
+        """steps: of the surviving line; completed: all that were recorded, those that were done again included."""
         self._last_step_at = self._next_look = time.monotonic()
         self._struck: dict[str, float] = {}
         """Kinds of faults since the last step, and when the first of each was."""
@@ -65,11 +75,16 @@ class RealInvariants:
         raises Violation."""
         news = self._read_steps()
         now = time.monotonic()
+        driver = self._driver()
+        if driver is None:  # it is being started: what was wrong before says nothing of what will be
+            self._last_step_at = now
+            self._since.clear()
+            self._rows = []
+        elif now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._look_at_engines(driver, struck)
         if self.steps and now - self._last_step_at > STALL_SECONDS:
             raise Violation(f"no step was completed for {STALL_SECONDS:g} s: {self._states()}")
-        if now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._look_at_engines(struck)
         return news
 
     def all_serve(self) -> bool:
@@ -80,14 +95,15 @@ class RealInvariants:
     def check_end(self) -> None:
         """The books of the whole run, once it has ended in order."""
         self._read_steps()
-        missing = set(range(max(self._trained) + 1)) - self._trained.keys()
-        _require(len(missing) <= self._dropped, f"groups {sorted(missing)} were lost, {self._dropped} dropped")
+        missing, dropped = set(range(max(self._trained) + 1)) - self._trained.keys(), sum(self._dropped.values())
+        _require(len(missing) <= dropped, f"groups {sorted(missing)} were lost, {dropped} dropped")
 
     def lines(self) -> list[str]:
         """What there is to report."""
         waits = {kind: f"{min(found):.1f} to {max(found):.1f}" for kind, found in sorted(self._waits.items())}
         return [
-            f"{self.steps} steps, {self._tokens} tokens trained, {self._dropped} groups dropped",
+            f"{self.completed} steps ({self.completed - self.steps} of them done again after a resume), "
+            f"{self._tokens} tokens trained, {sum(self._dropped.values())} groups dropped",
             f"seconds from a fault to the next completed step: {waits}",
             f"largest mean |log-probability difference| of a step: {self._disagreement:.1e}",
             f"the run's counts: {self._totals}",
@@ -97,10 +113,30 @@ class RealInvariants:
 
     def _read_steps(self) -> list[str]:
         metrics = self._job.runs / self._name / "metrics.jsonl"
-        records = self._job.steps(self._name)[self.steps :] if metrics.exists() else []
-        for record in records:
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]  # who is killed may leave half a line
+        if records and _version_after(records[-1]).attempt != self.attempt:
+            self._begin_attempt(records)
+        new = records[self.steps :]
+        for record in new:
             self._check_step(record)
-        return [f"step {record['step']} is done" for record in records]
+        return [f"step {record['step']} is done" for record in new]
+
+    def _begin_attempt(self, records: Sequence[dict]) -> None:
+        """Its records begin where it was resumed; those of steps that it undid are gone from the file."""
+        newest = _version_after(records[-1])
+        first = next(record["step"] for record in records if _version_after(record).attempt == newest.attempt)
+        _require(self._run_id in (None, newest.run), f"the run has become {newest.run}")
+        _require(first <= self.steps, f"the run was resumed from step {first}, after {self.steps}")
+        lost = self.steps - first
+        # The last of them may have been recorded just before it was to be saved.
+        _require(lost <= CHECKPOINT_STEPS, f"{lost} steps were lost: a checkpoint is written every {CHECKPOINT_STEPS}")
+        self._ancestors = {attempt: min(step, first) for attempt, step in self._ancestors.items()}
+        if self.attempt is not None:
+            self._ancestors[self.attempt] = first
+        self._run_id, self.attempt, self.steps = newest.run, newest.attempt, first
+        self._trained = {group: step for group, step in self._trained.items() if step < first}
+        self._dropped = {step: count for step, count in self._dropped.items() if step < first}
 
     def _check_step(self, record: dict) -> None:
         step = record["step"]
@@ -119,8 +155,11 @@ class RealInvariants:
             for span in sample.versions:
                 version = WeightVersion.parse(span.version)
                 _require(span.start == at, f"{name}: no version for tokens {at} to {span.start}")
-                _require(version.attempt == 0, f"{name} was sampled with {version}")
-                _require(0 <= step - version.number <= self._staleness, f"{name} was sampled with {version}")
+                last = step if version.attempt == self.attempt else self._ancestors.get(version.attempt, -1)
+                _require(
+                    version.run == self._run_id and step - self._staleness <= version.number <= last,
+                    f"{name} was sampled with {version}",
+                )
                 at = span.end
             _require(at == len(sample.response_ids) > 0, f"{name}: versions end at {at}")
             self._tokens += at
@@ -130,8 +169,8 @@ class RealInvariants:
 
     def _note_step(self, record: dict, difference: float) -> None:
         now = time.monotonic()
-        self.steps, self._last_step_at = self.steps + 1, now
-        self._dropped += int(record.get("rollout/dropped_groups", 0))
+        self._dropped[self.steps] = int(record.get("rollout/dropped_groups", 0))
+        self.steps, self.completed, self._last_step_at = self.steps + 1, self.completed + 1, now
         self._disagreement = max(self._disagreement, difference)
         for kind, at in self._struck.items():
             self._waits[kind].append(now - at)
@@ -140,10 +179,7 @@ class RealInvariants:
 
     # -- at every moment
 
-    def _look_at_engines(self, struck: Collection[str]) -> None:
-        driver = self._driver()
-        if driver is None:
-            return
+    def _look_at_engines(self, driver: Driver, struck: Collection[str]) -> None:
         try:
             status = driver.status()
         except RltoolError:  # busy; whether the run goes on is seen by its steps
@@ -187,6 +223,11 @@ class RealInvariants:
 
     def _states(self) -> str:
         return "; ".join(f"{row['url']} {row['state']} at {row.get('weight_version')}" for row in self._rows)
+
+
+def _version_after(record: dict) -> WeightVersion:
+    """The weights that the step of this record made."""
+    return WeightVersion.parse(record["weight_version"])
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -18,7 +18,7 @@ from tests.chaos.real_invariants import GROUPS, SAMPLES, RealInvariants
 from tests.e2e.job import Job
 
 RUN = "never"
-VERSION = "a" * 32 + ":0:"
+VERSION = "a" * 32
 
 
 @pytest.fixture
@@ -36,16 +36,28 @@ def sample(group: int, index: int, spans: list[VersionSpan]) -> Sample:
 
 
 def record(
-    seen: RealInvariants, step: int, groups: Iterable[int], *, version: int | None = None, difference: float = 1e-6,
-    dropped: int = 0,
+    seen: RealInvariants, step: int, groups: Iterable[int], *, version: int | None = None, attempt: int = 0,
+    sampled_by: int | None = None, difference: float = 1e-6, dropped: int = 0,
 ) -> None:  # fmt: skip
     directory = seen._job.runs / RUN
-    spans = [VersionSpan(f"{VERSION}{step if version is None else version}", 0, 2)]
+    sampler = attempt if sampled_by is None else sampled_by
+    spans = [VersionSpan(f"{VERSION}:{sampler}:{step if version is None else version}", 0, 2)]
     samples = [sample(group, index, spans) for group in groups for index in range(SAMPLES)]
     write_dump(directory / "rollouts", step=step, seed=0, samples=samples)
-    metrics = {"step": step, "train/grad_norm": 1.0, "train/logprob_abs_diff_mean": difference}
+    metrics = {"step": step, "weight_version": f"{VERSION}:{attempt}:{step + 1}"}
+    metrics |= {"train/logprob_abs_diff_mean": difference, "rollout/dropped_groups": dropped}
     with (directory / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps(metrics | {"rollout/dropped_groups": dropped}) + "\n")
+        file.write(json.dumps(metrics) + "\n")
+
+
+def resume_at(seen: RealInvariants, step: int) -> None:
+    """What a driver that resumes does to the records before its first step."""
+    file = seen._job.runs / RUN / "metrics.jsonl"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if json.loads(line)["step"] < step))
+
+
+def batch(step: int) -> range:
+    return range(GROUPS * step, GROUPS * (step + 1))
 
 
 def test_steps_in_order_with_every_group_once_are_what_should_be(seen):
@@ -72,6 +84,43 @@ def test_a_step_that_must_not_be_is_seen(seen, step, groups, more, what):
     record(seen, 0, range(GROUPS))
     record(seen, 1, range(GROUPS, 2 * GROUPS))
     record(seen, step, groups, **more)
+    with pytest.raises(Violation, match=what):
+        seen.look(struck=())
+
+
+def test_a_driver_that_was_killed_in_a_line_and_resumed_does_steps_again(seen):
+    for step in range(3):
+        record(seen, step, batch(step))
+    with (seen._job.runs / RUN / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "tr')
+    assert len(seen.look(struck=())) == 3
+    metrics = seen._job.runs / RUN / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().rpartition("\n")[0] + "\n")
+    resume_at(seen, 2)
+    assert seen.look(struck=()) == []
+    record(seen, 2, batch(2), attempt=1, sampled_by=0)  # generated before the kill, kept in the checkpoint
+    record(seen, 3, batch(3), attempt=1)
+    assert seen.look(struck=()) == ["step 2 is done", "step 3 is done"]
+    seen.check_end()
+    assert (seen.attempt, seen.steps, seen.completed) == (1, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("step", "groups", "more", "what"),
+    [
+        (0, batch(0), {}, "4 steps were lost"),
+        (2, batch(1), {}, "trains groups again"),
+        (2, batch(2), {"sampled_by": 0, "version": 3}, "was sampled with"),  # by weights that were discarded
+        (3, batch(3), {"sampled_by": 0, "version": 1}, "was sampled with"),  # by weights that are too old
+        (5, batch(5), {}, "resumed from step 5, after 4"),
+    ],
+)
+def test_a_resume_that_must_not_be_is_seen(seen, step, groups, more, what):
+    for number in range(4):
+        record(seen, number, batch(number))
+    seen.look(struck=())
+    resume_at(seen, step)
+    record(seen, step, groups, attempt=1, **more)
     with pytest.raises(Violation, match=what):
         seen.look(struck=())
 
