@@ -19,7 +19,7 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
-from rltool.errors import EngineError, EngineRejected, EngineUnreachable, RltoolError, UsageError
+from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
 from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.weights.tolerances import check_tolerance, difference_limit
@@ -90,7 +90,9 @@ def probe_fleet(
     found: dict[EngineEndpoint, EngineInfo] = {}
     failed: dict[EngineEndpoint, RltoolError] = {}
     for endpoint, result in zip(endpoints.engines, results, strict=True):
-        if isinstance(result, (EngineError, UsageError)):
+        if isinstance(result, EngineTimedOut):
+            failed[endpoint] = result.named("deadlines.preflight")
+        elif isinstance(result, (EngineError, UsageError)):
             failed[endpoint] = result
         elif isinstance(result, BaseException):
             raise result

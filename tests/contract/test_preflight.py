@@ -100,6 +100,13 @@ def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_v
     assert fake_vllm.url in str(error.value) and other.url not in str(error.value)
 
 
+def test_an_engine_that_hangs_is_named_with_the_deadline_that_has_passed(configure, fake_vllm):
+    with FakeVllm(key="test-key") as hung:
+        hung.hang("/version")
+        with pytest.raises(UsageError, match=rf"{hung.url}.*no answer within 0.5 s.*deadlines.preflight has passed"):
+            probe_fleet(resolve_endpoints(configure(fake_vllm.url, hung.url)), timeout=0.5)
+
+
 def test_a_wrong_key_is_said_to_be_that(configure, fake_vllm, tmp_path):
     (tmp_path / "other-key").write_text("wrong")
     with pytest.raises(UsageError, match="401"):
