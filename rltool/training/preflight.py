@@ -33,6 +33,10 @@ ARCHITECTURE_KEYS = (
 report one is not faulted for it."""
 
 
+class EnginesAway(UsageError):
+    """Too few of the given engines answer, and none of the others has refused: later they may."""
+
+
 @dataclass(frozen=True)
 class ProbedFleet:
     """Engines with their dialects filled in, and what each said of itself, by URL. absent: why those do not answer that
@@ -75,7 +79,8 @@ def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
 def probe_fleet(
     endpoints: ModelEndpoints, timeout: float, *, given: str = "--rollout-external", needed: int | None = None
 ) -> ProbedFleet:
-    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix.
+    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix; it is
+    EnginesAway where waiting may help.
 
     given: where the engines come from, for that. needed: so many are enough, those that do not answer are `absent`
     (one that answers and refuses is an error all the same); None: all."""
@@ -98,9 +103,9 @@ def probe_fleet(
             raise result
         else:
             found[endpoint] = result
-    may_do_without = needed is not None and len(found) >= needed and all(map(_may_answer_later, failed.values()))
-    if failed and not may_do_without:
-        raise UsageError(
+    are_away = all(map(_may_answer_later, failed.values()))
+    if failed and not (are_away and needed is not None and len(found) >= needed):
+        raise (EnginesAway if are_away else UsageError)(
             f"{given}: "
             + "\n".join(f"{endpoint.url}: {error}" for endpoint, error in failed.items())
             + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "

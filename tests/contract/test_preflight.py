@@ -12,7 +12,9 @@ from rltool.config.loader import Loaded, load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
+from rltool.training import prepare
 from rltool.training.preflight import (
+    EnginesAway,
     check_fleet,
     check_router,
     describe_engines,
@@ -90,6 +92,15 @@ def test_a_run_that_resumes_goes_on_without_engines_that_do_not_answer_if_enough
         check_router(probe_fleet(resolve_endpoints(behind), timeout=5, needed=1), behind)  # it is no stranger there
     with pytest.raises(UsageError, match=dead):
         probe_fleet(resolve_endpoints(config), timeout=5, needed=2)
+
+
+def test_a_run_that_restarts_by_itself_waits_for_engines_that_are_started_again(configure, fake_vllm, monkeypatch):
+    config = configure(fake_vllm.url)
+    fake_vllm.die()
+    with pytest.raises(EnginesAway, match=fake_vllm.url):
+        prepare._fleet(config, goes_on=True, patience=0.0)
+    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: fake_vllm.start())
+    assert set(prepare._fleet(config, goes_on=True, patience=60.0).infos) == {fake_vllm.url}
 
 
 def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_vllm, tmp_path):
