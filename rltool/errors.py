@@ -40,6 +40,14 @@ class EngineUnreachable(EngineError):
     """No answer: connection refused or reset, or the deadline passed, after all retries."""
 
 
+class EngineTimedOut(EngineUnreachable):
+    """The deadline passed. The client knows the seconds, whoever asked it knows the setting."""
+
+    def named(self, setting: str) -> Self:
+        """This error with the name of the setting that the deadline comes from. To be raised `from` the original."""
+        return self.with_context(after=f": {setting} has passed")
+
+
 class EngineFailed(EngineError):
     """The engine or router answered 429 or 5xx, to the end. `status` is the HTTP status."""
 

@@ -22,7 +22,7 @@ from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import making_sense_of, read_reply
 from rltool.engines.tasks import all_of
 from rltool.engines.types import BOOT_ID_HEADER, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
-from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
+from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
 """Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call,
@@ -127,7 +127,7 @@ class EngineClient:
                             await asyncio.sleep(self.retry.delay(attempt, self._rng))
         except TimeoutError as error:
             before = f"; before that: {failure}" if failure else ""
-            raise EngineUnreachable(
+            raise EngineTimedOut(
                 f"{what}: no answer within {timeout:g} s (attempt {tried} of {attempts}){before}"
             ) from error
         assert failure is not None

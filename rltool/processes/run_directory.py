@@ -151,6 +151,12 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     for run in runs:
         if run.name == name:
             return run
+    state = root / name / "state"
+    if state.is_dir() and not os.access(state, os.R_OK | os.X_OK, effective_ids=True):
+        raise UsageError(
+            f"--run {name}: no permission to read {state}: it is the run of another user (id {state.stat().st_uid}), "
+            f"and rltool runs here as user id {os.geteuid()}"
+        )
     known = ", ".join(run.name for run in reversed(runs[-5:])) or "none"
     raise UsageError(f"--run {name}: no such run in {root}; the newest ones: {known}")
 

@@ -28,7 +28,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import Completion, GenerateRequest
-from rltool.errors import EngineError, EngineRejected, EngineUnreachable
+from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 
 RETRY_SECONDS = 0.2
 """Pause after a failed attempt, doubled with each up to sixteen times: an engine that refuses everything, or a router
@@ -285,8 +285,9 @@ class DataPlane:
             except EngineRejected:
                 raise
             except EngineError as error:
-                self._failed(attempt, error)
-                raise
+                known = error.named("deadlines.generate") if isinstance(error, EngineTimedOut) else error
+                self._failed(attempt, known)
+                raise known from error.__cause__
         self._judge_versions(attempt, completions, published)
         for url in self._engines(attempt):
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)

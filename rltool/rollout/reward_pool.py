@@ -344,4 +344,4 @@ def _outcome(task: asyncio.Task[float]) -> float | RewardFailure:
 
 
 def _too_slow(timeout: float) -> str:
-    return f"no answer within {timeout:g} s"
+    return f"no answer within deadlines.reward = {timeout:g} s"

@@ -96,18 +96,19 @@ class _Registration:
 
 
 class RouterMembers:
-    """endpoints: of the fleet's members, a live view. on_refused: called once, with the error that ends the run, where
-    `foreign` is "refuse". counts: added, removed, foreign, failures."""
+    """endpoints: of the fleet's members, a live view. away: engines that an earlier attempt may have left in the list,
+    and that are not in the fleet yet. on_refused: called once, with the error that ends the run, where `foreign` is
+    "refuse". counts: added, removed, foreign, failures."""
 
     def __init__(
         self, router: WorkerList, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], *, foreign: Foreign = "remove",
-        on_refused: Callable[[TrainingStopped], None] = lambda error: None, log: Callable[[str], None] = print,
-        clock: Callable[[], float] = time.monotonic,
+        away: Collection[str] = (), on_refused: Callable[[TrainingStopped], None] = lambda error: None,
+        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._router, self._fleet, self._endpoints = router, fleet, endpoints
         self._foreign, self._on_refused, self._log, self._clock = foreign, on_refused, log, clock
         self.counts: Counter[str] = Counter()
-        self._renew: set[str] = set()
+        self._renew = set(away)
         self._registrations: dict[str, _Registration] = {}
         self._refused = False
         self._trouble: str | None = None

@@ -96,11 +96,15 @@ class FleetMembership:
             info = await self._ask(endpoint)
         except EngineError as error:
             self._refuse_twice(url)
-            candidate = self._candidates[url] = _Candidate(endpoint, self._clock(), _not_yet(error))
-            candidate.task = self._start(self._wait_for(candidate), f"waiting for {url}")
+            self.expect(endpoint, str(error))
             return self.row(url)
         await self._join(endpoint, info)
         return self.row(url)
+
+    def expect(self, endpoint: EngineEndpoint, why: str) -> None:
+        """An engine that has not answered, for this reason, joins when it does."""
+        candidate = self._candidates[endpoint.url] = _Candidate(endpoint, self._clock(), _not_yet(why))
+        candidate.task = self._start(self._wait_for(candidate), f"waiting for {endpoint.url}")
 
     async def remove(self, url: str) -> EngineStatus:
         """Have an engine leave; asking again tells how far it is. Raises UnknownEngine."""
@@ -176,7 +180,7 @@ class FleetMembership:
                     await self._join(candidate.endpoint, await self._ask(candidate.endpoint))
                     return
                 except EngineError as error:
-                    candidate.reason = _not_yet(error)
+                    candidate.reason = _not_yet(str(error))
             self._log(f"engine {url} does not join: no answer in {policy.start_seconds:g} s; {candidate.reason}")
         except (UsageError, EngineConflict) as error:
             self._log(f"engine {url} does not join: {error}")
@@ -310,8 +314,8 @@ class FleetMembership:
         return row
 
 
-def _not_yet(error: EngineError) -> str:
-    return f"has not answered yet, and is asked again: {error}"
+def _not_yet(why: str) -> str:
+    return f"has not answered yet, and is asked again: {why}"
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
-from rltool.errors import EngineError, UsageError
+from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
 from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.weights.tolerances import check_tolerance, difference_limit
@@ -33,12 +33,18 @@ ARCHITECTURE_KEYS = (
 report one is not faulted for it."""
 
 
+class EnginesAway(UsageError):
+    """Too few of the given engines answer, and none of the others has refused: later they may."""
+
+
 @dataclass(frozen=True)
 class ProbedFleet:
-    """Engines with their dialects filled in, and what each said of itself, by URL."""
+    """Engines with their dialects filled in, and what each said of itself, by URL. absent: why those do not answer that
+    a run which resumes is to go on without, and takes in when they do."""
 
     endpoints: ModelEndpoints
     infos: dict[str, EngineInfo]
+    absent: Mapping[EngineEndpoint, str] = field(default_factory=dict)
 
     @property
     def takers(self) -> dict[str, EngineInfo]:
@@ -70,9 +76,14 @@ def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
     return found
 
 
-def probe_fleet(endpoints: ModelEndpoints, timeout: float, *, given: str = "--rollout-external") -> ProbedFleet:
-    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix. given: where
-    the engines come from, for that."""
+def probe_fleet(
+    endpoints: ModelEndpoints, timeout: float, *, given: str = "--rollout-external", needed: int | None = None
+) -> ProbedFleet:
+    """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix; it is
+    EnginesAway where waiting may help.
+
+    given: where the engines come from, for that. needed: so many are enough, those that do not answer are `absent`
+    (one that answers and refuses is an error all the same); None: all."""
 
     async def probe_all() -> list[EngineInfo | BaseException]:
         async with EngineClient() as client:
@@ -81,19 +92,22 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float, *, given: str = "--ro
             )
 
     results = asyncio.run(probe_all())
-    infos: list[EngineInfo] = []
-    problems = []
+    found: dict[EngineEndpoint, EngineInfo] = {}
+    failed: dict[EngineEndpoint, RltoolError] = {}
     for endpoint, result in zip(endpoints.engines, results, strict=True):
-        if isinstance(result, (EngineError, UsageError)):
-            problems.append(f"{endpoint.url}: {result}")
+        if isinstance(result, EngineTimedOut):
+            failed[endpoint] = result.named("deadlines.preflight")
+        elif isinstance(result, (EngineError, UsageError)):
+            failed[endpoint] = result
         elif isinstance(result, BaseException):
             raise result
         else:
-            infos.append(result)
-    if problems:
-        raise UsageError(
+            found[endpoint] = result
+    are_away = all(map(_may_answer_later, failed.values()))
+    if failed and not (are_away and needed is not None and len(found) >= needed):
+        raise (EnginesAway if are_away else UsageError)(
             f"{given}: "
-            + "\n".join(problems)
+            + "\n".join(f"{endpoint.url}: {error}" for endpoint, error in failed.items())
             + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
             "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."
         )
@@ -106,11 +120,18 @@ def probe_fleet(endpoints: ModelEndpoints, timeout: float, *, given: str = "--ro
                 "weight_backend": r.weight_backend,
             }
         )
-        for e, r in zip(endpoints.engines, infos, strict=True)
+        for e, r in found.items()
     )
     return ProbedFleet(
-        endpoints.model_copy(update={"engines": engines}), {e.url: r for e, r in zip(engines, infos, strict=True)}
+        endpoints.model_copy(update={"engines": engines}),
+        {e.url: r for e, r in found.items()},
+        {endpoint: str(error) for endpoint, error in failed.items()},
     )
+
+
+def _may_answer_later(error: RltoolError) -> bool:
+    """A wrong key, or a server that is no engine, is no better when it is asked again."""
+    return isinstance(error, EngineError) and not isinstance(error, EngineRejected)
 
 
 def backends(fleet: ProbedFleet, config: TrainConfig, trainer_device: str) -> dict[str, Backend]:
@@ -207,17 +228,20 @@ def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
     return lines
 
 
-def check_router(fleet: ProbedFleet, config: TrainConfig) -> None:
+def check_router(fleet: ProbedFleet, config: TrainConfig, *, may_be_down: bool = False) -> None:
     """Does the router tell whom it sends requests to, and are these the given engines? Raises UsageError.
 
-    Changes nothing: workers that are to be removed are removed when the run starts.
+    Changes nothing: workers that are to be removed are removed when the run starts. may_be_down: a router that does not
+    answer is left to its owner, who may be about to start it again, as in the middle of a run.
     """
     router = fleet.endpoints.data_endpoint()
     if router is None:
         return
     try:
-        foreign = foreign_workers(list_workers(router), fleet.infos)
+        foreign = foreign_workers(list_workers(router), [*fleet.infos, *(engine.url for engine in fleet.absent)])
     except EngineError as error:
+        if may_be_down and isinstance(error, EngineUnreachable):
+            return
         raise UsageError(
             f"{error}\nThe router's list of workers is compared with the engines of the run, so that no request goes "
             "to an engine with other weights: is a sglang-router running there (`rltool router list`)? Without a "
@@ -307,7 +331,11 @@ def uncompared(fleet: ProbedFleet) -> list[str]:
 
 def describe_engines(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
     """Lines for the log of a run and for its dry run."""
-    return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *uncompared(fleet)]
+    absent = [
+        f"engine {endpoint.url} does not answer: the run goes on without it, and takes it in when it does ({why})"
+        for endpoint, why in fleet.absent.items()
+    ]
+    return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *uncompared(fleet), *absent]
 
 
 def describe_fleet(fleet: ProbedFleet) -> str:

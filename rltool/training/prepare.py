@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import (
+    EnginesAway,
     ProbedFleet,
     check_fleet,
     check_leases,
@@ -41,6 +43,9 @@ from rltool.training.validate import (
     needs_engines,
 )
 from rltool.training.validate_algorithm import check_algorithm
+
+ASK_AGAIN_SECONDS = 15.0
+"""Between two looks at engines that a run which was restarted by itself waits for."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +133,12 @@ def prepare(
         check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
         models = probe_models(config, beside)
     if generates and not managed:
-        fleet = probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
+        goes_on = resume_from is not None or restarted
+        fleet = _fleet(config, goes_on=goes_on, patience=config.deadlines.engines if restarted else 0.0)
         check_fleet(fleet, config, device)
         if not steal:
             check_leases(fleet, run.run_id if run.path.exists() else None)
-        check_router(fleet, config)
+        check_router(fleet, config, may_be_down=goes_on)
         loaded = with_difference_limit(loaded, fleet)
     others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
     resources = plan_resources(config, run, device, generates=generates, engines=others)
@@ -143,6 +149,23 @@ def prepare(
         loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
         resources.expected, models,
     )  # fmt: skip
+
+
+def _fleet(config: TrainConfig, *, goes_on: bool, patience: float) -> ProbedFleet:
+    """The engines of engines.external. At the first start an address that does not answer is a mistake; when the run
+    goes on, it may be what ended it before. patience: seconds for so many to answer as the run needs."""
+    endpoints, deadlines = resolve_endpoints(config), config.deadlines
+    if not goes_on:
+        return probe_fleet(endpoints, deadlines.preflight)
+    ends = time.monotonic() + patience
+    while True:
+        try:
+            return probe_fleet(endpoints, deadlines.preflight, needed=config.engines.min_serving)
+        except EnginesAway as error:
+            if time.monotonic() >= ends:
+                raise
+            print(f"too few engines answer, asked again for deadlines.engines = {patience:g} s: {error}", flush=True)
+            time.sleep(ASK_AGAIN_SECONDS)
 
 
 def resume_point(run: RunDirectory, resume: bool) -> Path | None:

@@ -62,13 +62,15 @@ GUARD_SECONDS = 1.0
 class Engines:
     """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its
     workers follows the fleet. models: beside the policy, by name. processes: of engines that the run has started
-    itself, to be started again when they die; None: there are none."""
+    itself, to be started again when they die; None: there are none. absent: engines that join when they answer, and
+    why they do not."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
     router: EngineEndpoint | None = None
     models: Mapping[str, SideEngines] = field(default_factory=dict)
     processes: EngineProcesses | None = None
+    absent: Mapping[EngineEndpoint, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,8 @@ class RolloutService:
         await self._ownership.start()
         await self._monitor.carry_out()  # what else the router has goes before the first request
         self._monitor.start()
+        for endpoint, why in self._engines.absent.items():
+            self._membership.expect(endpoint, why)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
             self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
@@ -228,8 +232,8 @@ class RolloutService:
     def _router_members(self, router: EngineEndpoint) -> RouterMembers:
         return RouterMembers(
             RouterWorkers(self._client, router), self.fleet, self._endpoints,
-            foreign=self._config.engines.foreign_workers, on_refused=self.collector.fail, log=self._say,
-            clock=self._clock,
+            foreign=self._config.engines.foreign_workers, away=[engine.url for engine in self._engines.absent],
+            on_refused=self.collector.fail, log=self._say, clock=self._clock,
         )  # fmt: skip
 
     def _weight_updates(self, syncing: Syncing) -> WeightUpdates:

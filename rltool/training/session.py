@@ -281,8 +281,9 @@ def _rollouts(
         return None
     found = prepared.fleet.endpoints
     engines = Engines(
-        found.engines, prepared.fleet.infos, router=found.data_endpoint(), models=prepared.models, processes=processes
-    )
+        found.engines, prepared.fleet.infos, router=found.data_endpoint(), models=prepared.models, processes=processes,
+        absent=prepared.fleet.absent,
+    )  # fmt: skip
     # A directory of this run alone: what else lies in a shared one is other runs'.
     directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HttpRequest
-from rltool.errors import EngineError, EngineUnreachable
+from rltool.errors import EngineError, EngineTimedOut, EngineUnreachable
 from rltool.weights.liveness import EngineSilent, while_alive
 from rltool.weights.sync_report import Failures
 
@@ -53,6 +53,8 @@ class EngineCalls:
         for url, result in zip(urls, results, strict=True):
             if isinstance(result, EngineSilent):
                 self.silent.add(url)
+            if isinstance(result, EngineTimedOut):
+                result = result.named("deadlines.sync_step")
             if isinstance(result, EngineError):
                 failures[url] = str(result)
             elif isinstance(result, BaseException):

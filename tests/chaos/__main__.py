@@ -1,4 +1,5 @@
-"""`make chaos ARGS="--seed N --minutes M"`: runs on fake engines that break all the time, seed after seed."""
+"""`make chaos ARGS="--seed N --minutes M"`: runs on fake engines that break all the time, seed after seed; with --real
+one run on real ones."""
 
 from __future__ import annotations
 
@@ -22,7 +23,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next ones count on")
     parser.add_argument("--minutes", type=float, default=1.0, help="for all runs together")
     parser.add_argument("--soak", action="store_true", help="one run for all the time; fails if anything grows")
+    parser.add_argument("--real", action="store_true", help="one run on real engines and a real router, on the CPU")
     options = parser.parse_args()
+    try:
+        return real(options.seed, options.minutes) if options.real else fakes(options)
+    except Violation as violation:
+        print(f"VIOLATION: {violation}", flush=True)
+        return 1
+
+
+def real(seed: int, minutes: float) -> int:
+    from tests.chaos.real import run_real
+
+    print("\n".join([f"seed {seed}: every invariant held", *run_real(seed, minutes)]))
+    return 0
+
+
+def fakes(options: argparse.Namespace) -> int:
     steps = events = 0
     with tempfile.TemporaryDirectory() as directory:
         model = make_tiny_model(Path(directory), seed=0)
@@ -35,12 +52,11 @@ def main() -> int:
             seconds = left if options.soak else min(left, SECONDS_PER_SEED)
             try:
                 report = run_seed(seed, model, enough=events_or_seconds(seconds=seconds), resources=resources)
-                print(report.line(), flush=True)
-                for line in resources.lines() if resources else ():
-                    print(f"  {line}")
             except Violation as violation:
-                print(f"VIOLATION with seed {seed}: {violation}", flush=True)
-                return 1
+                raise Violation(f"seed {seed}: {violation}") from None
+            print(report.line(), flush=True)
+            for line in resources.lines() if resources else ():
+                print(f"  {line}", flush=True)
             steps, events = steps + report.steps, events + report.events.total()
     print(f"every invariant held: {events} events, {steps} steps")
     return 0

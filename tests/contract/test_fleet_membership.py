@@ -85,7 +85,7 @@ def serve(model_dir, tmp_path):
     data = tmp_path / "words.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{w}=", "label": w[::-1]}) + "\n" for w in ("sun", "cat", "owl")))
 
-    def run(work, *engines, policy=None, router=None, key_file=None, **sections):
+    def run(work, *engines, policy=None, router=None, key_file=None, absent=(), **sections):
         from rltool.config.train import TrainConfig
 
         values = {
@@ -104,9 +104,9 @@ def serve(model_dir, tmp_path):
                 infos = {e.url: await client.probe(e) for e in endpoints}
             ranks = LeavingRanks(config.weights, tmp_path / "nothing")
             syncing = Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights")
-            service = RolloutService(
-                config, Engines(tuple(endpoints), infos, router), vocab_size=64, syncing=syncing, log=lambda line: None
-            )
+            away = {bare(engine): "connection refused" for engine in absent}
+            given = Engines(tuple(endpoints), infos, router, absent=away)
+            service = RolloutService(config, given, vocab_size=64, syncing=syncing, log=lambda line: None)
             if policy is not None:
                 service.fleet.policy = policy
             try:
@@ -388,6 +388,23 @@ def test_an_engine_that_answers_late_joins_then_and_is_checked_then(serve, engin
         assert run.present() == [first.url, late.url] and len((await run.service.status())["engines"]) == 2
 
     serve(work, first, policy=policy, deadlines={"preflight": 1.0})
+
+
+def test_an_engine_that_was_away_when_the_run_resumed_joins_when_it_answers_and_serves_after_a_sync(serve, engines):
+    first, away = engines
+    away.die()
+
+    async def work(run: Run):
+        row = await run.row(away)
+        assert row["state"] == "starting" and row["reason"].endswith("connection refused")
+        await run.service.sync_weights(0)
+        assert run.present() == [first.url] and run.service.fleet.serving() == (first.url,)
+        away.start()
+        await until(lambda: run.state(away) is State.STALE, "it has joined")
+        await run.service.sync_weights(0)
+        assert set(run.service.fleet.serving()) == {first.url, away.url}
+
+    serve(work, first, absent=[away], policy=FleetPolicy(probe_seconds=0.05), deadlines={"preflight": 1.0})
 
 
 def test_an_engine_that_answers_late_and_is_of_another_model_does_not_join(serve, engines):

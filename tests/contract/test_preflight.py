@@ -12,9 +12,12 @@ from rltool.config.loader import Loaded, load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import UsageError
+from rltool.training import prepare
 from rltool.training.preflight import (
+    EnginesAway,
     check_fleet,
     check_router,
+    describe_engines,
     describe_fleet,
     describe_tolerances,
     probe_fleet,
@@ -25,6 +28,8 @@ from rltool.training.preflight import (
 from tests.contract.fakes.server import FakeServer
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+
+REFUSE = 'engines.foreign_workers="refuse"'
 
 
 def free_port() -> int:
@@ -72,6 +77,45 @@ def test_every_address_that_does_not_answer_is_named(configure, fake_vllm):
         preflight(configure(fake_vllm.url, *dead))
     assert all(address in str(error.value) for address in dead) and fake_vllm.url not in str(error.value)
     assert "rltool serve-engines" in str(error.value)
+
+
+def test_a_run_that_resumes_goes_on_without_engines_that_do_not_answer_if_enough_do(configure, fake_vllm):
+    dead = f"http://127.0.0.1:{free_port()}"
+    config = configure(fake_vllm.url, dead)
+    fleet = probe_fleet(resolve_endpoints(config), timeout=5, needed=1)
+    assert [engine.url for engine in fleet.endpoints.engines] == list(fleet.infos) == [fake_vllm.url]
+    assert [engine.url for engine in fleet.absent] == [dead]
+    [said] = [line for line in describe_engines(fleet, config) if dead in line]
+    assert said.startswith(f"engine {dead} does not answer: the run goes on without it, and takes it in when it does")
+    with FakeRouter(fake_vllm.url, dead) as router:
+        behind = configure(fake_vllm.url, dead, sets=(f'engines.router="{router.url}"', REFUSE))
+        check_router(probe_fleet(resolve_endpoints(behind), timeout=5, needed=1), behind)  # it is no stranger there
+    with pytest.raises(UsageError, match=dead):
+        probe_fleet(resolve_endpoints(config), timeout=5, needed=2)
+
+
+def test_a_run_that_restarts_by_itself_waits_for_engines_that_are_started_again(configure, fake_vllm, monkeypatch):
+    config = configure(fake_vllm.url)
+    fake_vllm.die()
+    with pytest.raises(EnginesAway, match=fake_vllm.url):
+        prepare._fleet(config, goes_on=True, patience=0.0)
+    monkeypatch.setattr(prepare.time, "sleep", lambda seconds: fake_vllm.start())
+    assert set(prepare._fleet(config, goes_on=True, patience=60.0).infos) == {fake_vllm.url}
+
+
+def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_vllm, tmp_path):
+    (tmp_path / "other-key").write_text("wrong")
+    with FakeVllm(key="wrong") as other, pytest.raises(UsageError, match="401") as error:
+        config = configure(fake_vllm.url, other.url, key=tmp_path / "other-key")
+        probe_fleet(resolve_endpoints(config), timeout=5, needed=1)
+    assert fake_vllm.url in str(error.value) and other.url not in str(error.value)
+
+
+def test_an_engine_that_hangs_is_named_with_the_deadline_that_has_passed(configure, fake_vllm):
+    with FakeVllm(key="test-key") as hung:
+        hung.hang("/version")
+        with pytest.raises(UsageError, match=rf"{hung.url}.*no answer within 0.5 s.*deadlines.preflight has passed"):
+            probe_fleet(resolve_endpoints(configure(fake_vllm.url, hung.url)), timeout=0.5)
 
 
 def test_a_wrong_key_is_said_to_be_that(configure, fake_vllm, tmp_path):
@@ -227,16 +271,18 @@ def test_a_router_with_foreign_workers_is_refused_where_that_is_configured(confi
     stranger = "http://10.9.9.9:8101"
     with FakeRouter(fake_vllm.url, stranger) as router:
         with pytest.raises(UsageError, match=f"{stranger}.*engines.foreign_workers"):
-            routed(configure, fake_vllm, router.url, 'engines.foreign_workers="refuse"')
+            routed(configure, fake_vllm, router.url, REFUSE)
         routed(configure, fake_vllm, router.url)
         assert {recorded.method for recorded in router.requests} == {"GET"}, "a check changes nothing"
     with FakeRouter(fake_vllm.url) as router:
-        routed(configure, fake_vllm, router.url, 'engines.foreign_workers="refuse"')
+        routed(configure, fake_vllm, router.url, REFUSE)
 
 
 def test_a_router_that_does_not_tell_its_workers_is_refused(configure, fake_vllm):
     with pytest.raises(UsageError, match="router list"):
         routed(configure, fake_vllm, f"http://127.0.0.1:{free_port()}")
+    behind = configure(fake_vllm.url, sets=(f'engines.router="http://127.0.0.1:{free_port()}"',))
+    check_router(probe_fleet(resolve_endpoints(behind), timeout=5), behind, may_be_down=True)  # of a run that resumes
     with FakeRouter() as router:
         router.fail("/workers", 404)
         with pytest.raises(UsageError, match=r"404(.|\n)*sglang-router"):

@@ -166,9 +166,8 @@ def sglang_python() -> Path:
     return Path(named)
 
 
-@contextmanager
-def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> Iterator[RunningEngine]:
-    """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
+def start_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> RunningEngine:
+    """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own."""
     key_file = write_key(work_dir, key)
     launch = EngineLaunch(
         index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
@@ -178,13 +177,18 @@ def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> It
     log = work_dir / "sglang.log"
     log.touch(mode=0o600)
     process = _spawn(launch, log, SglangDialect())
-    running = RunningEngine(
-        EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file), launch, process, log
-    )
+    endpoint = EngineEndpoint(url=f"http://127.0.0.1:{launch.port}", dialect="sglang", key_file=key_file)
+    return RunningEngine(endpoint, launch, process, log)
+
+
+@contextmanager
+def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> Iterator[RunningEngine]:
+    """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
+    running = start_sglang(model, work_dir, key=key)
     tree = []
     try:
         wait_ready(running)
-        tree = psutil.Process(process.pid).children(recursive=True)
+        tree = psutil.Process(running.process.pid).children(recursive=True)
         yield running
     finally:
         running.stop()

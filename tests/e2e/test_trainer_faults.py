@@ -147,6 +147,40 @@ def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, p
         go_on(job, broken.run.name)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_save_lets_it_end_and_a_second_one_does_not_and_both_resume(job, times):
+    with training(job, f"saving-{times}", sets=["checkpoint.every_steps=1"]) as saving:
+        saving.wait_for_a_checkpoint()
+        saving.wait_for(lambda: list(saving.run.checkpoints_dir.glob(".step_*.partial")))
+        for _ in range(times):
+            saving.process.send_signal(signal.SIGINT)
+            saving.wait_for(lambda: "Ctrl-C: what is in progress comes to its end first" in saving.said())
+        assert saving.end() == 130 and "Traceback" not in saving.said()
+        assert saving.processes() == []
+        newest = saving.newest()
+        assert newest is not None
+        if times == 1:
+            assert directories.step_of(newest) == len(recorded(saving)), "all that was trained is saved"
+            assert not list(saving.run.checkpoints_dir.glob(".step_*.partial"))
+        go_on(job, saving.run.name)
+        assert not list(saving.run.checkpoints_dir.glob(".step_*.partial"))
+
+
+@pytest.mark.long
+def test_what_a_driver_leaves_that_is_killed_while_ray_starts_is_found_and_ended_and_the_run_is_unused(job):
+    with training(job, "killed-early") as early:
+        early.wait_for(lambda: any(process.name() == "gcs_server" for process in early.processes()))
+        early.process.kill()
+        early.end()
+        assert early.processes() != []
+        assert "an earlier trainer of run killed-early was killed and left these" in (
+            rltool(job, "stop", "--run", "killed-early")
+        )
+        assert early.processes() == [] and not early.run.is_used
+        job("train", "killed-early", "--steps", "1", sets=SETS)
+
+
 @pytest.mark.parametrize(
     ("number", "code", "name"),
     [(signal.SIGINT, 130, "Ctrl-C"), pytest.param(signal.SIGTERM, 0, "SIGTERM", marks=pytest.mark.long)],

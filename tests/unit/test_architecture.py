@@ -239,6 +239,33 @@ def test_the_plugin_needs_nothing_of_the_trainer():
     assert {module for module in found if not module.startswith(shared)} <= allowed
 
 
+WALL_CLOCK = {
+    "processes/run_directory.py": "names of runs, and when they were made",
+    "gateway/registry.py": "sessions outlive the process that measured when they were used last",
+    "gateway/turns.py": "when a turn was, for its record",
+}
+
+
+def wall_clocks(text: str) -> list[str]:
+    """Where the time of day is asked for."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")
+    ]
+
+
+def test_no_wait_depends_on_the_time_of_day_which_may_jump():
+    package = ROOT / "rltool"
+    found = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if wall_clocks(file.read_text(encoding="utf-8"))
+    }
+    assert found == set(WALL_CLOCK)
+    assert wall_clocks("import time\nends = time.time() + 5") == ["time.time"]
+
+
 def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_alone():
     found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}

@@ -284,6 +284,35 @@ def test_a_signal_before_the_first_step_is_done_leaves_no_checkpoint_of_the_unto
     assert run.saves == []
 
 
+def test_a_signal_in_the_first_sync_lets_it_end_and_begins_nothing_more(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=9)
+    plain = world.sync_weights
+
+    def sync(step):
+        signal.raise_signal(signal.SIGINT)
+        return plain(step)
+
+    world.sync_weights, world.evaluate = sync, run.stop.raise_if_requested  # as the wait for the rollout manager does
+    with run.stop.installed():
+        assert run.loop.run().step == 0
+    assert world.calls == ["sync"] and run.saves == [] and run.stop.exit_code == 130
+
+
+def test_a_signal_in_a_save_lets_it_end_and_no_other_follows(tmp_path):
+    run = Run(tmp_path, World(), steps=9, checkpoint={"every_steps": 2})
+    plain = run.saves.save
+
+    def save(progress):
+        signal.raise_signal(signal.SIGINT)
+        plain(progress)
+
+    run.saves.save = save
+    with run.stop.installed():
+        assert run.loop.run().step == 2
+    assert run.saves == [2] and run.stop.exit_code == 130
+
+
 def test_a_signal_before_the_first_step_of_a_resumed_run_leaves_its_checkpoint_as_the_newest(tmp_path):
     run = Run(tmp_path, World(), steps=9, progress=Progress(4, saved=True))
     run.stop.requested = signal.SIGTERM

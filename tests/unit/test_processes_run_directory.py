@@ -167,3 +167,31 @@ def test_a_directory_without_permission_is_found_before_anything_is_loaded():
             "another --run, or another directory for runs with RLTOOL_RUNS=DIRECTORY"
         ]
         assert not os.listdir(runs)
+
+
+OF_SOMEBODY_ELSE = """
+import os, sys
+from pathlib import Path
+from rltool.errors import UsageError
+from rltool.processes.run_directory import open_run
+open_run("mine", create=True, root=Path(sys.argv[1]))
+os.chmod(Path(sys.argv[1]) / "mine" / "state", 0o000)
+if os.geteuid() == 0:
+    os.setegid(65534)
+    os.seteuid(65534)
+try:
+    open_run("mine", create=False, root=Path(sys.argv[1]))
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_a_run_of_another_user_is_not_called_absent():
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        done = subprocess.run(
+            [sys.executable, "-c", OF_SOMEBODY_ELSE, directory], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"no permission to read {directory}/mine/state: it is the run of another user" in done.stdout
+        (Path(directory) / "mine" / "state").chmod(0o700)

@@ -191,6 +191,12 @@ def test_an_engine_that_left_the_fleet_while_the_router_was_down_is_no_stranger(
     assert rig.look() == [B] and rig.members.counts["foreign"] == 0
 
 
+def test_an_engine_of_the_run_that_is_away_when_it_resumes_is_taken_out_and_no_stranger():
+    away = "http://10.0.0.3:8101"
+    rig = Rig(Router(away, A, B), foreign="refuse", away=[away]).synced(A, B)
+    assert rig.look() == [A, B] and rig.members.counts["foreign"] == 0
+
+
 def test_a_foreign_worker_is_removed_said_and_counted():
     rig = Rig(Router(A, STRANGER)).synced(A, B)
     assert rig.look() == [A, B]
