@@ -16,6 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from rltool.engines.checksums import Checksums
+from rltool.engines.dialect import MEMORY_TAGS, Dialect, MemoryTag, SleepLevel
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
@@ -249,6 +250,21 @@ class EngineClient:
             replies.append(await self.request(endpoint.url, http, key=key, timeout=left, retry=False))
         return replies
 
+    async def sleep(
+        self,
+        engine: EngineEndpoint,
+        level: SleepLevel,
+        tags: Sequence[MemoryTag] = MEMORY_TAGS,
+        *,
+        timeout: float,
+    ) -> None:
+        """Abort what the engine runs, and free its GPU memory; see Dialect.sleep."""
+        await self.run(engine, _dialect_of(engine).sleep(level, tags), timeout=timeout)
+
+    async def wake(self, engine: EngineEndpoint, tags: Sequence[MemoryTag] = MEMORY_TAGS, *, timeout: float) -> None:
+        """Take the memory back; see Dialect.wake."""
+        await self.run(engine, _dialect_of(engine).wake(tags), timeout=timeout)
+
     async def probe(self, endpoint: EngineEndpoint, *, timeout: float = PROBE_SECONDS) -> EngineInfo:
         """Ask a live engine what it is. An endpoint without a dialect is asked for that first.
         Changes nothing there."""
@@ -329,7 +345,7 @@ class _Temporary(Exception):
         self.failure = failure
 
 
-def _dialect_of(endpoint: EngineEndpoint):
+def _dialect_of(endpoint: EngineEndpoint) -> Dialect:
     if endpoint.dialect is None:
         raise RuntimeError(f"the dialect of {endpoint.url} is not known yet: probe it first")
     return dialect(endpoint.dialect, plugin=endpoint.plugin)

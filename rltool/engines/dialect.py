@@ -14,6 +14,19 @@ from rltool.engines.checksums import Checksums
 from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 
 PauseMode = Literal["keep", "wait", "abort"]
+SleepLevel = Literal[1, 2]
+"""1: the weights are kept in the host's memory. 2: they are dropped, and the engine needs a whole update before its KV
+cache wakes."""
+MemoryTag = Literal["weights", "kv_cache"]
+MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+"""What takes GPU memory, in the order in which it must come back."""
+
+
+def in_waking_order(tags: Sequence[MemoryTag]) -> list[MemoryTag]:
+    """Raises ValueError where nothing is named: to both engines that means everything."""
+    if not tags or not set(tags) <= set(MEMORY_TAGS):
+        raise ValueError(f"memory tags are one or both of {', '.join(MEMORY_TAGS)}, not {list(tags)}")
+    return [tag for tag in MEMORY_TAGS if tag in tags]
 
 
 class Dialect(Protocol):
@@ -64,6 +77,22 @@ class Dialect(Protocol):
         request that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A
         request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
         for the end repeats the abort.
+        """
+        ...
+
+    def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """Abort what runs, hold back what comes, and free the GPU memory of `tags`.
+
+        EngineInfo.sleep_levels tells what the server was started for. Raises UsageError for tags that this kind of
+        engine frees only together with others.
+        """
+        ...
+
+    def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """Take the memory of `tags`, which must be asleep, again.
+
+        The engine generates as soon as its KV cache is awake. So after level 2: wake the weights, update them, wake the
+        cache; and nothing in between may resume the engine.
         """
         ...
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import PauseMode
+from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
 from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
 from rltool.engines.sglang_group_flags import flags_in_its_group
 from rltool.engines.supported import Feature, has
@@ -41,6 +41,9 @@ NOT_READY = 503
 IDLE_SECONDS = 30
 """How long the server waits for aborted requests to leave its batch: one forward pass, or the prefill of one long
 prompt."""
+
+MEMORY: dict[MemoryTag, tuple[str, ...]] = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
+"""SGLang's own tags. CUDA graphs are of no use without the cache."""
 
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
@@ -140,6 +143,7 @@ class SglangDialect(SglangInspection):
             paused=None if replies["ready"] == NO_SUCH_ROUTE else replies["ready"] == NOT_READY,
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
             model_path=server.get("model_path") or model.get("model_path"),  # the latter follows updates from disk
+            sleep_levels=_sleep_levels(server),
         )
 
     def health(self) -> HttpRequest:
@@ -196,6 +200,17 @@ class SglangDialect(SglangInspection):
         if "" in request_ids:
             raise ValueError("an empty request id would abort the requests of everybody")
         return [HttpRequest("POST", "/abort_request", {"rid": request_id}) for request_id in request_ids]
+
+    def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """Its scheduler dies where it is not idle, hence the pause. No request tells the level: a server keeps the
+        weights if it was started with --enable-weights-cpu-backup."""
+        release = HttpRequest("POST", "/release_memory_occupation", {"tags": _memory_of(tags)})
+        return [*self.pause("abort"), release]
+
+    def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """Its scheduler dies of a tag that does not sleep."""
+        again = [HttpRequest("POST", "/resume_memory_occupation", {"tags": _memory_of(tags)})]
+        return [*again, *self.resume()] if "kv_cache" in tags else again
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.
@@ -279,6 +294,17 @@ def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
     version = meta.get("weight_version")
     return (VersionSpan(version, 0, length),) if version is not None and length else ()
+
+
+def _memory_of(tags: Sequence[MemoryTag]) -> list[str]:
+    return [name for tag in in_waking_order(tags) for name in MEMORY[tag]]
+
+
+def _sleep_levels(server: Mapping[str, Any]) -> tuple[SleepLevel, ...]:
+    """Without its memory saver the server says yes to a sleep and frees nothing."""
+    if not server.get("enable_memory_saver"):
+        return ()
+    return (1,) if server.get("enable_weights_cpu_backup") else (2,)
 
 
 def _boot_id(server: Mapping[str, Any]) -> str | None:

@@ -142,6 +142,8 @@ class EngineInfo:
     """Data-parallel replicas behind its one address, where it tells."""
     model_path: str | None = None
     """Where the server says that it read its model: a directory of its own host, or a name on a hub."""
+    sleep_levels: tuple[int, ...] = ()
+    """At which levels (dialect.SleepLevel) it can sleep; () also where it does not tell."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

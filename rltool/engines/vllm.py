@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialect import PauseMode
+from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
 from rltool.engines.inspection import VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
@@ -27,7 +27,7 @@ from rltool.engines.types import (
     Lease,
     VersionSpan,
 )
-from rltool.errors import EngineError, MissingLogprobs
+from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
 ABORT_PATH = aborts.ABORT_PATH
@@ -155,6 +155,7 @@ class VllmDialect(VllmInspection):
             lease=Lease.from_json(facts.get("lease")),
             model_config=config,
             model_path=model.get("root"),
+            sleep_levels=(1, 2) if facts.get("sleep_mode") else (),
         )
 
     def health(self) -> HttpRequest:
@@ -188,6 +189,19 @@ class VllmDialect(VllmInspection):
                 "POST", ABORT_PATH, {"request_ids": [REQUEST_ID_PREFIX + request_id for request_id in request_ids]}
             )
         ]
+
+    def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """The cache alone goes by a route of its own (since 0.32), which wants an engine that is paused."""
+        match in_waking_order(tags):
+            case ["kv_cache"]:
+                return [*self.pause("abort"), HttpRequest("POST", "/release_kv_cache_memory")]
+            case ["weights"]:
+                raise UsageError("vLLM frees its weights only together with its KV cache: name both tags")
+        return [HttpRequest("POST", "/sleep", query={"level": str(level), "mode": "abort"})]
+
+    def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
+        """The one that completes its memory resumes the scheduler as well (v1/engine/core.py, wake_up)."""
+        return [HttpRequest("POST", "/wake_up", query={"tags": tag}) for tag in in_waking_order(tags)]
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
@@ -321,6 +335,7 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
         "vocab_size": hf_config.get("vocab_size"),
         "dtype": str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
         "weight_backend": (config.get("weight_transfer_config") or {}).get("backend"),
+        "sleep_mode": model.get("enable_sleep_mode"),
         "model_config": hf_config,
     }
 

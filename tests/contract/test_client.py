@@ -270,6 +270,27 @@ def test_the_key_travels_as_a_bearer_token(fake_vllm, engine):
     assert fake_vllm.requests[0].authorization == "Bearer test-key"
 
 
+def test_a_cache_that_was_freed_alone_comes_back_and_the_weights_were_there_all_the_time(fake_vllm, engine):
+    async def scenario(client):
+        await client.sleep(engine, 1, ["kv_cache"], timeout=5.0)
+        assert (fake_vllm.asleep, fake_vllm.paused) == ({"kv_cache"}, True)
+        await client.wake(engine, ["kv_cache"], timeout=5.0)
+        return await client.generate(engine, request(), timeout=5.0)
+
+    assert len(run(scenario)) == 1
+    assert fake_vllm.paths()[:3] == ["/pause", "/release_kv_cache_memory", "/wake_up"]
+
+
+def test_an_engine_that_is_resumed_while_its_memory_is_away_answers_no_request(fake_vllm, engine):
+    async def scenario(client):
+        await client.sleep(engine, 2, timeout=5.0)
+        await client.run(engine, dialect("vllm").resume(), timeout=5.0)
+        await client.generate(engine, request(), timeout=5.0)
+
+    with pytest.raises(EngineError, match="EngineCore encountered an issue"):
+        run(scenario)
+
+
 def test_a_probe_of_a_stock_server_finds_what_that_one_tells(fake_stock_vllm):
     fake_stock_vllm.world_size = 4
     info = run(lambda client: client.probe(EngineEndpoint(url=fake_stock_vllm.url)))

@@ -235,6 +235,35 @@ def test_a_kept_request_goes_on_after_a_sync_and_names_both_versions(engine, key
     play(scenario)
 
 
+def test_a_sleeping_engine_takes_weights_before_its_cache_wakes_and_then_generates(engine, key_file):
+    engine.seconds = 50.0
+
+    async def scenario(client):
+        where, trainer = endpoint(engine, key_file), Trainer(client, endpoint(engine, key_file))
+        assert (await client.probe(where)).sleep_levels == (2,)
+        running = asyncio.create_task(client.generate(where, request(max_tokens=60), timeout=SECONDS))
+        await asyncio.to_thread(engine.wait_in_flight, 1)
+        await client.sleep(where, 2, timeout=SECONDS)
+        assert [sample.finish_reason for sample in await running] == ["abort"]
+        assert (engine.asleep, engine.weights) == ({"weights", "kv_cache", "cuda_graph"}, {})
+        engine.seconds = 0.0
+        held_back = asyncio.create_task(client.generate(where, request(), timeout=SECONDS))
+
+        await client.wake(where, ["weights"], timeout=SECONDS)
+        group = await trainer.join()
+        await trainer.tell(CONTROL.begin())
+        await trainer.send(group)
+        await trainer.tell(CONTROL.finish("v1"))
+        assert not held_back.done()
+
+        await client.wake(where, ["kv_cache"], timeout=SECONDS)
+        (sample,) = await held_back
+        assert [span.version for span in sample.versions] == ["v1"]
+        assert set(engine.weights) == set(TENSORS) and engine.asleep == set()
+
+    play(scenario)
+
+
 def test_an_aborted_request_comes_back_with_what_it_has(engine, key_file):
     engine.seconds = 50.0
 

@@ -142,6 +142,23 @@ async def a_pause_is_seen_by_a_probe_and_ends_with_resume(client: EngineClient, 
     assert (await client.probe(engine)).paused is False
 
 
+async def a_sleeping_engine_holds_requests_back_until_its_cache_is_awake(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
+    """A vLLM on the CPU keeps its memory, and all the rest is as on a GPU."""
+    await client.sleep(engine, 2, timeout=SECONDS)
+    try:
+        assert (await client.probe(engine)).paused is True
+        await client.health(engine)
+        (held_back,) = await at_work(client, engine, request())
+        await client.wake(engine, ["weights"], timeout=SECONDS)
+        assert (await client.probe(engine)).paused is True and not held_back.done()
+    finally:
+        await client.wake(engine, timeout=SECONDS)
+    assert [sample.finish_reason for sample in await held_back] == ["length"]
+    assert (await client.probe(engine)).paused is False
+
+
 LONG = {"max_tokens": 240}
 """Takes the real server some tenths of a second at least."""
 
@@ -305,6 +322,7 @@ CONTRACT = [
     requests_that_cannot_work_are_rejected_with_the_reason,
     a_probe_finds_what_the_engine_is,
     a_pause_is_seen_by_a_probe_and_ends_with_resume,
+    a_sleeping_engine_holds_requests_back_until_its_cache_is_awake,
     an_abort_ends_our_own_requests_alone,
     an_aborted_sample_has_its_tokens_so_far,
     aborting_what_is_not_there_changes_nothing,

@@ -328,6 +328,35 @@ def test_waiting_is_refused_with_the_alternatives():
         SPEAKS.pause("wait")
 
 
+def test_sglang_is_made_idle_before_it_gives_memory_back_for_its_scheduler_dies_otherwise():
+    sent = SPEAKS.sleep(2)
+    assert sent[:-1] == SPEAKS.pause("abort")
+    assert (sent[-1].path, sent[-1].body) == (
+        "/release_memory_occupation",
+        {"tags": ["weights", "kv_cache", "cuda_graph"]},
+    )
+
+
+def test_sglang_generates_again_with_its_cache_and_not_with_its_weights_alone():
+    (weights,) = SPEAKS.wake(["weights"])
+    assert (weights.path, weights.body) == ("/resume_memory_occupation", {"tags": ["weights"]})
+    cache = SPEAKS.wake(["kv_cache"])
+    assert cache[0].body == {"tags": ["kv_cache", "cuda_graph"]} and cache[1:] == SPEAKS.resume()
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        ({}, ()),
+        ({"enable_memory_saver": True}, (2,)),
+        ({"enable_memory_saver": True, "enable_weights_cpu_backup": True}, (1,)),
+        ({"enable_weights_cpu_backup": True}, ()),
+    ],
+)
+def test_whether_sglang_can_sleep_is_seen_in_its_flags(flags, levels):
+    assert probed(**flags).sleep_levels == levels
+
+
 def test_leaving_a_transfer_that_is_not_there_is_no_failure():
     sent = SPEAKS.leave_transfer("g")
     assert [http.path for http in sent] == ["/destroy_weights_update_group", "/end_weight_update"]

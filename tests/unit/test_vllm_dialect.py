@@ -8,7 +8,7 @@ import pytest
 from rltool.config.serve import EngineLaunch
 from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
-from rltool.errors import EngineError, MissingLogprobs
+from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 DIALECT = VllmDialect()
 
@@ -109,6 +109,31 @@ def test_a_metric_that_is_missing_is_an_error_that_names_it_and_not_an_idle_engi
         DIALECT.parse_load("\n".join(line for line in METRICS.splitlines() if not line.startswith(name)))
     with pytest.raises(EngineError, match="--disable-log-stats"):
         DIALECT.parse_load(None)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllm_sleeps_at_a_level_and_wakes_by_tags_weights_first(level):
+    (sleep,) = DIALECT.sleep(level)
+    assert (sleep.method, sleep.path, sleep.query) == ("POST", "/sleep", {"level": str(level), "mode": "abort"})
+    woken = DIALECT.wake(["kv_cache", "weights"])
+    assert [(http.path, http.query) for http in woken] == [
+        ("/wake_up", {"tags": "weights"}),
+        ("/wake_up", {"tags": "kv_cache"}),
+    ]
+
+
+def test_vllm_can_free_its_cache_alone_and_its_weights_not():
+    paths = [http.path for http in DIALECT.sleep(1, ["kv_cache"])]
+    assert paths == ["/pause", "/release_kv_cache_memory"]
+    with pytest.raises(UsageError, match="only together"):
+        DIALECT.sleep(1, ["weights"])
+
+
+@pytest.mark.parametrize("tags", [[], ["cuda_graph"]])
+def test_no_tags_which_would_mean_all_are_never_sent(tags):
+    for call in (lambda: DIALECT.sleep(1, tags), lambda: DIALECT.wake(tags)):
+        with pytest.raises(ValueError, match="memory tags"):
+            call()
 
 
 def test_without_a_seed_none_is_sent():

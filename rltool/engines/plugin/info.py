@@ -31,6 +31,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "pp": parallel.pipeline_parallel_size,
         "dp": parallel.data_parallel_size,
         "weight_backend": transfer.backend if transfer else None,
+        "sleep_mode": model.enable_sleep_mode,
         "weight_version": await state.engine_client.get_weight_version(),
         "model_config": model.hf_text_config.to_dict(),
     }

@@ -46,7 +46,8 @@ class FakeSglang:
     """`with FakeSglang() as server:` serves on server.url from a thread of its own until the block ends.
 
     seconds: what a response of max_new_tokens takes, token by token; 0: no time. batch.slots: how many samples run at
-    once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path.
+    once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path. memory_saver,
+    cpu_backup: its flags; asleep: the tags of the memory that it has given back.
     """
 
     seconds: float = 0.0
@@ -63,6 +64,8 @@ class FakeSglang:
     batch: Batch = field(init=False)
     port: int = 0
     tp: int = 1
+    memory_saver: bool = True
+    cpu_backup: bool = False
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -71,6 +74,7 @@ class FakeSglang:
         self._requests_kept = False
         self._session_open = False
         self._groups: dict[str, Any] = {}
+        self.asleep: set[str] = set()
         self._start_weight_version = self.weight_version
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -146,6 +150,8 @@ class FakeSglang:
         yield "POST", "/pause_generation", self._pause
         yield "POST", "/continue_generation", self._resume
         yield "POST", "/flush_cache", self._flush
+        yield "POST", "/release_memory_occupation", self._release
+        yield "POST", "/resume_memory_occupation", self._take_back
         yield "POST", "/init_weights_update_group", self._init_group
         yield "POST", "/destroy_weights_update_group", self._destroy_group
         yield "POST", "/update_weights_from_distributed", self._update
@@ -194,10 +200,11 @@ class FakeSglang:
         if unknown:
             return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)
         if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
-            self._stop.set()  # on a CPU the real one dies of it
-            await asyncio.Event().wait()
+            await self._die()  # on a CPU the real one dies of it
         while self.batch.paused:  # its front end holds it back, and does not know its id yet
             await asyncio.sleep(0.001)
+        if self.asleep:
+            await self._die()
         seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
         generated = await self.batch.generate(
             body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"])
@@ -237,6 +244,7 @@ class FakeSglang:
             "enable_dp_attention": False, "dtype": "float32", "model_path": self.model_path,
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},
+            "enable_memory_saver": self.memory_saver, "enable_weights_cpu_backup": self.cpu_backup,
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -278,6 +286,26 @@ class FakeSglang:
                 status=400,
             )
         return web.Response(text="Cache flushed.")
+
+    async def _release(self, request: web.Request) -> web.Response:
+        tags = self.bodies[request.path]["tags"]
+        if self.batch.running and not (self.batch.paused and self._requests_kept):
+            await self._die()  # its scheduler asserts that it is idle
+        self.asleep |= set(tags)
+        if "weights" in tags and self.memory_saver and not self.cpu_backup:
+            self.weights.clear()
+        return web.Response()
+
+    async def _take_back(self, request: web.Request) -> web.Response:
+        tags = self.bodies[request.path]["tags"]
+        if not self.asleep.issuperset(tags):
+            await self._die()  # a KeyError in its scheduler
+        self.asleep -= set(tags)
+        return web.Response()
+
+    async def _die(self) -> None:
+        self._stop.set()
+        await asyncio.Event().wait()
 
     # -- weights
 

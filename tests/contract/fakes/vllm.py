@@ -21,6 +21,7 @@ from typing import Any
 from aiohttp import web
 
 from rltool.engines import arrays, wire
+from rltool.engines.dialect import MEMORY_TAGS
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
@@ -43,7 +44,8 @@ class FakeVllm(FakeServer):
     False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
     replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
     logprob_shift: what it adds to the log-probabilities of given tokens; those are taken for samples after a prompt of
-    `scored_after`. hours_later: what its leases take the time to be.
+    `scored_after`. hours_later: what its leases take the time to be. sleep_mode: what it says of itself; asleep: the
+    tags of the memory that it has given back.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
     seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once,
     the others wait. Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do
@@ -70,6 +72,7 @@ class FakeVllm(FakeServer):
         self.accept_versions = True
         self.seconds = 0.0
         self.hours_later = 0
+        self.sleep_mode = True
         self._policy = GuardPolicy(key) if key else None
         self.forget()
 
@@ -85,6 +88,7 @@ class FakeVllm(FakeServer):
         self.prefetcher = Prefetcher(pin=False)
         self.updating = False
         self.changed = False
+        self.asleep: frozenset[str] = frozenset()
         self._group = None
         self.native = StockVllmTransfer(self.world_size)
 
@@ -138,6 +142,9 @@ class FakeVllm(FakeServer):
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/release_kv_cache_memory"): self._release_cache,
+            ("POST", "/wake_up"): self._wake_up,
             ("POST", "/init_weight_transfer_engine"): self._init_transfer,
             ("POST", "/start_weight_update"): self._start_update,
             ("POST", "/update_weights"): self._update,
@@ -213,6 +220,7 @@ class FakeVllm(FakeServer):
                 "dtype": self.dtype,
                 "weight_backend": self.weight_backend,
                 "device": self.device,
+                "sleep_mode": self.sleep_mode,
                 "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
             }
@@ -282,6 +290,8 @@ class FakeVllm(FakeServer):
                 f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
                 f"{self.max_model_len}."
             )
+        if self.asleep and not self.batch.paused:
+            return _engine_died()
         limit = min(sampling["max_tokens"], self.max_model_len - len(ids))
         planned = [self._plan(i, ids, sampling, limit) for i in range(n - self.wrong_count)]
         generated = await self.batch.generate(
@@ -357,6 +367,29 @@ class FakeVllm(FakeServer):
 
     async def _reset_prefix_cache(self, _) -> web.Response:
         return web.json_response({"success": True})
+
+    async def _sleep(self, recorded: Recorded) -> web.Response:
+        level = int(recorded.query.get("level", "1"))
+        self.batch.freeze()
+        await self.batch.abort_all()
+        self.asleep = frozenset(MEMORY_TAGS)
+        if level == 2:
+            self.tensors = {}
+        return web.json_response({"status": "sleeping", "level": level})
+
+    async def _release_cache(self, _) -> web.Response:
+        if not self.batch.paused or self.batch.running or self.batch.waiting:
+            return _worker_failed("release_kv_cache_memory() requires a completed pause first")
+        self.asleep |= {"kv_cache"}
+        return web.json_response({"status": "kv_cache_released"})
+
+    async def _wake_up(self, recorded: Recorded) -> web.Response:
+        """A tag that does not sleep is ignored; the last one resumes the scheduler."""
+        tags = frozenset({recorded.query["tags"]} if "tags" in recorded.query else MEMORY_TAGS)
+        self.asleep -= tags
+        if not self.asleep:
+            self.batch.resume()
+        return web.json_response({"status": "sleeping" if self.asleep else "awake", "tags": sorted(tags)})
 
     # -- weights
 
@@ -445,6 +478,9 @@ class FakeVllm(FakeServer):
     async def _update(self, recorded: Recorded) -> web.Response:
         if not self.updating:
             return _worker_failed("start_weight_update must be called before update_weights.")
+        if "weights" in self.asleep:
+            status, reply = _engine_died()
+            return web.json_response(reply, status=status)
         info = recorded.body["update_info"]
         bucket = tuple(
             TensorMeta(n, d, tuple(s)) for n, d, s in zip(info["names"], info["dtypes"], info["shapes"], strict=True)
@@ -515,6 +551,12 @@ def _logprob(token: int, position: int) -> float:
 
 def _refusal(message: str) -> tuple[int, dict[str, Any]]:
     return 400, {"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}}
+
+
+def _engine_died() -> tuple[int, dict[str, Any]]:
+    """What a request gets that makes an engine touch memory which it has given back."""
+    message = "EngineCore encountered an issue. See stack trace (above) for the root cause."
+    return 500, {"error": {"message": message, "type": "InternalServerError", "param": None, "code": 500}}
 
 
 def _worker_failed(message: str) -> web.Response:
