@@ -23,7 +23,8 @@ class EnginesConfig(Config):
 
     mode: Literal["external", "managed", "colocate"] = "external"
     """external: engines that are running already. managed: train starts those of engines.groups on GPUs beside the
-    trainer's, starts them again when they die, and ends them. colocate, on the trainer's own GPUs, is not built yet."""
+    trainer's, starts them again when they die, and ends them. colocate: the same on the trainer's own GPUs, in turns:
+    engines sleep while it trains, and it is off the GPUs while they generate."""
     external: tuple[str, ...] = ()
     """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
     router: str | None = None
@@ -42,16 +43,26 @@ class EnginesConfig(Config):
     min_serving: int = Field(default=1, ge=1)
     """With fewer engines that serve nothing is generated; the run waits for more (deadlines.engines)."""
     start_router: bool = False
-    """managed, serve-engines --config: start a router in front of the policy's engines."""
+    """managed, colocate, serve-engines --config: start a router in front of the policy's engines."""
     max_restarts: int = Field(default=5, ge=0)
-    """managed: how often an engine that has died is started again. One that has served for engines.restart_forget
-    seconds since has all of them again; one that has none left stays dead."""
+    """managed, colocate: how often an engine that has died is started again. One that has served for
+    engines.restart_forget seconds since has all of them again; one that has none left stays dead."""
     restart_backoff: float = Field(default=1.0, gt=0)
-    """managed: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
+    """managed, colocate: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
     restart_forget: float = Field(default=600.0, gt=0)
     """See max_restarts."""
     groups: tuple[EngineGroup, ...] = ()
-    """The engines that serve-engines --config and, where mode is managed, train start; see below."""
+    """The engines that serve-engines --config and, where mode is managed or colocate, train start; see below."""
+
+    @property
+    def started_by_train(self) -> bool:
+        """The run starts its engines, and ends them."""
+        return self.mode != "external"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Engines and ranks are on the same GPUs, and use them in turns."""
+        return self.mode == "colocate"
 
     @field_validator("groups")
     @classmethod

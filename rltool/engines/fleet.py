@@ -31,6 +31,7 @@ from dataclasses import replace
 
 from rltool.engines.fleet_state import (
     IN_TRANSFER_GROUP,
+    QUIET,
     TRANSITIONS,
     FleetPolicy,
     IllegalTransition,
@@ -75,13 +76,15 @@ class Fleet:
         return self._in(State.READY)
 
     def syncable(self) -> tuple[str, ...]:
-        """Engines that take weights and can be paused for a sync now: the members of the next transfer group."""
-        return tuple(m.url for m in self.members() if m.takes_weights and m.state in (State.READY, State.STALE))
+        """Engines that take weights and can be paused for a sync now: the members of the next transfer group. Those
+        that are asleep wake up in it."""
+        free = (State.READY, State.STALE, State.ASLEEP)
+        return tuple(m.url for m in self.members() if m.takes_weights and m.state in free)
 
     def to_probe(self) -> tuple[str, ...]:
         """Engines whose health matters, to be probed every `probe_seconds`.
-        The paused and the leaving are left alone."""
-        return tuple(m.url for m in self.members() if m.state not in (State.PAUSED, State.DRAINING))
+        The paused, the sleeping and the leaving are left alone."""
+        return tuple(m.url for m in self.members() if m.state not in QUIET | {State.DRAINING})
 
     def canaries_due(self) -> tuple[str, ...]:
         """Engines due for a canary request, a generation of one token: those that answer probes but fail requests, and
@@ -133,15 +136,31 @@ class Fleet:
             url, State.STARTING, "process launched again", boot_id=None, version=None, probe_failures=0, incidents=0
         )
 
+    # -- commands: GPUs that engines and trainer use in turns
+
+    def fall_asleep(self, url: str) -> None:
+        """READY or STALE -> ASLEEP, before the engine is told to free its GPUs. Its process lives, and so does its
+        connection with the trainer. Its weights are gone: only a sync of all of them wakes it up."""
+        self._require(url, "put to sleep", State.READY, State.STALE)
+        self._move(url, State.ASLEEP, "its GPUs are the trainer's")
+
+    def wake_up(self, url: str) -> None:
+        """ASLEEP -> READY, of an engine with fixed weights, once it holds them again. The others are paused."""
+        member = self._require(url, "wake up", State.ASLEEP)
+        if member.takes_weights:
+            raise IllegalTransition(f"{url} takes weights, so only a sync wakes it up")
+        self._move(url, State.READY, "awake again")
+
     # -- commands: weights. pause -> update_began -> update_finished (or update_failed); then advance, then resume in
     # `finally`
 
     def pause(self, url: str) -> None:
-        """READY or STALE -> PAUSED, before the engine is told to pause."""
-        member = self._require(url, "pause", State.READY, State.STALE)
+        """READY, STALE or ASLEEP -> PAUSED, before the engine is told to pause."""
+        member = self._require(url, "pause", State.READY, State.STALE, State.ASLEEP)
         if not member.takes_weights:
             raise IllegalTransition(f"{url} takes no weights, so there is no sync to pause it for")
-        self._move(url, State.PAUSED, "paused for a weight sync")
+        version = None if member.state is State.ASLEEP else member.version
+        self._move(url, State.PAUSED, "paused for a weight sync", version=version)
 
     def update_began(self, url: str) -> None:
         """From here until `update_finished` the weights are neither the old nor the new ones, however the sync ends."""
@@ -195,7 +214,7 @@ class Fleet:
         member = self._observable(url, sent_at)
         if member is None:
             return
-        if member.state is State.PAUSED:
+        if member.state in QUIET:
             # In the middle of an update its version is no news, but a new process has lost whatever it was sent.
             if boot_id is not None:
                 self._update(self._check_identity(member, boot_id, None), boot_id=boot_id)
@@ -213,9 +232,9 @@ class Fleet:
 
     def probe_failed(self, url: str, reason: str, *, sent_at: float) -> None:
         """No healthy answer. While STARTING that is expected, until `start_seconds`;
-        while PAUSED it is our own doing."""
+        while PAUSED or ASLEEP it is our own doing."""
         member = self._observable(url, sent_at)
-        if member is None or member.state in (State.STARTING, State.PAUSED):
+        if member is None or member.state in QUIET | {State.STARTING}:
             return
         member = self._update(member, probe_failures=member.probe_failures + 1)
         self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
@@ -224,13 +243,13 @@ class Fleet:
         """It missed so many health checks in a row, in the middle of a weight sync, whose failure it is already. They
         weigh as much as probes."""
         member = self._members.get(url)
-        if member is not None and member.state not in (State.STARTING, State.PAUSED):
+        if member is not None and member.state not in QUIET | {State.STARTING}:
             self._judge(self._update(member, probe_failures=member.probe_failures + checks), reason)
 
     def request_succeeded(self, url: str, *, sent_at: float) -> None:
         """A generation (or a canary request) came back whole."""
         member = self._observable(url, sent_at)
-        if member is None or member.state in (State.STARTING, State.PAUSED):
+        if member is None or member.state in QUIET | {State.STARTING}:
             return
         member = self._update(
             member,
@@ -250,7 +269,7 @@ class Fleet:
         counts anew.
         """
         member = self._observable(url, sent_at)
-        if member is None or member.state in (State.STARTING, State.PAUSED):
+        if member is None or member.state in QUIET | {State.STARTING}:
             return
         if member.last_incident_at is not None and sent_at <= member.last_incident_at:
             return

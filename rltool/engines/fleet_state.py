@@ -15,22 +15,28 @@ class State(StrEnum):
     STALE = "stale"  # healthy, but its weights are not the fleet's: waits for a full sync
     SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be given up
     DEAD = "dead"  # given up: its process exited, or it failed for too long
+    ASLEEP = "asleep"  # its GPUs are the trainer's for now: it has no work, and nothing is expected of it
     DRAINING = "draining"  # told to leave; finishes what it has, gets nothing new
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.STARTING: frozenset({State.READY, State.STALE, State.DEAD}),
-    State.READY: frozenset({State.PAUSED, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.READY: frozenset(
+        {State.PAUSED, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING, State.ASLEEP}
+    ),
     State.PAUSED: frozenset({State.READY, State.STALE, State.DEAD}),
-    State.STALE: frozenset({State.PAUSED, State.SUSPECT, State.DEAD, State.DRAINING}),
+    State.STALE: frozenset({State.PAUSED, State.SUSPECT, State.DEAD, State.DRAINING, State.ASLEEP}),
+    State.ASLEEP: frozenset({State.PAUSED, State.READY, State.DEAD}),
     State.SUSPECT: frozenset({State.READY, State.STALE, State.DEAD, State.DRAINING}),
     State.DEAD: frozenset({State.READY, State.STALE, State.STARTING}),
     State.DRAINING: frozenset(),
 }
-"""All that exist. STARTING -> READY and DEAD -> READY are for engines with fixed weights alone,
-PAUSED and STALE for the others."""
+"""All that exist. STARTING, DEAD and ASLEEP -> READY are for engines with fixed weights alone, PAUSED and STALE for the
+others: these wake up in a full sync."""
 
-IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE})
+IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE, State.ASLEEP})
+QUIET = frozenset({State.PAUSED, State.ASLEEP})
+"""States that we have brought an engine into, and in which its silence is no failure."""
 
 
 class IllegalTransition(RuntimeError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import forward, global_names
+from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
 from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
 from rltool.models.base import Family
 
@@ -71,6 +72,7 @@ class TrainedModel(ABC):
         with self.runtime.mode():
             self.gpt = self.build()
             self._build_optimizer(total_optimizer_steps)
+        self._offloader = Offloader(lambda: tensors_of(self.ddp, self.optimizer), self.runtime.device)
 
     @abstractmethod
     def build(self) -> GPTModel:
@@ -128,6 +130,17 @@ class TrainedModel(ABC):
         initial: the run starts from these weights.
         """
         self.optimizer.reload_model_params()
+
+    # -- memory
+
+    def offload(self, parts: Sequence[Part] = PARTS) -> None:
+        """Give these parts' memory on the device to others, until `onload`. No collective; parts that are away stay
+        so."""
+        self._offloader.offload(parts)
+
+    def onload(self, parts: Sequence[Part] = PARTS) -> None:
+        """Exactly as they were. Raises DeviceFull; parts that are there stay so."""
+        self._offloader.onload(parts)
 
     # -- forward and backward
 

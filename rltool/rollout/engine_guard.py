@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet_state import QUIET
 from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
 
@@ -20,7 +21,7 @@ class TooFewEngines(RltoolError):
 
 class EngineGuard:
     """endpoints: of the members, by URL, a live view. deadline: seconds (deadlines.engines). An engine that is paused
-    for a sync counts: the sync has deadlines of its own."""
+    for a sync counts, and one that sleeps while the trainer has its GPUs: both have deadlines of their own."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class EngineGuard:
 
     def check(self) -> None:
         """To be called every second or so. TooFewEngines once it has lasted too long."""
-        there = [m for m in self._fleet.members() if m.state in (State.READY, State.PAUSED)]
+        there = [m for m in self._fleet.members() if m.state is State.READY or m.state in QUIET]
         if len(there) >= self._min_serving:
             self._since = None
             return

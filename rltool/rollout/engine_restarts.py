@@ -39,6 +39,10 @@ class EngineProcesses(Protocol):
         """End what is left of it, and start it anew. Raises RltoolError where that cannot be."""
         ...
 
+    async def end(self, url: str) -> None:
+        """End what is left of it. Raises RltoolError where that cannot be."""
+        ...
+
 
 @dataclass(frozen=True)
 class RestartPolicy:
@@ -88,6 +92,25 @@ class EngineRestarts:
         """Engines whose end was reported while they were being started."""
         self._watching: asyncio.Task[None] | None = None
         self._trouble: str | None = None
+        self._may_start = asyncio.Event()
+        self._may_start.set()
+        self._starting: set[str] = set()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a process is being started right now."""
+        return bool(self._starting)
+
+    def owns(self, url: str) -> bool:
+        """Whether the run has started this engine."""
+        return url in self._processes.urls()
+
+    def hold(self) -> None:
+        """No engine is started again until `go_on`: what it needs is not there."""
+        self._may_start.clear()
+
+    def go_on(self) -> None:
+        self._may_start.set()
 
     def watch(self, fleet: Fleet, monitor: FleetMonitor) -> None:
         """Engines of this fleet may be among the processes; the monitor was given `restart`."""
@@ -106,7 +129,7 @@ class EngineRestarts:
         """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
         found = self._fleet_of(url)
         is_dead = found is not None and found[0].member(url).state is State.DEAD
-        if not is_dead or url in self._tasks or url not in self._processes.urls():
+        if not is_dead or url in self._tasks or not self.owns(url):
             return
         delay = self._budget.died(url)
         if delay is None:
@@ -122,9 +145,17 @@ class EngineRestarts:
 
     async def _after(self, url: str, delay: float) -> None:
         await asyncio.sleep(delay)
+        await self._may_start.wait()
         found = self._fleet_of(url)
         if found is None or found[0].member(url).state is not State.DEAD:
             return  # it was told to leave meanwhile, or has come back by itself
+        self._starting.add(url)
+        try:
+            await self._start(url)
+        finally:
+            self._starting.discard(url)
+
+    async def _start(self, url: str) -> None:
         self._died_again.discard(url)
         try:
             await self._processes.start_again(url)
@@ -146,6 +177,14 @@ class EngineRestarts:
         await monitor.carry_out()
         if url in self._died_again:
             await self._exited(url, "ended as soon as it was started")
+
+    async def end(self, url: str, why: str) -> None:
+        """End an engine's process, in whatever state the engine is; it counts as one that has died. Raises
+        RltoolError."""
+        await self._processes.end(url)
+        found = self._fleet_of(url)
+        if found is not None and found[0].member(url).state is not State.DEAD:
+            await self._exited(url, why)
 
     async def _watch(self) -> None:
         while True:

@@ -16,6 +16,7 @@ from typing import Protocol
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State, Transition
+from rltool.engines.fleet_state import QUIET
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.loop_lag import LoopLag
@@ -84,7 +85,8 @@ class FleetMonitor:
             self.recent.append(transition)
             self.counts[transition.after.value if transition.after else "removed"] += 1
             before, after = (state.value if state else "-" for state in (transition.before, transition.after))
-            if State.PAUSED not in (transition.before, transition.after):  # each sync pauses and resumes all
+            ours = QUIET & {transition.before, transition.after}  # each sync pauses and resumes all
+            if not ours or transition.after is State.DEAD:
                 self._log(f"engine {transition.url}: {before} -> {after}: {transition.reason}")
             if self._router is not None:
                 self._router.note(transition)

@@ -3,7 +3,7 @@
 A router is run by whoever owns it. It is restarted and has forgotten everybody; somebody adds a worker behind our back;
 a registration fails. So each look asks the router whom it has, and asks for what is missing:
 
-- READY engines belong in. A PAUSED one is left as it is: it is back in a moment, with its requests.
+- READY engines belong in. A PAUSED or ASLEEP one is left as it is: it is back in a moment.
 - Every other engine of the fleet is taken out. Before the first weight sync of the run nothing is generated, so nobody
   is moved for having none of our weights yet.
 - An engine that fell out of READY is taken out even if it is READY again by the time of the look. sglang-router's
@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, Member, State, Transition
+from rltool.engines.fleet_state import QUIET
 from rltool.errors import EngineError, TrainingStopped
 from rltool.router.workers import Worker
 
@@ -86,7 +87,7 @@ def compare(workers: Sequence[Worker], members: Sequence[Member], *, begun: bool
 def _may_stay(member: Member, begun: bool) -> bool:
     if member.takes_weights and not begun:
         return member.state not in (State.SUSPECT, State.DEAD, State.DRAINING)
-    return member.state in (State.READY, State.PAUSED)
+    return member.state is State.READY or member.state in QUIET
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class RouterMembers:
     def note(self, transition: Transition) -> None:
         """An engine's state has changed. One that may not serve now is renewed at the next look, whatever it is by
         then."""
-        if transition.after not in (State.READY, State.PAUSED, State.STARTING):
+        if transition.after not in QUIET | {State.READY, State.STARTING}:
             self._renew.add(transition.url)
 
     async def reconcile(self) -> None:

@@ -42,19 +42,19 @@ class SideModel:
         self.name = name
         self._engines = engines
         self.fleet = Fleet()
-        endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
-        infos = dict(engines.infos)
-        for url in endpoints:
+        self.endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
+        self.infos = dict(engines.infos)
+        for url in self.endpoints:
             self.fleet.add(url, takes_weights=False)
-            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=infos[url].boot_id)
+            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=self.infos[url].boot_id)
         self.fleet.take_transitions()
         plane = DataPlane(
-            client, self.fleet, endpoints, router=engines.router, requests_per_engine=requests_per_engine,
+            client, self.fleet, self.endpoints, router=engines.router, requests_per_engine=requests_per_engine,
             deadline=deadline,
         )  # fmt: skip
         self.generate = plane.generate
         self.monitor = FleetMonitor(
-            client, self.fleet, endpoints, infos, restart=restart, on_change=plane.changed,
+            client, self.fleet, self.endpoints, self.infos, restart=restart, on_change=plane.changed,
             log=lambda line: log(f"model {name}: {line}"),
         )  # fmt: skip
 
@@ -74,7 +74,7 @@ class SideModels:
 
     def __init__(self, engines: Mapping[str, SideEngines], models: Models) -> None:
         self._engines, self._models = engines, models
-        self._started: list[SideModel] = []
+        self.started: list[SideModel] = []
 
     async def start(
         self, client: EngineClient, *, requests_per_engine: int, deadline: float, restarts: EngineRestarts | None,
@@ -86,11 +86,11 @@ class SideModels:
                 name, engines, client, requests_per_engine=requests_per_engine, deadline=deadline,
                 restart=restarts.restart if restarts is not None else None, log=log,
             )  # fmt: skip
-            self._started.append(model)
+            self.started.append(model)
             if restarts is not None:
                 restarts.watch(model.fleet, model.monitor)
             self._models.add(await model.start())
 
     async def close(self) -> None:
-        for model in self._started:
+        for model in self.started:
             await model.close()

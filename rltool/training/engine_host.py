@@ -98,9 +98,18 @@ class HostHandles:
         """On every host that has a part of it, first ended everywhere. PartLost where such a host is gone."""
         parts = self._parts[url]
         boot_id = uuid.uuid4().hex
+        await self.end(url)
         try:
-            await asyncio.gather(*(self._actors[part.host].stop_engine.remote(part.index) for part in parts))
             await asyncio.gather(*(self._actors[part.host].start_engine.remote(part.index, boot_id) for part in parts))
+        except RayError as error:
+            raise unwrapped(error) from error
+
+    async def end(self, url: str) -> None:
+        """On every host that has a part of it. PartLost where such a host is gone."""
+        try:
+            await asyncio.gather(
+                *(self._actors[part.host].stop_engine.remote(part.index) for part in self._parts[url])
+            )
         except RayError as error:
             raise unwrapped(error) from error
 

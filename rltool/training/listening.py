@@ -19,13 +19,14 @@ def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequ
         found.append(f"Ray at {config.ray.address} and the ranks on its nodes listen on the nodes' addresses")
     elif device == "cuda" and config.trainer.world_size > 1:
         found.append("NCCL among the ranks listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
-    if device == "cuda" and sends and config.weights.transport in ("auto", "nccl"):
+    nccl = config.weights.transport in ("auto", "nccl") and not config.engines.shares_gpus
+    if device == "cuda" and sends and nccl:
         found.append("NCCL towards the engines listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
     host = config.weights.advertise_host
     if sends and host is not None and not is_loopback(host):
         where = f"on {host}" if interface_of(host) else "on every interface, for that is no address of this host"
         found.append(f"the rendezvous with engines listens {where} (weights.advertise_host)")
-    if config.engines.mode == "managed":
+    if config.engines.started_by_train:
         found += _engines(config)
     return found
 

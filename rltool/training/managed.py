@@ -1,6 +1,7 @@
-"""engines.mode = "managed": the driver has the run's engines started in bundles of their own, and ends them.
+"""engines.mode = "managed" or "colocate": the driver has the run's engines started, in bundles of their own or in the
+trainer's, and ends them.
 
-    ManagedEngines.start     one actor on each host that has bundles of engines; ports; the plan; all processes begin
+    ManagedEngines.start     one actor on each host that has engines; ports; the plan; all processes begin
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
                    close     all are ended, whichever way the run ends
 
@@ -44,7 +45,7 @@ from rltool.router.launch import start_planned_routers
 from rltool.training.console import LoggedConsole
 from rltool.training.engine_host import EngineHost, HostHandles
 from rltool.training.placement import PlacementPlan
-from rltool.training.places import Place
+from rltool.training.places import Place, hosts_of, in_order
 from rltool.training.ray_calls import Waiting, get_all
 
 CHECK_SECONDS = 180.0
@@ -56,13 +57,13 @@ CLOSE_SECONDS = GRACE_SECONDS + 20.0
 def expected_plan(
     config: TrainConfig, plan: PlacementPlan, run: RunDirectory, hosts: Sequence[Host]
 ) -> EnginePlan:
-    """What --dry-run shows: the engines on these hosts, were the trainer's ranks to take the first GPUs. Ports are
-    numbered from 20000: the real ones are found when the run starts."""
+    """What --dry-run shows: the engines on these hosts, were the trainer's ranks to take the first GPUs; behind them,
+    or on them if they are shared. Ports are numbered from 20000: the real ones are found when the run starts."""
     ranks, left = len(plan.trainer) if plan.device == "cuda" else 0, []
     for host in hosts:
         taken = min(ranks, len(host.gpus))
         ranks -= taken
-        left.append(Host(host.name, host.address, host.gpus[taken:]))
+        left.append(Host(host.name, host.address, host.gpus[:taken] if plan.shares_gpus else host.gpus[taken:]))
     settings = _settings(config, plan, run, spread=config.ray.address is not None)
     seats = seat_slots(plan.slots, left)
     needs = port_needs(plan.slots, seats, settings)
@@ -84,7 +85,8 @@ class ManagedEngines:
     ) -> None:  # fmt: skip
         self._config, self._run, self._plan, self._console = config, run, plan, console
         self._order = order_of_file(config)
-        self._places = [place for place in places if place.bundle >= len(plan.trainer)]
+        own = [place for place in places if place.bundle >= len(plan.trainer)]
+        self._places = in_order(places) if plan.shares_gpus else own
         key = read_key(run.ensure_key(), f"run {run.name}")
         self._hosts: list[tuple[str, Any]] = []
         for place in self._places:
@@ -155,7 +157,9 @@ class ManagedEngines:
             edit_endpoints(self._run.endpoints_file, lambda _: Endpoints())
 
     def _seats(self) -> list[tuple[Seat, ...]]:
-        """The places of the bundles, as many for each slot as it has processes."""
+        """The places of the bundles, as many for each slot as it has processes; or places in the trainer's."""
+        if self._plan.shares_gpus:
+            return seat_slots(self._plan.slots, hosts_of(self._places))
         places = iter(sorted(self._places, key=lambda place: place.bundle))
         return [
             tuple(Seat(place.node, place.address, place.gpus) for _, place in zip(slot.shares, places, strict=False))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
 from rltool.engines.plan import Slot, engine_slots
+from rltool.engines.turn_flags import takes_turns
+from rltool.errors import UsageError
 from rltool.training.devices import Device
 
 Bundle = dict[str, float]
@@ -16,13 +19,15 @@ class PlacementPlan:
     """trainer: one bundle per trainer rank; engines: bundles beyond those, one per process of each slot, in order. All
     go into one placement group.
 
-    The rollout manager is an actor outside of it that reserves nothing. slots: the managed engines.
+    The rollout manager is an actor outside of it that reserves nothing. slots: the engines that the run starts.
+    shares_gpus: these have no bundles, they are in the trainer's.
     """
 
     trainer: tuple[Bundle, ...]
     engines: tuple[Bundle, ...]
     reason: str
     slots: tuple[Slot, ...] = ()
+    shares_gpus: bool = False
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -52,9 +57,9 @@ def plan_placement(
 
     external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and one for each process
     of the engines (and for each placeholder), so that an engine never straddles two hosts by accident; one that no
-    host has room for (gpus_per_host: of the largest) is cut over several. colocate: the larger of the two,
-    shared. trains False (debug rollout-only): no trainer bundles; generates False (debug train-only, supervised
-    training without engines): no engine bundles.
+    host has room for (gpus_per_host: of the largest) is cut over several. colocate: the trainer's bundles, which the
+    engines share; UsageError where they want more GPUs. trains False (debug rollout-only): no trainer bundles;
+    generates False (debug train-only, supervised training without engines): no engine bundles.
     """
     trainer = config.trainer
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}
@@ -64,12 +69,25 @@ def plan_placement(
             "engines are external: the trainer's world size and nothing more" if generates else "no engines take part"
         )
         return PlacementPlan(ranks, (), reason)
-    slots = engine_slots(config.engines.groups, device="cuda" if gpu else "cpu", gpus_per_host=gpus_per_host)
-    if config.engines.mode == "colocate":
-        beyond = max(0, sum(share for slot in slots for share in slot.shares) - len(ranks))
-        return PlacementPlan(ranks, (_bundle(1),) * beyond, "colocated engines share the trainer's bundles")
+    device: Device = "cuda" if gpu else "cpu"
+    if config.engines.shares_gpus:
+        groups = [takes_turns(group, device) for group in config.engines.groups]
+        slots = engine_slots(groups, device=device, gpus_per_host=gpus_per_host)
+        _check_room(slots, len(ranks))
+        reason = "colocated engines share the trainer's bundles, in turns"
+        return PlacementPlan(ranks, (), reason, tuple(slots), shares_gpus=True)
+    slots = engine_slots(config.engines.groups, device=device, gpus_per_host=gpus_per_host)
     engines = tuple(_bundle(share) for slot in slots for share in slot.shares)
     return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))
+
+
+def _check_room(slots: Sequence[Slot], ranks: int) -> None:
+    wanted = sum(share for slot in slots for share in slot.shares)
+    if wanted > ranks:
+        raise UsageError(
+            f'engines.mode = "colocate": engines.groups takes {wanted} GPUs, and the trainer has {ranks} '
+            "(trainer.world_size): lower the groups' count or tp, or raise trainer.world_size"
+        )
 
 
 def _bundle(share: int) -> Bundle:

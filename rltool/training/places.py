@@ -12,6 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltool.config.train import RayConfig
+from rltool.engines.plan import Host
 from rltool.training.placement import Bundle
 from rltool.training.ray_calls import Waiting, get_all
 
@@ -34,6 +35,16 @@ def in_order(places: Sequence[Place]) -> list[Place]:
     return sorted(places, key=lambda place: (_natural(place.address), place.node, place.gpus, place.bundle))
 
 
+def hosts_of(places: Sequence[Place]) -> list[Host]:
+    """Their hosts, with the GPUs of these bundles alone, in this order. Pure."""
+    found: dict[str, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.node, []).append(place)
+    return [
+        Host(node, here[0].address, tuple(gpu for place in here for gpu in place.gpus)) for node, here in found.items()
+    ]
+
+
 def _natural(address: str) -> tuple[tuple[int, int | str], ...]:
     """10.0.0.2 before 10.0.0.10."""
     parts = re.split(r"(\d+)", address)
@@ -41,14 +52,16 @@ def _natural(address: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def find_places(
-    config: RayConfig, group: PlacementGroup | None, bundles: Sequence[Bundle], deadline: float, while_waiting: Waiting
-) -> list[Place]:
-    """One for each bundle of a group that is there. Which GPUs a bundle has, only a process in it is told."""
+    config: RayConfig, group: PlacementGroup | None, bundles: Sequence[Bundle], deadline: float,
+    while_waiting: Waiting, *, shared: bool = False,
+) -> list[Place]:  # fmt: skip
+    """One for each bundle of a group that is there. Which GPUs a bundle has, only a process in it is told; of a single
+    bundle nobody needs to know, unless others go onto its GPUs (shared)."""
     if group is None:
         return []
     nodes = placement_group_table(group)["bundles_to_node_id"]
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    gpus = _gpus(group, bundles, deadline, while_waiting) if len(bundles) > 1 else {}
+    gpus = _gpus(group, bundles, deadline, while_waiting) if len(bundles) > 1 or shared else {}
     return [
         # In a local cluster Ray still names the host's outer address; the run has no business there.
         Place(i, nodes[i], addresses[nodes[i]] if config.address is not None else LOOPBACK, gpus.get(i, ()))

@@ -136,7 +136,10 @@ def _may_answer_later(error: RltoolError) -> bool:
 
 def backends(fleet: ProbedFleet, config: TrainConfig, trainer_device: str) -> dict[str, Backend]:
     """How weights reach each engine that takes them, by URL. UsageError where one cannot be reached."""
-    return {url: choose(info, config.weights, trainer_device) for url, info in fleet.takers.items()}
+    shared = config.engines.shares_gpus
+    return {
+        url: choose(info, config.weights, trainer_device, shares_gpus=shared) for url, info in fleet.takers.items()
+    }
 
 
 def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | None) -> None:
@@ -289,7 +292,7 @@ def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str)
     if too_old is not None:
         return [too_old]
     try:
-        choose(info, config.weights, trainer_device)
+        choose(info, config.weights, trainer_device, shares_gpus=config.engines.shares_gpus)
     except UsageError as error:
         return [str(error)]
     return []

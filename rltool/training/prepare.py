@@ -43,6 +43,7 @@ from rltool.training.validate import (
     needs_engines,
 )
 from rltool.training.validate_algorithm import check_algorithm
+from rltool.weights.residency import check_residency
 
 ASK_AGAIN_SECONDS = 15.0
 """Between two looks at engines that a run which was restarted by itself waits for."""
@@ -126,7 +127,7 @@ def prepare(
         check_inputs(config)
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
-    managed = generates and config.engines.mode == "managed"
+    managed = generates and config.engines.started_by_train
     fleet, models = None, {}
     if generates:
         beside = running_models(config)
@@ -192,4 +193,8 @@ def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> P
     check_fleet(fleet, config, prepared.device)
     beside = {name: entry for name, entry in started.items() if name != POLICY}
     models = {**prepared.models, **probe_models(config, beside)}
+    if config.engines.shares_gpus:
+        check_residency(fleet.infos, prepared.device, updated=True)
+        for name in beside:
+            check_residency(models[name].infos, prepared.device, updated=False)
     return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)

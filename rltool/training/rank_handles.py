@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.engines.types import TensorMeta
+from rltool.megatron.offload import Part
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
 from rltool.weights.sender import SendReport
@@ -50,6 +51,12 @@ class RankHandles:
             [rank.compute_logprobs.remote(shards.micro_batches(place.dp_rank)) for rank, place in pairs]
         )
         return shards.in_order(self._coordinates, results)
+
+    async def offload(self, parts: Sequence[Part]) -> None:
+        await self._all([rank.offload.remote(parts) for rank in self._handles])
+
+    async def onload(self, parts: Sequence[Part]) -> None:
+        await self._all([rank.onload.remote(parts) for rank in self._handles])
 
     @staticmethod
     async def _all(refs: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from rltool.engines.plan import describe_plan
+from rltool.engines.turn_flags import memory_flag
+from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import backends, describe_engines
 from rltool.training.prepare import Prepared
 from rltool.training.session import Outcome
@@ -43,6 +45,8 @@ def print_plan(prepared: Prepared, console: Console) -> None:
         several = len({launch.node for launch in prepared.expected.launches}) > 1
         for line in describe_plan(prepared.expected, name_hosts=several):
             console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        for line in describe_turns(prepared.plan):
+            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):
             console.print(line, highlight=False, soft_wrap=True)
@@ -51,6 +55,18 @@ def print_plan(prepared: Prepared, console: Console) -> None:
         console.print(f"weights over {over}", highlight=False)
     if prepared.resume_from is not None:
         console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
+
+
+def describe_turns(plan: PlacementPlan) -> list[str]:
+    """Of colocated engines: what they take of the GPUs' memory."""
+    if not plan.shares_gpus or plan.device == "cpu":
+        return []
+    groups = {slot.group.name: slot.group for slot in plan.slots if slot.group.role != "placeholder"}
+    return [
+        f"group {name}: on the trainer's GPUs, asleep while it trains; awake {memory_flag(group)} (engines.groups: "
+        "flags), beside the trainer's parameters"
+        for name, group in groups.items()
+    ]
 
 
 def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:

@@ -20,8 +20,8 @@ from rltool.training.placement import PlacementPlan, plan_placement
 
 @dataclass(frozen=True)
 class Resources:
-    """gpus: of this host, in the order in which they are handed out; empty: none, or Ray decides. expected: the managed
-    engines on hosts where nothing else runs."""
+    """gpus: of this host, in the order in which they are handed out; empty: none, or Ray decides. expected: the engines
+    that the run starts, on hosts where nothing else runs."""
 
     plan: PlacementPlan
     gpus: tuple[int, ...] = ()
@@ -33,7 +33,7 @@ def plan_resources(
 ) -> Resources:
     """engines: that run already, whose GPUs are theirs. UsageError for GPUs that are not to be had, and for models or
     interpreters of managed engines that are not as they must be."""
-    managed = generates and config.engines.mode == "managed"
+    managed = generates and config.engines.started_by_train
     on_cluster = config.ray.address is not None
     hosts = cluster_hosts(config.ray) if on_cluster and managed else []
     per_host = max((len(host.gpus) for host in hosts), default=None)

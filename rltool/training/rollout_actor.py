@@ -39,6 +39,9 @@ class RolloutActor:
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)
 
+    async def free_gpus(self) -> None:
+        await self._service.free_gpus()
+
     async def evaluate(self) -> dict[str, float]:
         return await self._service.evaluate()
 

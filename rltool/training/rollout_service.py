@@ -44,10 +44,12 @@ from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
+from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
 from rltool.weights.connections import Ranks
+from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.verify import ValueCheck
@@ -106,6 +108,7 @@ class RolloutService:
         self._models = Models()
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
+        self._turns: GpuTurns | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
@@ -172,6 +175,7 @@ class RolloutService:
         if self._restarts is not None:
             self._restarts.watch(self.fleet, self._monitor)
             self._restarts.start()
+            self._turns = self._gpu_turns(self._restarts)
         await self._ownership.start()
         await self._monitor.carry_out()  # what else the router has goes before the first request
         self._monitor.start()
@@ -229,6 +233,22 @@ class RolloutService:
         policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
         return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
+    def _gpu_turns(self, restarts: EngineRestarts) -> GpuTurns | None:
+        config, syncing = self._config, self._syncing
+        if not config.engines.shares_gpus or syncing is None:
+            return None
+        policy = Members(self.fleet, self._monitor, self._endpoints, self._infos, takes_weights=True)
+        others = [Members(m.fleet, m.monitor, m.endpoints, m.infos, takes_weights=False) for m in self._side.started]
+        return GpuTurns(
+            self._client, syncing.ranks, [policy, *others], restarts, trainer_device=syncing.trainer_device,
+            step_seconds=config.deadlines.sync_step, lock=self._lock, log=self._say, clock=self._clock,
+            start_seconds=max(group.ready_timeout for group in config.engines.groups),
+        )  # fmt: skip
+
+    async def _end_engine(self, url: str, why: str) -> None:
+        assert self._turns is not None, "before there are turns nobody syncs"
+        await self._turns.end(url, why)
+
     def _router_members(self, router: EngineEndpoint) -> RouterMembers:
         return RouterMembers(
             RouterWorkers(self._client, router), self.fleet, self._endpoints,
@@ -251,6 +271,8 @@ class RolloutService:
             self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,
             trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
             bucket_deadline=config.deadlines.bucket, directory=syncing.directory,
+            gpus=SharedGpus(syncing.ranks, self._infos, syncing.trainer_device, self._end_engine)
+            if config.engines.shares_gpus else None,
         )  # fmt: skip
         return WeightUpdates(
             sync, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,
@@ -317,9 +339,18 @@ class RolloutService:
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
         assert self._weights is not None
+        if self._turns is not None:
+            await self._turns.to_engines()
         report = await self._weights.update(step)
+        if self._turns is not None:
+            await self._turns.wake_others()
         self.collector.weights_published()
         return report
+
+    async def free_gpus(self) -> None:
+        """Colocated engines sleep, and the trainer's ranks have their memory again. The next sync turns that round."""
+        assert self._turns is not None, "engines with GPUs of their own keep them"
+        await self._turns.to_trainer()
 
     async def evaluate(self) -> dict[str, float]:
         """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""

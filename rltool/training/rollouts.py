@@ -43,6 +43,7 @@ class Rollouts:
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
         self._started = False
+        self._shares_gpus, self._has_gpus = config.engines.shares_gpus, True
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
             endpoints_file, engines.endpoints, data_url=engines.router.url if engines.router else None,
@@ -74,6 +75,7 @@ class Rollouts:
         a signal ends the wait.
         """
         deadlines, told = self.config.deadlines, False
+        self._has_gpus = True  # however it ends: the ranks' memory may be away
 
         def look(_: float) -> None:
             nonlocal told
@@ -93,6 +95,7 @@ class Rollouts:
     def next_batch(self, step: int) -> SourcedBatch:
         """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends
         it."""
+        self._take_gpus()
         rollout: Rollout = self._interruptible(
             self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch"
         )
@@ -108,9 +111,21 @@ class Rollouts:
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions)
 
     def evaluate(self) -> dict[str, float]:
+        self._take_gpus()
         return self._interruptible(
             self._actor.evaluate.remote(), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate"
         )
+
+    def free_gpus(self) -> None:
+        """Colocated engines leave their GPUs to the trainer, until weights are synced next. It is told before whatever
+        the trainer needs its memory for; those that have GPUs of their own keep them."""
+        if self._shares_gpus and self._has_gpus:
+            deadlines = self.config.deadlines
+            loading = max(group.ready_timeout for group in self.config.engines.groups)
+            seconds = 4 * deadlines.sync_step + loading + deadlines.trainer_call
+            self._call(self._actor.free_gpus.remote(), seconds, "deadlines.sync_step, ready_timeout and trainer_call")
+            self._has_gpus = False
+            self._show_events()
 
     def state_dict(self, done: int) -> SourceState:
         return self._call(self._actor.state_dict.remote(done), self.config.deadlines.close, "deadlines.close")
@@ -146,6 +161,11 @@ class Rollouts:
             self.console.print(f"[yellow]closing the rollout manager: {error}[/yellow]", highlight=False)
 
     # -- the rest is private
+
+    def _take_gpus(self) -> None:
+        """Engines that sleep have lost their weights: they wake up in a sync, of the weights that they had."""
+        if self._shares_gpus and not self._has_gpus:
+            self.sync_weights(self._synced)
 
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]

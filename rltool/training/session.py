@@ -122,13 +122,15 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stop.arm()
         with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.say):
             group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
-            places = find_places(config.ray, group, prepared.plan.bundles, deadlines.placement, look)
+            places = find_places(
+                config.ray, group, prepared.plan.bundles, deadlines.placement, look, shared=prepared.plan.shares_gpus
+            )
         managed = None
         if prepared.expected is not None and group is not None:
             managed = ManagedEngines(config, run, prepared.plan, group, places, log_dir, console)
             stack.callback(managed.close)
-            with waiting("starting the engines", console.say):
-                managed.start(look)
+            if not prepared.plan.shares_gpus:
+                _begin(managed, console, look)
         ranks_at = in_order([place for place in places if place.bundle < len(prepared.plan.trainer)])
         order = [place.bundle for place in ranks_at]
         trainer = TrainerGroup(config, prepared.plan, group, log_dir, order=order)
@@ -145,6 +147,9 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         if managed is not None:
+            if prepared.plan.shares_gpus:  # engines look how much memory there is when they load
+                trainer.offload()
+                _begin(managed, console, look)
             with waiting("waiting for the engines (engines.groups: ready_timeout)", console.say):
                 prepared = with_engines(prepared, managed.wait(look))
             config = prepared.config
@@ -202,6 +207,11 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
         return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
+
+
+def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> None:
+    with waiting("starting the engines", console.say):
+        managed.start(look)
 
 
 def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> None:
@@ -295,6 +305,7 @@ def _rollouts(
     )  # fmt: skip
     stack.callback(side.close)
     side.start()
+    trainer.take_gpus = side.free_gpus
     return side
 
 

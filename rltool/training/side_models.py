@@ -36,8 +36,8 @@ def check_all_there(config: TrainConfig, found: Collection[str]) -> None:
     if missing:
         raise UsageError(
             f"models.{missing[0]} has no engine: name them in models.{missing[0]}.external, give --rollout-external an "
-            'endpoints.json that has them (`rltool serve-engines --config`), or, with engines.mode = "managed", an '
-            f'[[engines.groups]] with model = "{missing[0]}"'
+            'endpoints.json that has them (`rltool serve-engines --config`), or, with engines.mode = "managed" or '
+            f'"colocate", an [[engines.groups]] with model = "{missing[0]}"'
         )
 
 

@@ -14,6 +14,7 @@ from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Bucket
 from rltool.engines.wire import plan_buckets
+from rltool.megatron.offload import Part
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
@@ -148,6 +149,19 @@ class TrainerActor:
         if self.critic is None:
             return policy
         return hashlib.sha256(f"{policy} {self.critic.parameter_hash()}".encode()).hexdigest()
+
+    # -- memory that engines on the same GPUs take in turns
+
+    def offload(self, parts: Sequence[Part]) -> None:
+        for model in self._models():
+            model.offload(parts)
+
+    def onload(self, parts: Sequence[Part]) -> None:
+        for model in self._models():
+            model.onload(parts)
+
+    def _models(self) -> list[Any]:
+        return [model for model in (self.trainer, self.critic) if model is not None]
 
     # -- weights
 

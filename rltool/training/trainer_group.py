@@ -15,6 +15,7 @@ from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
 from rltool.errors import PartLost
+from rltool.megatron.offload import PARTS
 from rltool.training.devices import Device, RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
 from rltool.training.rank_handles import RankHandles
@@ -49,6 +50,8 @@ class TrainerGroup:
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
         self.coordinates: list[Any] = []
         self.sharder = Sharder(config)
+        self.take_gpus: Callable[[], None] = lambda: None
+        """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then."""
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
@@ -104,14 +107,14 @@ class TrainerGroup:
         return shards.in_order(self.coordinates, [logprobs for logprobs, _ in results]), results[0][1]
 
     def optimizer_step(self) -> dict[str, float]:
-        return self._all(lambda rank: rank.optimizer_step.remote())[0]
+        return self._compute(lambda rank: rank.optimizer_step.remote())[0]
 
     def discard_gradients(self) -> None:
-        self._all(lambda rank: rank.discard_gradients.remote())
+        self._compute(lambda rank: rank.discard_gradients.remote())
 
     def update_reference(self) -> None:
         """From now on the reference is the policy as it is."""
-        self._all(lambda rank: rank.update_reference.remote())
+        self._compute(lambda rank: rank.update_reference.remote())
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""
@@ -124,7 +127,11 @@ class TrainerGroup:
         return self._on_shards(batch, lambda rank, part: rank.critic_step.remote(part, tokens))[1][0]
 
     def parameter_hash(self) -> str:
-        return self._all(lambda rank: rank.parameter_hash.remote())[0]
+        return self._compute(lambda rank: rank.parameter_hash.remote())[0]
+
+    def offload(self) -> None:
+        """All of the ranks' memory off their devices, for engines that are about to be started there."""
+        self._all(lambda rank: rank.offload.remote(PARTS))
 
     def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
         """The cut, and per data-parallel rank a reference to its micro-batches."""
@@ -134,6 +141,7 @@ class TrainerGroup:
     def _on_shards(
         self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]
     ) -> tuple[Shards, list[Any]]:
+        self.take_gpus()
         shards, references = self._shard(batch)
         pairs = zip(self.ranks, self.coordinates, strict=True)
         return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
@@ -146,7 +154,7 @@ class TrainerGroup:
         """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`.
         SaveFailed."""
         contents = ray.put(files)
-        self._all(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
+        self._compute(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
 
     def saved(self, *, wait: bool) -> Saved | None:
         """The checkpoint that has been completed since the last call; None while it is written. SaveFailed."""
@@ -155,7 +163,7 @@ class TrainerGroup:
         return self._all(lambda rank: rank.saved.remote())[0]
 
     def save_hf(self, directory: Path) -> None:
-        self._all(lambda rank: rank.save_hf.remote(directory))
+        self._compute(lambda rank: rank.save_hf.remote(directory))
 
     # -- looking inside (training.profiling)
 
@@ -178,6 +186,11 @@ class TrainerGroup:
     def close(self) -> None:
         """A save in flight is waited for."""
         self._all(lambda rank: rank.close.remote())
+
+    def _compute(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
+        """`_all`, of what needs the model where it computes."""
+        self.take_gpus()
+        return self._all(call)
 
     def _all(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
         return self._get([call(rank) for rank in self.ranks])

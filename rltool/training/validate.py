@@ -77,17 +77,34 @@ def check_mode(config: TrainConfig) -> None:
             f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
             "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
         )
-    if engines.mode == "colocate":
-        raise UsageError(
-            'engines.mode = "colocate" (engines on the trainer\'s own GPUs) is not built yet: give the engines GPUs of '
-            'their own with engines.mode = "managed", or start them with `rltool serve-engines`'
-        )
     if engines.router is not None:
         raise UsageError(
-            '--router and engines.mode = "managed" contradict each other: that router does not know the engines that '
-            "train starts; set engines.start_router = true for one that does"
+            f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the engines '
+            "that train starts; set engines.start_router = true for one that does"
         )
     check_groups(config)
+    if engines.shares_gpus:
+        check_turns(config)
+
+
+def check_turns(config: TrainConfig) -> None:
+    """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
+    if config.rollout.max_staleness:
+        raise UsageError(
+            f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '
+            "other: engines on the trainer's GPUs sleep while it trains, so nothing is generated ahead; leave "
+            'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
+        )
+    if config.weights.staged:
+        raise UsageError(
+            'weights.staged = true and engines.mode = "colocate" contradict each other: engines that sleep generate '
+            "nothing while weights arrive; leave it out"
+        )
+    if config.weights.transport == "nccl":
+        raise UsageError(
+            'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '
+            'processes on one GPU; leave weights.transport at "auto"'
+        )
 
 
 def check_groups(config: TrainConfig) -> None:
@@ -106,7 +123,9 @@ def check_groups(config: TrainConfig) -> None:
                 "(trainer.gpus), the ranks' first"
             )
     if not any(group.model == POLICY and group.role == "regular" for group in config.engines.groups):
-        raise UsageError('engines.mode = "managed" needs a group of the policy, which rollouts are sampled from')
+        raise UsageError(
+            f'engines.mode = "{config.engines.mode}" needs a group of the policy, which rollouts are sampled from'
+        )
 
 
 def check_models(config: TrainConfig) -> None:

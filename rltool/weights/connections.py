@@ -19,6 +19,7 @@ from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import EngineInfo, TensorMeta
 from rltool.errors import EngineError, UsageError
+from rltool.megatron.offload import Part
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
@@ -44,6 +45,12 @@ class Ranks(Protocol):
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
     async def logprobs(self, batch: TrainBatch) -> Tensor: ...
 
+    async def offload(self, parts: Sequence[Part]) -> None:
+        """Off the devices, see megatron.offload. Of all ranks; parts that are away stay so."""
+        ...
+
+    async def onload(self, parts: Sequence[Part]) -> None: ...
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -60,14 +67,14 @@ class Connection:
 
 class Connections:
     """infos: live, by URL. trainer_device: cpu or cuda; directory: of this run alone, for transports that leave
-    files."""
+    files. shares_gpus: engines and ranks are on the same ones."""
 
     def __init__(
         self, calls: EngineCalls, fleet: Fleet, infos: Mapping[str, EngineInfo], ranks: Ranks, config: WeightsConfig,
-        *, trainer_device: str, directory: Path,
+        *, trainer_device: str, directory: Path, shares_gpus: bool = False,
     ) -> None:  # fmt: skip
         self._calls, self._fleet, self._infos, self._ranks, self._config = calls, fleet, infos, ranks, config
-        self._trainer_device, self._directory = trainer_device, directory
+        self._trainer_device, self._directory, self._shares_gpus = trainer_device, directory, shares_gpus
         self._connected: dict[str, Connection] = {}
         self._left: set[str] = set()  # engines whose groups the ranks have not left yet
 
@@ -124,7 +131,7 @@ class Connections:
             await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
 
         failures = await calls.gather(urls, leave)
-        gone = (State.DEAD, State.STARTING)
+        gone = (State.DEAD, State.STARTING, State.ASLEEP)
         members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
         failures = await calls.gather([m.url for m in members if m.url not in ceded], resume) | failures
         self._connected = {}
@@ -155,7 +162,7 @@ class Connections:
         for url in urls:
             info = self._infos[url]
             try:
-                backend = choose(info, self._config, self._trainer_device)
+                backend = choose(info, self._config, self._trainer_device, shares_gpus=self._shares_gpus)
             except UsageError as error:
                 refused[url] = str(error)
                 continue

@@ -10,6 +10,8 @@ client live, the one owner of the control plane.
   on. Only a sync that reaches nobody raises.
 - An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet,
   is sampled directly, and the ranks score its tokens.
+- Engines that are asleep, on the trainer's own GPUs, wake up in it (weights/residency.py): their weights where others
+  are paused, their caches where others are resumed. Meanwhile the ranks hold their parameters there and nothing else.
 - The coroutine ends only when every rank's `send` has ended: Ray runs a rank's methods one after another, so an
   abandoned send would hold up the next training step. It is not to be cancelled; its deadlines end it.
 """
@@ -28,13 +30,14 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import Bucket, Completion, EngineInfo
+from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.connections import STEP_SHARE, Connections, Ranks
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
+from rltool.weights.residency import SharedGpus
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
 from rltool.weights.transport import Rendezvous
@@ -48,7 +51,8 @@ class WeightSync:
     """endpoints, infos: of the fleet's members by URL, dialects known; live views, for engines come and go.
 
     trainer_device: cpu or cuda; step_deadline, bucket_deadline: seconds for each step, and for an engine to take one
-    bucket (deadlines.sync_step, deadlines.bucket); directory: of this run alone, for transports that leave files.
+    bucket (deadlines.sync_step, deadlines.bucket); directory: of this run alone, for transports that leave files; gpus:
+    that engines and ranks use in turns, None: each has its own.
     """
 
     def __init__(
@@ -65,16 +69,20 @@ class WeightSync:
         step_deadline: float,
         bucket_deadline: float,
         directory: Path,
+        gpus: SharedGpus | None = None,
     ) -> None:
         self.client, self.fleet, self.endpoints, self.ranks = client, fleet, endpoints, ranks
-        self.config, self.check, self.bucket_deadline = config, check, bucket_deadline
+        self.config, self.check, self.bucket_deadline, self.gpus = config, check, bucket_deadline, gpus
         self.calls = EngineCalls(client, endpoints, step_deadline)
         self.connections = Connections(
-            self.calls, fleet, infos, ranks, config, trainer_device=trainer_device, directory=directory
-        )
+            self.calls, fleet, infos, ranks, config, trainer_device=trainer_device, directory=directory,
+            shares_gpus=gpus is not None,
+        )  # fmt: skip
         self._buckets: list[Bucket] = []
         self._differing: set[str] = set()  # engines whose values differed, in this sync
         self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
+        self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
+        self._has_weights: set[str] = set()  # of these: there is room for their weights again
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -85,9 +93,20 @@ class WeightSync:
         engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
         rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
         """
+        self._asleep = {member.url for member in self.fleet.members() if member.state is State.ASLEEP}
+        if self.gpus is None:
+            return await self._sync(version, check_all=check_all, only=only)
+        async with self.gpus.parameters():
+            try:
+                return await self._sync(version, check_all=check_all, only=only)
+            finally:
+                for url in self._asleep:
+                    await self.gpus.end(url, "it did not wake up")
+
+    async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started = time.perf_counter()
         phases: dict[str, float] = {}
-        self.calls.silent, self._differing, self._pauses = set(), set(), {}
+        self.calls.silent, self._differing, self._pauses, self._has_weights = set(), set(), {}, set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -154,7 +173,8 @@ class WeightSync:
 
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
         self._pauses[endpoint.url] = -time.perf_counter()
-        await self.calls.run(endpoint, dialect(endpoint.dialect or "").pause(self.config.pause_mode))
+        await self.calls.run(endpoint, self._stop(endpoint))
+        self._has_weights.add(endpoint.url)
         self.fleet.update_began(endpoint.url)
         await self.calls.run(endpoint, self.connections[endpoint.url].control.begin())
 
@@ -240,7 +260,9 @@ class WeightSync:
         async def resume(endpoint: EngineEndpoint) -> None:
             run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
             try:
-                await run(endpoint, dialect(endpoint.dialect or "").resume())
+                await run(endpoint, self._go_on(endpoint))
+                if endpoint.url in self._has_weights:
+                    self._asleep.discard(endpoint.url)
             finally:
                 self._pauses[endpoint.url] += time.perf_counter()
 
@@ -248,6 +270,19 @@ class WeightSync:
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
         return failures
+
+    def _stop(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
+        """Before an update: an engine that is asleep stands still already."""
+        if self.gpus is not None and endpoint.url in self._asleep:
+            return self.gpus.residency(endpoint.url).weights_back()
+        return dialect(endpoint.dialect or "").pause(self.config.pause_mode)
+
+    def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
+        """After it, whatever became of the update: half awake an engine is of no use to anybody."""
+        resume = dialect(endpoint.dialect or "").resume()
+        if self.gpus is not None and endpoint.url in self._asleep:
+            return [*self.gpus.residency(endpoint.url).caches_back(), *resume]
+        return resume
 
     async def _verify(self, urls: Sequence[str]) -> tuple[Failures, float | None]:
         """The value check: engines sample, the ranks score. An engine that differs is that engine's failure."""

@@ -215,20 +215,25 @@ CANDIDATES: dict[str, tuple[Backend, ...]] = {
 """weights.transport -> what is tried, in order."""
 
 
+BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl")
+ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
+
+
 def transport(dialect: str, backend: Backend) -> Transport:
     """The transport of this kind of engine. Raises KeyError for a pair that `choose` does not return."""
     module, name = TRANSPORTS[dialect, backend].split(":")
     return getattr(import_module(module), name)
 
 
-def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str) -> Backend:
+def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shares_gpus: bool = False) -> Backend:
     """How weights reach this engine: the first of what weights.transport admits that can.
 
-    trainer_device: cpu or cuda. UsageError, a sentence without the engine's name, where none can.
+    trainer_device: cpu or cuda; shares_gpus: the engine is on the trainer's, where NCCL refuses it. UsageError, a
+    sentence without the engine's name, where none can.
     """
     reasons = []
     for backend in CANDIDATES[config.transport]:
-        why = obstacle(info, backend, trainer_device)
+        why = ON_ONE_GPU if shares_gpus and backend in BETWEEN_GPUS else obstacle(info, backend, trainer_device)
         if why is None:
             if config.staged and transport(info.dialect, backend).staged is None:
                 raise UsageError(

@@ -649,6 +649,55 @@ def test_later_means_same_run_and_later_attempt_or_number():
     assert not WeightVersion(OTHER_RUN, 5, 5).follows(V0)
 
 
+# -- GPUs that the trainer takes in turns
+
+
+def test_a_sleeping_engine_serves_again_only_after_a_full_sync():
+    world = World().added(A)
+    world.answers(A)
+    world.synced(V0, A)
+    world.fleet.fall_asleep(A)
+    assert world.fleet.serving() == () and world.fleet.syncable() == (A,)
+    assert world.fleet.member(A).version == V0, "its connection is the one that it had"
+    world.fleet.pause(A)
+    world.fleet.resume(A)  # the sync ended before it reached this engine
+    assert world.fleet.member(A).state is State.STALE
+    world.synced(V0, A)
+    assert world.fleet.serving() == (A,)
+
+
+def test_nothing_is_expected_of_a_sleeping_engine():
+    world = World().added(A)
+    world.answers(A)
+    world.synced(V0, A)
+    world.fleet.fall_asleep(A)
+    world.later(1e6)
+    world.misses_probes(A, 20)
+    world.fails_requests(A, 20)
+    world.fleet.tick()
+    assert world.fleet.member(A).state is State.ASLEEP
+    assert world.fleet.to_probe() == () and world.fleet.canaries_due() == ()
+    world.fleet.process_exited(A, "killed")
+    assert world.fleet.member(A).state is State.DEAD
+
+
+def test_an_engine_with_fixed_weights_wakes_up_without_a_sync():
+    world = World().added(JUDGE, takes_weights=False)
+    world.answers(JUDGE)
+    world.fleet.fall_asleep(JUDGE)
+    assert world.fleet.serving() == () and world.fleet.syncable() == ()
+    world.fleet.wake_up(JUDGE)
+    assert world.fleet.serving() == (JUDGE,)
+
+
+def test_an_engine_of_the_policy_cannot_be_woken_up_by_itself():
+    world = World().added(A)
+    world.answers(A)
+    world.fleet.fall_asleep(A)
+    with pytest.raises(IllegalTransition, match="only a sync wakes it up"):
+        world.fleet.wake_up(A)
+
+
 # -- random walk
 
 
@@ -757,7 +806,8 @@ class Walk:
     def command(self, url: str) -> None:
         """Any command, most often an illegal one, which must change nothing."""
         fleet, rng = self.world.fleet, self.rng
-        name = rng.choice(["add", "pause", "resume", "drain", "remove", "restarted", "update_failed", "process_exited"])
+        names = ["add", "pause", "resume", "drain", "remove", "restarted", "update_failed", "process_exited"]
+        name = rng.choice([*names, "fall_asleep", "wake_up"])
         snapshot, epoch = dict(fleet._members), fleet.membership_epoch
         arguments = (url, "walk") if name in ("drain", "remove", "update_failed", "process_exited") else (url,)
         try:
@@ -767,6 +817,8 @@ class Walk:
             return
         if name in ("restarted", "process_exited"):
             self.reboot(url)
+        if name == "fall_asleep":
+            self.truth[url].weights = None
         if name == "remove" or (name == "drain" and rng.random() < 0.9):
             if name == "drain":
                 fleet.remove(url, "drained")
@@ -795,7 +847,8 @@ class Walk:
                     assert truth.weights == fleet.version, f"{url} serves {truth.weights}"
             assert member.incidents < fleet.policy.incidents_to_suspect
             assert member.probe_failures < fleet.policy.probes_to_suspect
-        assert not set(fleet.to_probe()) & {m.url for m in fleet.members() if m.state in (State.PAUSED, State.DRAINING)}
+        left_alone = (State.PAUSED, State.ASLEEP, State.DRAINING)
+        assert not set(fleet.to_probe()) & {m.url for m in fleet.members() if m.state in left_alone}
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,122 @@
+"""Engines on the trainer's own GPUs: what takes their memory there, and gives it back.
+
+    release          the engine has nothing to do, and its GPUs are free
+    weights_back     room for weights, which an update then fills
+    caches_back      room for keys and values; after it the engine is resumed
+
+Weights come before caches: an engine that has its caches generates. On a CPU, where neither vLLM nor SGLang can sleep,
+a pause stands for it, and the processes take turns all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rltool.engines.dialect import Dialect, SleepLevel
+from rltool.engines.dialects import dialect
+from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.errors import UsageError
+from rltool.megatron.offload import Part
+from rltool.weights.connections import Ranks
+
+SENT: tuple[Part, ...] = ("parameters",)
+"""What a weight sync needs of the trainer on its devices."""
+TRAINED: tuple[Part, ...] = ("gradients", "optimizer")
+
+
+class EngineResidency(Protocol):
+    """Requests to one engine, pure, in this order: release, weights_back, caches_back, and the dialect's resume."""
+
+    def release(self) -> list[HttpRequest]: ...
+
+    def weights_back(self) -> list[HttpRequest]: ...
+
+    def caches_back(self) -> list[HttpRequest]: ...
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """level: see dialect.SleepLevel."""
+
+    dialect: Dialect
+    level: SleepLevel
+
+    def release(self) -> list[HttpRequest]:
+        return self.dialect.sleep(self.level)
+
+    def weights_back(self) -> list[HttpRequest]:
+        return self.dialect.wake(("weights",))
+
+    def caches_back(self) -> list[HttpRequest]:
+        return self.dialect.wake(("kv_cache",))
+
+
+@dataclass(frozen=True)
+class Pause:
+    """In place of sleep, where there is no GPU memory to free."""
+
+    dialect: Dialect
+
+    def release(self) -> list[HttpRequest]:
+        return self.dialect.pause("abort")
+
+    def weights_back(self) -> list[HttpRequest]:
+        return []
+
+    def caches_back(self) -> list[HttpRequest]:
+        return []
+
+
+def residency_of(info: EngineInfo, trainer_device: str, *, updated: bool) -> EngineResidency:
+    """How this engine frees its GPUs. updated: a sync brings its weights whenever it wakes up: they need not be kept.
+
+    UsageError, a sentence without the engine's name, for one that was not started for that.
+    """
+    speaks, levels = dialect(info.dialect, plugin=info.plugin), info.sleep_levels
+    if updated and 2 in levels:
+        return Sleep(speaks, 2)
+    if 1 in levels:
+        return Sleep(speaks, 1)
+    if trainer_device == "cpu":
+        return Pause(speaks)
+    flags = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[info.dialect]
+    if not updated and info.dialect == "sglang":
+        flags += " --enable-weights-cpu-backup"
+    raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {flags}")
+
+
+def check_residency(infos: Mapping[str, EngineInfo], trainer_device: str, *, updated: bool) -> None:
+    """UsageError for the first of these engines that cannot leave its GPUs to the trainer."""
+    for url, info in infos.items():
+        try:
+            residency_of(info, trainer_device, updated=updated)
+        except UsageError as error:
+            raise UsageError(f"the engine {url} {error}") from error
+
+
+class SharedGpus:
+    """What a weight sync asks where engines sit on the trainer's GPUs. infos: of the engines, live, by URL. end(url,
+    why): ends the process of an engine, which is started again."""
+
+    def __init__(
+        self, ranks: Ranks, infos: Mapping[str, EngineInfo], trainer_device: str,
+        end: Callable[[str, str], Awaitable[None]],
+    ) -> None:  # fmt: skip
+        self._ranks, self._infos, self._trainer_device, self.end = ranks, infos, trainer_device, end
+
+    def residency(self, url: str) -> EngineResidency:
+        return residency_of(self._infos[url], self._trainer_device, updated=True)
+
+    @asynccontextmanager
+    async def parameters(self) -> AsyncIterator[None]:
+        """Inside, the ranks have their parameters on their devices and nothing else of the training; after it, not
+        even these."""
+        await self._ranks.offload(TRAINED)
+        await self._ranks.onload(SENT)
+        try:
+            yield
+        finally:
+            await self._ranks.offload(SENT)
