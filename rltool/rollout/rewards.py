@@ -14,7 +14,7 @@ from collections import Counter
 
 from rltool.rollout.sample import Sample
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|[-+]?\.\d+")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)")
 _CHOICE_STATED = re.compile(r"(?i:\b(?:answer|option|choice)(?:\s+is)?)\s*[:=]?\s*\**\(?([A-Z])\b")
 _CHOICE_ALONE = re.compile(r"^\W*([A-Z])\W*$|^\(?([A-Z])[).:]\s", re.MULTILINE)
 
