@@ -79,6 +79,12 @@ class SamplingConfig(Config):
     """Longer responses are cut, and counted as truncated."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside those of generation_config.json and the tokenizer's EOS."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response, with the token that completes one as its last. Special tokens are no text: name those
+    in stop_token_ids."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Engines forbid every stop token before so many, which changes what log-probabilities mean: refused for policy
+    training."""
 
 
 class RolloutConfig(Config):

@@ -19,6 +19,7 @@ from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.tokenizer import Tokenizer
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
 
@@ -70,9 +71,9 @@ async def _score(
         await pool.close()
 
 
-def check_generate_function(path: str) -> None:
+def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, models: Models | None = None) -> None:
     """ContractViolation unless the generate function fills a group correctly against an engine that answers every
-    request."""
+    request. tokenizer, models: what the function finds in its context, where it looks for them."""
     function = load_callable(path, setting="path")
     group = [
         Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i)
@@ -90,7 +91,10 @@ def check_generate_function(path: str) -> None:
             for _ in range(request.n)
         ]
 
-    context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
+    context = GenerateContext(
+        generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100, models=models or Models(),
+        tokenizer=tokenizer,
+    )  # fmt: skip
     try:
         asyncio.run(fill_group(group, context, function))
     except Exception as error:  # reported as a violation, with its cause

@@ -185,6 +185,12 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
             "log-probabilities over the kept tokens, the trainer does not, so the two would differ on every token; "
             "train with top_p = 1 and top_k = -1"
         )
+    if config.algorithm.loss == "policy" and sampling.min_tokens:
+        raise UsageError(
+            f"sampling.min_tokens {sampling.min_tokens}: engines give stop tokens the probability 0 until then and "
+            "renormalise the others, the trainer does not, so log-probabilities would differ; train without it, and "
+            "let the reward or rollout.group_hook judge what is too short"
+        )
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     cut = config.trainer.context_parallel
     if longest > config.trainer.micro_batch_tokens:
