@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from rltool.config.base import Config
+from rltool.config.base import Config, OwnFunction
 from rltool.config.gateway import GatewayConfig
-from rltool.config.rollout import OwnFunction
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
@@ -119,7 +118,7 @@ def type_name(annotation: Any) -> str:
         return f"table of {type_name(arguments[0])} to {type_name(arguments[1])}"
     if origin is Annotated:
         return "`package.module:function`" if annotation == OwnFunction else type_name(arguments[0])
-    return {"str": "text", "Path": "path"}.get(annotation.__name__, annotation.__name__)
+    return {"str": "text", "Path": "path", "Any": "value"}.get(annotation.__name__, annotation.__name__)
 
 
 def default_text(field: Any) -> str:

@@ -54,6 +54,7 @@ def rollout_only(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
+    from rltool.models.hub import with_local_models
     from rltool.rollout.record import check_directory, check_settings
     from rltool.training.preflight import (
         check_fleet,
@@ -70,7 +71,7 @@ def rollout_only(
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
-    settings = loaded.config
+    settings = with_local_models(loaded.config)
     notes = check_settings(loaded.origins)
     check_files(settings)
     check_mode(settings)

@@ -29,6 +29,7 @@ from rltool.engines.launch import (
 )
 from rltool.engines.plan import describe_plan
 from rltool.errors import UsageError
+from rltool.models.hub import local_model, with_local_models
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, open_run, runs_root
@@ -161,10 +162,13 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
     if files:
         if given:
             raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
-        return order_of_file(load_config(TrainConfig, files).config)
+        return order_of_file(with_local_models(load_config(TrainConfig, files).config))
     if flags["model"][1] is None:
-        raise UsageError("give MODEL, a Hugging Face model directory, or --config FILE with [[engines.groups]]")
-    return order_of_flags(load_config(ServeConfig, flags=flags).config)
+        raise UsageError(
+            "give MODEL, a Hugging Face model directory or a name of the hub, or --config FILE with [[engines.groups]]"
+        )
+    config = load_config(ServeConfig, flags=flags).config
+    return order_of_flags(config.model_copy(update={"model": local_model(config.model, setting="MODEL")}))
 
 
 def _say(line: str) -> None:

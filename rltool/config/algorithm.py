@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from rltool.config.base import Config
-from rltool.config.rollout import OwnFunction
+from rltool.config.base import Config, OwnFunction
 
 
 def _inf_from_json(value: Any) -> Any:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
+
+ImportPath = str
+"""`package.module:attribute`"""
+
+OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+"""An import path beside known names: without the colon it is a misspelt name."""
 
 
 def _make_numbers_strict(schema: Any) -> None:

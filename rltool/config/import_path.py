@@ -7,15 +7,18 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rltool.errors import UsageError
 
 
-def load_callable(path: str, *, setting: str, takes: Sequence[str] = ()) -> Callable[..., Any]:
+def load_callable(
+    path: str, *, setting: str, takes: Sequence[str] = (), options: Iterable[str] = ()
+) -> Callable[..., Any]:
     """The callable that `package.module:attribute` names. `setting` is the configuration key that the error message
-    names; `takes`: the positional arguments that it will be called with, by name; none: not checked.
+    names; `takes`: the positional arguments that it will be called with, by name; none: not checked. options: names of
+    keyword arguments that it gets besides.
 
     UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is
     missing, not callable, or cannot be called with these arguments.
@@ -45,19 +48,20 @@ def load_callable(path: str, *, setting: str, takes: Sequence[str] = ()) -> Call
     if not callable(found):
         raise UsageError(f"{setting} = {path!r}: expected a function, found {type(found).__name__}")
     if takes:
-        _check_signature(found, takes, f"{setting} = {path!r}")
+        _check_signature(found, takes, dict.fromkeys(options), f"{setting} = {path!r}")
     return found
 
 
-def _check_signature(function: Callable[..., Any], takes: Sequence[str], what: str) -> None:
+def _check_signature(function: Callable[..., Any], takes: Sequence[str], options: dict[str, None], what: str) -> None:
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # of some functions written in C nothing is known
     try:
-        signature.bind(*takes)
+        signature.bind(*takes, **options)
     except TypeError as error:
+        called = ", ".join([*takes, *(f"{name}=..." for name in options)])
         raise UsageError(
-            f"{what}: it is called as f({', '.join(takes)}), which {signature} does not take ({error}); see the "
+            f"{what}: it is called as f({called}), which {signature} does not take ({error}); see the "
             "contract of this key in docs/extending.md"
         ) from None

@@ -1,5 +1,4 @@
-"""What generation is configured by: engines, sampling, rollouts, data, rewards, evaluation, weights on their way to
-engines."""
+"""What generation is configured by: engines, sampling, rollouts, evaluation, weights on their way to engines."""
 
 from __future__ import annotations
 
@@ -8,14 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from rltool.config.base import Config
+from rltool.config.base import Config, ImportPath, OwnFunction
+from rltool.config.data import DataSet
 from rltool.config.serve import EngineGroup
-
-ImportPath = str
-"""`package.module:attribute`"""
-
-OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
-"""An import path beside known names: without the colon it is a misspelt name."""
 
 
 class EnginesConfig(Config):
@@ -96,6 +90,12 @@ class SamplingConfig(Config):
     """Longer responses are cut, and counted as truncated."""
     stop_token_ids: tuple[int, ...] = ()
     """Beside those of generation_config.json and the tokenizer's EOS."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a response, with the token that completes one as its last. Special tokens are no text: name those
+    in stop_token_ids."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Engines forbid every stop token before so many, which changes what log-probabilities mean: refused for policy
+    training."""
 
 
 class RolloutConfig(Config):
@@ -151,40 +151,11 @@ class RolloutConfig(Config):
     """Write every rollout to RUN/rollouts, for debug train-only to replay."""
 
 
-class DataConfig(Config):
-    """JSONL or Parquet: `prompt` (text) or `messages` (chat), optional `label`, `response`, `metadata`."""
-
-    train: tuple[Path, ...] = ()
-    """Files whose names end in .jsonl, .json or .parquet."""
-    prompt_key: str = "prompt"
-    """Column of the prompt; `messages` is looked for where it is missing."""
-    label_key: str = "label"
-    """Column that rewards compare with: text or a number."""
-    response_key: str = "response"
-    """Column of the target of supervised training; without it the label is the target."""
-    apply_chat_template: bool | None = None
-    """None: for `messages` yes, for `prompt` no."""
-    shuffle: bool = True
-    """In an order that depends on the seed and the epoch alone; false: as in the files."""
-
-
-class RewardConfig(Config):
-    """What a sample is worth."""
-
-    function: ImportPath = "rltool.rollout.rewards:exact_match"
-    """Called as f(sample: Sample, text: str) -> float, or an async function of the same signature. `text` is the
-    decoded response."""
-    max_failure_fraction: float = Field(default=0.1, ge=0, le=1)
-    """Share of a batch's samples whose reward may raise or be non-finite; above it the run stops with a checkpoint."""
-    workers: int = Field(default=2, ge=1)
-    """Processes for plain reward functions; async ones run on the rollout manager's event loop, all side by side."""
-
-
 class EvalConfig(Config):
     """Accuracy on held-out prompts."""
 
-    sets: dict[str, Path] = Field(default_factory=dict)
-    """name -> data file; results appear as eval/NAME/accuracy."""
+    sets: dict[str, DataSet] = Field(default_factory=dict)
+    """name -> data set, written as in data.train; results appear as eval/NAME/accuracy."""
     every_steps: int = Field(default=0, ge=0)
     """0: only before the first and after the last step."""
     samples_per_prompt: int = Field(default=1, ge=1)

@@ -95,7 +95,7 @@ class ServeConfig(Config):
     """What the command line of serve-engines says."""
 
     model: Path
-    """Hugging Face model directory."""
+    """Hugging Face model directory, or a name of the hub, with `@REVISION` or without."""
     engine: EngineKind = "vllm"
     num_engines: int = Field(default=1, ge=1)
     """Each has tp GPUs of its own."""

@@ -11,14 +11,14 @@ from pydantic import Field, model_validator
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config
+from rltool.config.data import DataConfig
 from rltool.config.parallel import ParallelLayout
 from rltool.config.renamed import RENAMED
+from rltool.config.reward import RewardConfig
 from rltool.config.rollout import (
-    DataConfig,
     DeadlinesConfig,
     EnginesConfig,
     EvalConfig,
-    RewardConfig,
     RolloutConfig,
     SamplingConfig,
     WeightsConfig,
@@ -28,7 +28,8 @@ from rltool.config.serve import POLICY, ServedModel
 
 class ModelConfig(Config):
     path: Path
-    """Hugging Face directory, or a torch_dist directory written by convert-ckpt."""
+    """Hugging Face directory, a torch_dist directory written by convert-ckpt, or a name of the Hugging Face hub
+    (`Qwen/Qwen3-0.6B`, with `@REVISION` or without)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
     teacher_path: Path | None = None

@@ -91,6 +91,10 @@ class SglangDialect(SglangInspection):
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
         }
+        if sampling.stop:
+            parameters["stop"] = list(sampling.stop)
+        if sampling.min_tokens:
+            parameters["min_new_tokens"] = sampling.min_tokens
         if request.seed is not None:
             parameters["sampling_seed"] = (request.seed + index) % SEED_MODULUS
         body = {

@@ -17,7 +17,8 @@ SEED_MODULUS = 2**31
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response. temperature 0 is greedy; top_k -1 keeps all tokens."""
+    """How to sample one response. temperature 0 is greedy; top_k -1 keeps all tokens. stop: texts that end a response,
+    for engines that decode; min_tokens: so many before any stop, for which engines forbid stop tokens."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -25,18 +26,21 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    min_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
-    fixed length."""
+    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     request_id: str
     n: int = 1
     seed: int | None = None
+    continues: int = 0
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,10 @@ class VllmDialect(VllmInspection):
             "logprobs": 0,  # the sampled token's own, no alternatives
             "detokenize": False,
         }
+        if sampling.stop:
+            parameters |= {"stop": list(sampling.stop), "detokenize": True}
+        if sampling.min_tokens:
+            parameters["min_tokens"] = sampling.min_tokens
         if request.seed is not None:
             # vLLM seeds sample i of a request with seed + i (v1/engine/parallel_sampling.py).
             parameters["seed"] = (request.seed + start) % SEED_MODULUS

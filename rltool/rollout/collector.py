@@ -16,7 +16,7 @@ from typing import Protocol
 
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
 from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
-from rltool.rollout.data import PromptSource
+from rltool.rollout.data import PromptSupply
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
 
@@ -103,7 +103,7 @@ class Collector:
 
     def __init__(
         self,
-        source: PromptSource,
+        source: PromptSupply,
         policy: AdmissionPolicy,
         work: GroupWork,
         versions: Published,

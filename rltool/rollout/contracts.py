@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rltool.config.import_path import load_callable
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
@@ -18,18 +19,22 @@ from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.tokenizer import Tokenizer
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
 
 
 def check_reward_function(
-    path: str, *, samples: Sequence[tuple[Sample, str]] = (), timeout: float = 60.0, models: Models | None = None
-) -> None:
-    """ContractViolation unless the function at `package.module:function` gives a finite number for every sample.
+    path: str, *, samples: Sequence[tuple[Sample, str]] = (), timeout: float = 60.0, models: Models | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """ContractViolation unless the function at `package.module:function` (or of a shipped name) gives a finite number
+    for every sample.
 
     samples: your own (sample, text) pairs, for functions that need particular labels or metadata; without any, eight
     texts with the label "42" are used, among them an empty and a very long one. The function must not change the
-    sample. models: what a function with a `context` reaches; stand-ins with an async `generate` will do.
+    sample. models: what a function with a `context` reaches; stand-ins with an async `generate` will do. options: as
+    reward.options.
     """
     pairs = list(samples) or [
         (
@@ -47,7 +52,7 @@ def check_reward_function(
         for i, text in enumerate(EXAMPLE_TEXTS)
     ]
     problems = []
-    outcomes = asyncio.run(_score(path, pairs, timeout, models))
+    outcomes = asyncio.run(_score(path, pairs, timeout, models, options))
     for number, ((_, text), outcome) in enumerate(zip(pairs, outcomes, strict=True)):
         if isinstance(outcome, RewardFailure):
             problems.append(f"sample {number} (text {text[:40]!r}): {outcome.reason}")
@@ -55,19 +60,20 @@ def check_reward_function(
 
 
 async def _score(
-    path: str, pairs: Sequence[tuple[Sample, str]], timeout: float, models: Models | None
-) -> list[float | RewardFailure]:
+    path: str, pairs: Sequence[tuple[Sample, str]], timeout: float, models: Models | None,
+    options: Mapping[str, Any] | None,
+) -> list[float | RewardFailure]:  # fmt: skip
     """As a run would, but for the changes, which a run does not look for."""
-    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True, models=models)
+    pool = RewardPool(path, workers=1, timeout=timeout, refuse_changes=True, models=models, options=options)
     try:
         return await pool.score([sample for sample, _ in pairs], [text for _, text in pairs])
     finally:
         await pool.close()
 
 
-def check_generate_function(path: str) -> None:
+def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, models: Models | None = None) -> None:
     """ContractViolation unless the generate function fills a group correctly against an engine that answers every
-    request."""
+    request. tokenizer, models: what the function finds in its context, where it looks for them."""
     function = load_callable(path, setting="path")
     group = [
         Sample(group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="hello", label="x", seed=i)
@@ -85,7 +91,10 @@ def check_generate_function(path: str) -> None:
             for _ in range(request.n)
         ]
 
-    context = GenerateContext(generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100)
+    context = GenerateContext(
+        generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100, models=models or Models(),
+        tokenizer=tokenizer,
+    )  # fmt: skip
     try:
         asyncio.run(fill_group(group, context, function))
     except Exception as error:  # reported as a violation, with its cause

@@ -19,6 +19,7 @@ from rltool.errors import EngineError, RltoolError, UsageError
 from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
+from rltool.rollout.tokenizer import Tokenizer
 
 MAX_CONTINUATIONS = 16
 """How often an aborted response is taken up again. Aborts come from weight syncs,
@@ -33,8 +34,8 @@ def _never() -> bool:
 class GenerateContext:
     """What a custom generate function gets beside its samples.
 
-    generate: sends one request to the data plane; sampling: of this rollout; vocab_size: ids below it are valid;
-    require_versions: whether a completion without weight-version spans is an error.
+    generate: sends one request to the data plane, and cuts what comes at the stop strings of its sampling; sampling: of
+    this rollout; vocab_size: ids below it are valid; tokenizer: the policy's, None only in tests; require_versions: whether a completion without weight-version spans is an error.
     interrupted: True once this group is to be put aside: what was aborted is then left ABORTED and not taken up again.
     """
 
@@ -44,6 +45,7 @@ class GenerateContext:
     require_versions: bool = True
     interrupted: Callable[[], bool] = _never
     models: Models = field(default_factory=Models)
+    tokenizer: Tokenizer | None = None
 
     def model(self, name: str) -> ModelClient:
         """A client of a model beside the policy ([models.NAME]). Raises UsageError for one that the run does not
@@ -126,10 +128,14 @@ async def continue_aborted(sample: Sample, context: GenerateContext) -> None:
             return
         request = GenerateRequest(
             prompt_ids=(*sample.prompt_ids, *sample.response_ids),
-            sampling=replace(context.sampling, max_tokens=left),
+            sampling=replace(
+                context.sampling, max_tokens=left,
+                min_tokens=max(0, context.sampling.min_tokens - len(sample.response_ids)),
+            ),
             request_id=uuid.uuid4().hex,
             # a new seed: with the first one the engine would draw the numbers of the first tokens again
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
+            continues=len(sample.response_ids),
         )
         [completion] = await _ask(sample, request, context)
         sample.append_response_tokens(completion)

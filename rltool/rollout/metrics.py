@@ -26,6 +26,7 @@ def rollout_metrics(
         "rollout/zero_std_group_fraction": zero_std_group_fraction(samples),
         **_lengths("rollout", samples),
         "rollout/dropped": float(sum(dropped.values())),
+        **_reward_parts(samples),
         "rollout/weight_versions": float(len({span.version for sample in samples for span in sample.versions})),
     }
     if seconds is not None:
@@ -52,6 +53,17 @@ def zero_std_group_fraction(samples: Sequence[Sample]) -> float:
     for sample in samples:
         groups[sample.group_id].add(sample.reward)
     return _mean([float(len(values) == 1) for values in groups.values()])
+
+
+def _reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Means over the samples that have them: of each part of the reward, and of what reward.group replaced."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        for name, value in sample.reward_parts.items():
+            parts[f"rollout/reward_part_{name}"].append(value)
+        if sample.raw_reward is not None:
+            parts["rollout/raw_reward_mean"].append(sample.raw_reward)
+    return {name: _mean(values) for name, values in sorted(parts.items())}
 
 
 def _lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:

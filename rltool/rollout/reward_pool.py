@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib.util
 import inspect
 import json
 import os
@@ -23,11 +24,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rltool.config.import_path import load_callable
+from rltool.config.reward import SHIPPED
 from rltool.errors import RltoolError, UsageError
 from rltool.rollout.model_clients import Models, RewardContext
 from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
@@ -48,7 +50,7 @@ BOOTSTRAP = """\
 import sys
 sys.path[:] = {path!r}
 from rltool.rollout.reward_worker import main
-main({descriptor}, {function!r}, {refuse})
+main({descriptor}, {function!r}, {refuse}, {options!r})
 """
 """Not multiprocessing: its children import the parent's main module anew, which in a Ray actor is Ray's own worker."""
 
@@ -63,7 +65,8 @@ class RewardFailure:
 class RewardPool:
     """The reward function of a run. Construct it early: its workers warm up meanwhile. Owned by one event loop.
 
-    function_path: `package.module:function`; UsageError if it cannot be imported. workers: processes for a plain
+    function_path: a name of config.reward.SHIPPED or `package.module:function`; UsageError if it cannot be imported.
+    options: keyword arguments of every call. workers: processes for a plain
     function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
     timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
     are lost, an async function's are not). models: what an async function that takes `context` reaches by it.
@@ -71,11 +74,13 @@ class RewardPool:
 
     def __init__(
         self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False,
-        models: Models | None = None,
+        models: Models | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._path, self._timeout, self._refuse_changes = function_path, timeout, refuse_changes
-        self._function = load_reward(function_path)
-        self._more = {CONTEXT: RewardContext(models or Models())} if wants_context(self._function) else {}
+        self._path, self._timeout, self._refuse_changes = import_path_of(function_path), timeout, refuse_changes
+        self._options = dict(options or {})
+        self._function = load_reward(function_path, self._options)
+        more = {CONTEXT: RewardContext(models or Models())} if wants_context(self._function) else {}
+        self._keywords = {**self._options, **more}
         self.is_async = is_async(self._function)
         self._closed = False
         self._workers: set[_Worker] = set()
@@ -161,7 +166,7 @@ class RewardPool:
         self._reap(0.0)
         if self._closed:
             raise RltoolError("the reward pool is closed")
-        worker = _Worker(self._path, self._refuse_changes)
+        worker = _Worker(self._path, self._refuse_changes, self._options)
         self._workers.add(worker)
         return worker
 
@@ -188,24 +193,38 @@ class RewardPool:
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
-        reward = finite(await self._function(sample, text, **self._more))
+        reward = finite(await self._function(sample, text, **self._keywords))
         if before != sample:
             raise ValueError(CHANGED)
         return reward
 
 
-def load_reward(path: str) -> RewardFunction:
-    """reward.function as a function; UsageError for an import path that leads nowhere, or to what is no reward."""
-    setting = "reward.function"
-    function = load_callable(path, setting=setting)
-    if not wants_context(function):
-        return load_callable(path, setting=setting, takes=("sample", "text"))
-    if not is_async(function):
+def import_path_of(name: str) -> str:
+    """Of a reward that ships with rltool; any other text is an import path already."""
+    return SHIPPED[name].path if name in SHIPPED else name
+
+
+def load_reward(
+    name: str, options: Mapping[str, Any] | None = None, *, setting: str = "reward.function"
+) -> RewardFunction:
+    """A reward by name or import path as a function; UsageError for a path that leads nowhere, or to what is no reward,
+    a package that is not installed, and options that the function does not take."""
+    shipped = SHIPPED.get(name)
+    if shipped is not None and shipped.package and importlib.util.find_spec(shipped.package) is None:
         raise UsageError(
-            f"{setting} = {path!r} takes a context, so it must be `async def`: plain functions run in processes of "
-            "their own, from which no engine is reached"
+            f"{setting} = {name!r} needs a package that is not installed here: pip install 'rltool[{shipped.extra}]'"
         )
-    return load_callable(path, setting=setting, takes=("sample", "text", CONTEXT))
+    path = import_path_of(name)
+    function = load_callable(path, setting=setting)
+    takes = ("sample", "text")
+    if wants_context(function):
+        if not is_async(function):
+            raise UsageError(
+                f"{setting} = {path!r} takes a context, so it must be `async def`: plain functions run in processes of "
+                "their own, from which no engine is reached"
+            )
+        takes = (*takes, CONTEXT)
+    return load_callable(path, setting=setting, takes=takes, options=options or ())
 
 
 def wants_context(function: Callable[..., Any]) -> bool:
@@ -225,11 +244,15 @@ class _Worker:
     """One process and the parent's end of its socket. Its session is its own: Ctrl-C does not reach it, and what the
     function starts dies with it."""
 
-    def __init__(self, function_path: str, refuse_changes: bool) -> None:
+    def __init__(self, function_path: str, refuse_changes: bool, options: dict[str, Any]) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             code = BOOTSTRAP.format(
-                path=sys.path, descriptor=theirs.fileno(), function=function_path, refuse=refuse_changes
+                path=sys.path,
+                descriptor=theirs.fileno(),
+                function=function_path,
+                refuse=refuse_changes,
+                options=options,
             )
             self._process = subprocess.Popen(
                 # unbuffered: what a function prints before it hangs is what its author needs

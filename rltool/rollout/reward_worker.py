@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import json
 import math
@@ -38,14 +39,14 @@ REASON_CHARACTERS = 2000
 """How much of an error's text is reported: a function may put its whole input into it."""
 
 
-def main(descriptor: int, function_path: str, refuse_changes: bool) -> None:
-    """Serve until the parent closes its end of the socket, or dies."""
+def main(descriptor: int, function_path: str, refuse_changes: bool, options: dict[str, Any]) -> None:
+    """Serve until the parent closes its end of the socket, or dies. options: keyword arguments of each call."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, frames), daemon=True).start()
     try:
-        function = load_callable(function_path, setting="reward.function")
+        function = functools.partial(load_callable(function_path, setting="reward.function"), **options)
     except UsageError as error:
         _send(connection, {"unusable": str(error)})
         return

@@ -23,8 +23,9 @@ class Sample:
 
     response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
-    `prompt_index` is the row of the data set. remove_sample, set by a hook: no loss on this sample, while its reward
-    still counts in its group's baseline.
+    `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
+    that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
+    sample, while its reward still counts in its group's baseline.
     """
 
     group_id: int
@@ -41,6 +42,8 @@ class Sample:
     versions: list[VersionSpan] = field(default_factory=list)
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
+    raw_reward: float | None = None
+    reward_parts: dict[str, float] = field(default_factory=dict)
     remove_sample: bool = False
 
     def append_response_tokens(self, completion: Completion) -> None:

@@ -13,6 +13,7 @@ from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.reward_pool import RewardFailure
+from rltool.rollout.reward_worker import describe
 from rltool.rollout.sample import Sample, SampleStatus
 
 Decode = Callable[[Sequence[int]], str]
@@ -24,6 +25,12 @@ class Rewards(Protocol):
     """reward_pool.RewardPool."""
 
     async def score(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]: ...
+
+
+class RewardsTogether(Protocol):
+    """group_reward.GroupReward."""
+
+    async def apply(self, samples: list[Sample], texts: list[str]) -> None: ...
 
 
 @dataclass
@@ -75,11 +82,13 @@ class Scorer:
         *,
         group_filter: GroupFilter | None = None,
         group_hook: GroupHook | None = None,
+        group_reward: RewardsTogether | None = None,
         max_failure_fraction: float = 1.0,
         batch_samples: int = 1,
         function: str = "the reward function",
     ) -> None:
         self._rewards, self._decode, self._filter, self._hook = rewards, decode, group_filter, group_hook
+        self._group_reward = group_reward
         self._max_failure_fraction, self._batch_samples, self._function = max_failure_fraction, batch_samples, function
         self.stats = ScoreStats()
 
@@ -87,7 +96,7 @@ class Scorer:
         """Set each sample's reward; one whose reward failed is FAILED and has none.
         Texts are decoded whole, environment tokens included."""
         started = asyncio.get_running_loop().time()
-        texts = await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
+        texts = await self._texts(samples)
         stats = ScoreStats(scored=len(samples), groups=1)
         for sample, value in zip(samples, await self._rewards.score(samples, texts), strict=True):
             if isinstance(value, RewardFailure):
@@ -100,7 +109,7 @@ class Scorer:
         return stats
 
     async def finish(self, samples: list[Sample]) -> str | None:
-        """Score a group, take failed and aborted samples out of the list, apply hook and filter.
+        """Score a group, take failed and aborted samples out of the list, apply group reward, hook and filter.
 
         Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or
         None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch.
@@ -113,6 +122,9 @@ class Scorer:
         self._add(await self.rewards_of(samples))
         self.check()
         samples[:] = [sample for sample in samples if sample.status is not SampleStatus.FAILED]
+        if samples and self._group_reward is not None:
+            self._add(await self._reward_together(samples, self._group_reward))
+            self.check()
         if not samples:
             return "reward_failed"
         if self._hook is not None:
@@ -126,6 +138,22 @@ class Scorer:
                 "expected the reason for dropping the group, or None"
             )
         return reason
+
+    async def _reward_together(self, samples: list[Sample], group_reward: RewardsTogether) -> ScoreStats:
+        """A failure is that of all samples: they are FAILED and taken out."""
+        try:
+            await group_reward.apply(samples, await self._texts(samples))
+        except (Exception, SystemExit) as error:  # whatever a user's code raises
+            reason = "reward.group took too long" if isinstance(error, TimeoutError) else describe(error)
+            stats = ScoreStats(failed=len(samples), reasons=Counter({reason: len(samples)}))
+            for sample in samples:
+                sample.reward, sample.status = None, SampleStatus.FAILED
+            samples.clear()
+            return stats
+        return ScoreStats()
+
+    async def _texts(self, samples: list[Sample]) -> list[str]:
+        return await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
 
     def take_stats(self) -> ScoreStats:
         """Counts since the last call. TrainingStopped as in `finish`, judged over all of them."""

@@ -50,7 +50,7 @@ def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict
         groups.append(
             {
                 "id": group.id,
-                "prompt": group.prompt.index,
+                "prompt": collector.source.saved(group.prompt),
                 "state": state.value,
                 "samples": len(group.samples) if kept else None,
             }
@@ -94,7 +94,7 @@ def restore(collector: Collector, state: dict[str, Any], directory: Path | None)
     at = 0
     groups = []
     for entry in state["groups"]:
-        prompt = source.prompt(entry["prompt"])
+        prompt = source.restored(entry["prompt"])
         if entry["samples"] is None:
             own = new_samples(
                 entry["id"], prompt, count=collector.config.samples_per_prompt, run_seed=collector.config.run_seed

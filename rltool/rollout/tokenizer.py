@@ -101,10 +101,13 @@ class Tokenizer:
 
 
 def load_tokenizer(
-    model_dir: Path, *, stop_token_ids: Iterable[int] = (), trust_remote_code: bool = False
-) -> Tokenizer:
+    model_dir: Path, *, stop_token_ids: Iterable[int] = (), chat_template: Path | None = None,
+    trust_remote_code: bool = False,
+) -> Tokenizer:  # fmt: skip
     """The tokenizer in a Hugging Face directory (or a converted one, which carries it along).
-    UsageError if it cannot be loaded."""
+
+    chat_template: a Jinja file in place of the template that comes with it. UsageError if either cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not model_dir.is_dir():
@@ -115,6 +118,11 @@ def load_tokenizer(
         )
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"cannot load a tokenizer from {model_dir}: {error}") from error
+    if chat_template is not None:
+        try:
+            hf_tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"data.chat_template: {chat_template} cannot be read: {error}") from error
     stop_ids = {*_eos_ids(model_dir / "generation_config.json"), *stop_token_ids}
     if hf_tokenizer.eos_token_id is not None:
         stop_ids.add(hf_tokenizer.eos_token_id)

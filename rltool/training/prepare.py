@@ -14,6 +14,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import ModelEndpoints
 from rltool.engines.plan import EnginePlan
 from rltool.errors import UsageError
+from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.side_model import SideEngines
 from rltool.training.cluster import available_gpus
@@ -113,6 +114,7 @@ def prepare(
 
     restarted: this command went before, and a fault ended it: go on from what it has saved, or begin once more.
     """
+    loaded = loaded._replace(config=with_local_models(loaded.config))
     config = loaded.config
     if replay is None:
         check_config(config)

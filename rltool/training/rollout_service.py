@@ -27,25 +27,21 @@ from rltool.errors import RltoolError
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
-from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
 from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, RestartBudget, RestartPolicy
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.generate import load_generate
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.router_members import RouterMembers
-from rltool.rollout.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.side_model import SideEngines, SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
-from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.rollout_batch import Rollout, to_rollout
+from rltool.training.rollout_inputs import load_inputs
 from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
 from rltool.weights.connections import Ranks
@@ -187,31 +183,11 @@ class RolloutService:
         return summary
 
     def _load(self) -> str:
-        config = self._config
-        rollout, sampling = config.rollout, config.sampling
-        self.tokenizer: Tokenizer = load_tokenizer(
-            config.model.path, stop_token_ids=sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code
-        )
-        self._function = load_generate(rollout)
-
-        def load(paths: tuple[Path, ...], limit: int | None = None) -> PromptSet:
-            return load_prompts(
-                paths, self.tokenizer, config.data, max_prompt_tokens=sampling.max_prompt_tokens, limit=limit
-            )
-
-        train = load(config.data.train)
-        evals = {name: load((path,), config.eval.max_prompts) for name, path in config.eval.sets.items()}
-        self._eval_sets = {name: found.prompts for name, found in evals.items()}
-        self._pool = RewardPool(
-            config.reward.function, workers=config.reward.workers, timeout=config.deadlines.reward, models=self._models
-        )
-        self._scorer = Scorer(
-            self._pool, self.tokenizer.decode, group_filter=load_filter(rollout), group_hook=load_hook(rollout),
-            max_failure_fraction=config.reward.max_failure_fraction,
-            batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt, function=config.reward.function,
-        )  # fmt: skip
-        self._prompts = PromptSource(train.prompts, seed=config.seed, shuffle=config.data.shuffle)
-        return data_summary(train, evals)
+        inputs = load_inputs(self._config, self._models)
+        self.tokenizer, self._function = inputs.tokenizer, inputs.function
+        self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
+        self._rewards, self._scorer = inputs.rewards, inputs.scorer
+        return inputs.summary
 
     def _collector(self) -> Collector:
         config, rollout = self._config, self._config.rollout
@@ -306,8 +282,8 @@ class RolloutService:
                 await self._monitor.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
-            if hasattr(self, "_pool"):
-                await self._pool.close()
+            if hasattr(self, "_rewards"):
+                await self._rewards.close()
         return [f"{url}: {reason}" for url, reason in failures.items()]
 
     async def interrupt(self) -> None:
@@ -452,6 +428,7 @@ class RolloutService:
         rollout.metrics.update(
             {
                 "rollout/epoch": float(self.collector.source.epoch),
+                "rollout/prompts_too_long_total": float(self.collector.source.num_too_long),
                 "rollout/engines_serving": float(len(self.fleet.serving())),
                 "rollout/requests_in_flight": float(self._plane.in_flight),
                 "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from rltool.config.train import TrainConfig
-from rltool.engines.types import SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.errors import UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.evaluation import evaluate_set
@@ -15,7 +16,25 @@ from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_grou
 from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import Models
 from rltool.rollout.scoring import Scorer
+from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
+
+
+def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
+    """UsageError for a request of an own generate function whose tokens could not be trained on: the trainer computes
+    log-probabilities of the whole distribution at sampling.temperature."""
+    changed = [
+        name
+        for name in ("temperature", "top_p", "top_k", "min_tokens")
+        if getattr(asked, name) != getattr(configured, name)
+    ]
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"rollout.generate_function asks for {name} {getattr(asked, name)}, and the run trains on sampling.{name} = "
+            f"{getattr(configured, name)}: engine and trainer would mean different log-probabilities; leave it as "
+            "context.sampling has it"
+        )
 
 
 class RolloutWork:
@@ -30,18 +49,27 @@ class RolloutWork:
         sampling = config.sampling
         params = SamplingParams(
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
-            top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids,
+            top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids, stop=sampling.stop, min_tokens=sampling.min_tokens,
         )  # fmt: skip
+        self._tokenizer = tokenizer
         self._context = GenerateContext(
-            plane.generate, params, vocab_size, require_versions=require_versions, models=models
+            self._ask, params, vocab_size, require_versions=require_versions, models=models, tokenizer=tokenizer
         )
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
-        async def generate(request: Any) -> Any:
-            return await self._plane.generate(request, group=group.id)
+        async def generate(request: GenerateRequest) -> list[Completion]:
+            check_trainable(request.sampling, self._context.sampling)
+            return await self._ask(request, group=group.id)
 
         context = replace(self._context, generate=generate, interrupted=interrupted)
         await fill_group(group.samples, context, self._function)
+
+    async def _ask(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
+        completions = await self._plane.generate(request, group=group)
+        if not request.sampling.stop:
+            return completions
+        decode = self._tokenizer.decode
+        return await asyncio.to_thread(lambda: [cut_at_stop(one, request, decode) for one in completions])
 
     async def finish(self, group: Group) -> str | None:
         return await self._scorer.finish(group.samples)

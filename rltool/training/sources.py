@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
-from rltool.rollout.data import PromptSource, data_summary, load_prompts
+from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.snapshot import SourceState
@@ -107,6 +108,12 @@ class FakeRollouts(Stateless):
         return SourcedBatch(_dated(samples_to_batch(samples), step), rollout_metrics(samples, seconds=None, dropped={}))
 
 
+def _kept_of_each(loaded: PromptSet, rows: SupervisedSet) -> tuple[int, ...]:
+    """How many rows of each set of data.train are left once those with too long a response are out."""
+    indices = (prompt.index for prompt in loaded.prompts)
+    return tuple(sum(index in rows.targets for index in islice(indices, size)) for size in loaded.parts)
+
+
 class SupervisedData:
     """Rows of the data set with their targets, for algorithm.loss = "sft"."""
 
@@ -115,6 +122,7 @@ class SupervisedData:
         tokenizer = load_tokenizer(
             config.model.path,
             stop_token_ids=config.sampling.stop_token_ids,
+            chat_template=config.data.chat_template,
             trust_remote_code=config.model.trust_remote_code,
         )
         loaded = load_prompts(
@@ -125,7 +133,10 @@ class SupervisedData:
         )
         self.summary = data_summary(loaded, {}, targets_too_long=self.rows.num_too_long)
         """One line on the rows that were read, and those that were left out for their length."""
-        self._source = PromptSource(self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle)
+        self._source = PromptSource(
+            self.rows.prompts, seed=config.seed, shuffle=config.data.shuffle, parts=_kept_of_each(loaded, self.rows),
+            weights=config.data.weights,
+        )  # fmt: skip
         self._before = (-1, self._source.state_dict())
 
     def next_batch(self, step: int) -> SourcedBatch:

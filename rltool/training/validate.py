@@ -19,8 +19,12 @@ from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import load_prompts
+from rltool.rollout.data.gym import check_held_out
+from rltool.rollout.data.own import load_own_source
+from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.generate import load_generate
-from rltool.rollout.reward_pool import load_reward
+from rltool.rollout.group_reward import load_group_reward
+from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
@@ -200,6 +204,12 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
             "log-probabilities over the kept tokens, the trainer does not, so the two would differ on every token; "
             "train with top_p = 1 and top_k = -1"
         )
+    if config.algorithm.loss == "policy" and sampling.min_tokens:
+        raise UsageError(
+            f"sampling.min_tokens {sampling.min_tokens}: engines give stop tokens the probability 0 until then and "
+            "renormalise the others, the trainer does not, so log-probabilities would differ; train without it, and "
+            "let the reward or rollout.group_hook judge what is too short"
+        )
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     cut = config.trainer.context_parallel
     if longest > config.trainer.micro_batch_tokens:
@@ -281,15 +291,20 @@ def check_model_directory(model: Path, *, setting: str = "model.path") -> None:
 def check_files(config: TrainConfig) -> None:
     """Model directory and data files are there."""
     check_model_directory(config.model.path)
-    if not config.data.train:
+    if not config.data.train and config.data.source is None:
         raise UsageError(
             'data.train names no file; give a JSONL or Parquet file with prompts, or --set data.train=["prompts.jsonl"]'
         )
-    for setting, path in [("data.train", p) for p in config.data.train] + [
-        (f"eval.sets.{n}", p) for n, p in config.eval.sets.items()
+    if config.data.source is not None and config.algorithm.loss == "sft":
+        raise UsageError("data.source gives prompts for rollouts; supervised training reads its rows from data.train")
+    train = [parse_spec(name) for name in config.data.train]
+    evaluation = {name: parse_spec(held_out) for name, held_out in config.eval.sets.items()}
+    for setting, spec in [("data.train", spec) for spec in train] + [
+        (f"eval.sets.{name}", spec) for name, spec in evaluation.items()
     ]:
-        if not Path(path).is_file():
-            raise UsageError(f"{setting}: {path} does not exist")
+        if spec.kind == "file" and not Path(spec.name).is_file():
+            raise UsageError(f"{setting}: {spec.name} does not exist")
+    check_held_out(train, evaluation)
 
 
 def check_inputs(config: TrainConfig) -> None:
@@ -298,15 +313,21 @@ def check_inputs(config: TrainConfig) -> None:
 
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
+    data, limit = config.data, config.sampling.max_prompt_tokens
     tokenizer = load_tokenizer(
         config.model.path,
         stop_token_ids=config.sampling.stop_token_ids,
+        chat_template=data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )
-    for path in (*config.data.train, *config.eval.sets.values()):
-        load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
+    for name in (*data.train, *config.eval.sets.values()):
+        load_prompts([name], tokenizer, data, max_prompt_tokens=limit)
+    if data.source is not None:
+        load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)
     if config.algorithm.loss == "policy" or config.eval.sets:
-        load_reward(config.reward.function)
+        check_rewards(config.reward)
+        if config.reward.group != "none":
+            load_group_reward(config.reward)
         load_generate(config.rollout)
         load_filter(config.rollout)
         load_hook(config.rollout)

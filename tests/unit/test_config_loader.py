@@ -78,7 +78,7 @@ def test_a_missing_value_and_a_missing_or_broken_file_are_named(tmp_path):
 def test_tables_of_the_users_own_names_merge(tmp_path):
     file = write(tmp_path, '[model]\npath = "a"\n[eval.sets]\nmath = "m.jsonl"\n')
     config = load_config(TrainConfig, [file], ["eval.sets.code=c.jsonl"]).config
-    assert config.eval.sets == {"math": Path("m.jsonl"), "code": Path("c.jsonl")}
+    assert config.eval.sets == {"math": "m.jsonl", "code": "c.jsonl"}
 
 
 def test_sections_of_the_users_own_names_are_set_key_by_key(tmp_path):

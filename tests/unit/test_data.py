@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rltool.config.train import DataConfig
+from rltool.config.data import DataConfig
 from rltool.errors import UsageError
 from rltool.rollout.batching import supervised_set
 from rltool.rollout.data import Prompt, PromptSource, data_summary, load_prompts
@@ -18,7 +18,7 @@ class LetterTokenizer:
     def encode_prompt(self, text):
         return [0, *map(ord, text)] if text else []
 
-    def render_messages(self, messages):
+    def render_messages(self, messages, *, tools=(), arguments=None):
         if any(message["role"] == "robot" for message in messages):
             raise RuntimeError("roles must alternate")
         return "".join(f"{m['role']}:{m['content']};" for m in messages) + "assistant:"
@@ -171,7 +171,7 @@ def test_truncated_parquet_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("a.csv", "ends in .jsonl or .parquet"), ("missing.jsonl", "does not exist")]
+    ("name", "message"), [("a.csv", "ends in .jsonl, .json or .parquet"), ("missing.jsonl", "does not exist")]
 )
 def test_unusable_files(tmp_path, name, message):
     (tmp_path / "a.csv").write_text("prompt\n")

@@ -1,0 +1,52 @@
+"""A reward over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from rltool.errors import EngineError
+from rltool.rollout.sample import Sample
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+"""Seconds before the first repetition, doubled with each that follows."""
+REPEATED = {408, 425, 429}
+"""Statuses below 500 after which the same request may succeed."""
+
+
+async def remote(
+    sample: Sample, text: str, *, url: str, retries: int = 3, timeout: float = 20.0, key: str = "reward",
+    pause: float = FIRST_PAUSE,
+) -> float:  # fmt: skip
+    """POSTs {"prompt", "response", "label", "metadata"} as JSON to `url`; the reply is a number, or an object whose
+    `key` holds one.
+
+    timeout: seconds for one attempt; all attempts share deadlines.reward. Connections that fail, 5xx, 408, 425 and 429
+    are tried `retries` times again; what any other status says fails the sample at once, as does a reply of another
+    form. Raises EngineError with the last reason.
+    """
+    body = {"prompt": sample.prompt_text, "response": text, "label": sample.label, "metadata": sample.metadata}
+    limit = aiohttp.ClientTimeout(total=timeout)
+    async with aiohttp.ClientSession(timeout=limit) as session:
+        for attempt in range(retries + 1):
+            if attempt:
+                await asyncio.sleep(min(pause * 2 ** (attempt - 1), LONGEST_PAUSE))
+            try:
+                async with session.post(url, json=body) as response:
+                    if response.status < 400:
+                        return _number(await response.json(content_type=None), key)
+                    reason = f"HTTP {response.status}: {(await response.text())[:200]}"
+                    if response.status < 500 and response.status not in REPEATED:
+                        raise EngineError(f"{url} refuses the sample: {reason}")
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {timeout:g} s"
+    raise EngineError(f"{url} gave no reward in {retries + 1} attempts: {reason}")
+
+
+def _number(reply: Any, key: str) -> float:
+    value = reply.get(key) if isinstance(reply, dict) else reply
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise EngineError(f"the reply {str(reply)[:200]} is neither a number nor an object with a number in {key!r}")
+    return float(value)
