@@ -411,7 +411,7 @@ class RolloutService:
                     task.cancel()
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
-        rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
+        rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step, self.tokenizer)
         counts = self.collector.ledger.counts()
         restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(

@@ -105,7 +105,7 @@ class Rollouts:
                 samples=rollout.samples,
                 info={"metrics": rollout.metrics},
             )
-        return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions)
+        return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
     def evaluate(self) -> dict[str, float]:
         return self._interruptible(
