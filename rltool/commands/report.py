@@ -19,9 +19,7 @@ def report(
         typer.Argument(metavar="[RUN]...", help="Runs on the page, compared; default: the newest, which is named."),
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="The same for one run, as other verbs have it.")] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: report.html in the (first) run.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the (first) run.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the page; default: the names of the runs.")] = "",
     note: Annotated[str, typer.Option(help="A sentence below the heading: what was trained, and what for.")] = "",
 ) -> None:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 def top(
-    run: Annotated[
-        str | None, typer.Argument(help="Name of the run; default: the only one that is training.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(help="Name of the run; default: the only one that is training.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two frames.")] = 1.0,
 ) -> None:

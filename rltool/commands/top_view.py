@@ -37,11 +37,10 @@ NUMBERS = (
 
 
 def frame(run: str, status: RunStatus, history: History) -> RenderableType:
-    """Everything on one screen, top to bottom: where the run is, engines, queue, numbers of the newest step, rewards."""
+    """Everything on one screen: where the run is, its queue, engines, numbers of the newest step, rewards."""
     parts: list[RenderableType] = [
         Text(f"run {run}, weights {short_version(status.get('weight_version'))}", style="bold"),
-        Text(progress_line({key: value for key, value in status.items() if key != "groups"})),  # type: ignore[arg-type]
-        _queue(status),
+        Text(progress_line(status)),
     ]
     if engines := status.get("engines"):
         parts.append(engine_table(engines, "engines"))
@@ -65,13 +64,6 @@ def sparkline(values: Sequence[float]) -> str:
     if high <= low:
         return BARS[0] * len(values)
     return "".join(BARS[min(int((value - low) / (high - low) * len(BARS)), len(BARS) - 1)] for value in values)
-
-
-def _queue(status: RunStatus) -> Text:
-    groups: Mapping[str, int] = status.get("groups") or {}  # type: ignore[assignment]
-    names = ("running", "partial", "ready", "in_hand", "trained", "dropped")
-    counts = ", ".join(f"{groups[name]} {name.replace('_', ' ')}" for name in names if name in groups)
-    return Text(f"prompt groups: {counts}" if counts else "prompt groups: not told")
 
 
 def _numbers(step: int, metrics: Mapping[str, float]) -> Table:

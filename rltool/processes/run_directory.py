@@ -1,7 +1,7 @@
 """The directory that all commands of one run share: where everything is, and nothing about what is in it.
 
-    runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
-                rollouts/  samples/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
+runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
+            rollouts/  samples/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
 """
 
 from __future__ import annotations

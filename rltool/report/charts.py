@@ -60,8 +60,8 @@ class _Scale:
 def line_chart(
     series: Sequence[Series], *, label: str, log: bool = False, y_range: tuple[float, float] | None = None
 ) -> str:
-    """One SVG. label: what the y axis shows, with its unit. log: decades; values of 0 lie on the lower edge. A linear axis
-    without y_range begins (or ends) at 0, so that noise around a large value looks as small as it is."""
+    """One SVG. label: what the y axis shows, with its unit. log: decades; values of 0 lie on the lower edge. A linear
+    axis without y_range begins (or ends) at 0, so that noise around a large value looks as small as it is."""
     points = [point for item in series for point in item.points]
     if not points:
         return _empty(label)

@@ -73,7 +73,9 @@ def render(runs: Sequence[RunFiles], stages: Mapping[str, float], *, title: str,
             for run in runs
         ),
         *(
-            sections.pairs_table(f"Versions{f' of {run.name}' if several else ''}", _versions(run), {}, opened=not several)
+            sections.pairs_table(
+                f"Versions{f' of {run.name}' if several else ''}", _versions(run), {}, opened=not several
+            )
             for run in runs
         ),
     ]

@@ -19,8 +19,8 @@ SHOWN_TOKENS = 5
 
 
 def sample_view(record: SampleRecord, title: str, *, all_tokens: bool, terminal: bool) -> RenderableType:
-    """One sample: what is known of it, prompt, answer span by span, and its tokens. terminal: whether tokens may be told
-    apart by colours alone."""
+    """One sample: what is known of it, prompt, answer span by span, and its tokens. terminal: whether it is shown on
+    one, with colours and rules."""
     parts: list[RenderableType] = [
         Rule(title, align="left") if terminal else Text(f"--- {title}"),
         Text(facts(record)),

@@ -1,8 +1,7 @@
-"""Samples of a run for people to look at: what is kept of each step, which ones, and how they are read back. No I/O but
-the files; no package but the standard library.
+"""Samples of a run for people to look at: what is kept of each step, which ones, and how they are read back.
 
-One step is one JSON file, RUN/samples/step_000012.json, counted as in metrics.jsonl. It holds texts beside token ids, so
-that nobody needs the tokenizer to read it.
+One step is one JSON file, RUN/samples/step_000012.json, counted as in metrics.jsonl. It holds texts beside token ids,
+so that nobody needs the tokenizer to read it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import RltoolError
-from rltool.processes.files import write_bytes_atomic
 
 FORMAT_VERSION = 1
 
@@ -23,9 +21,9 @@ FORMAT_VERSION = 1
 class SampleRecord:
     """One sample. group and index name it within the run.
 
-    tokens, token_ids, mask and engine_logprobs have one entry for each token of the response; mask is 1 where the policy
-    sampled the token, 0 where an environment inserted it. trainer_logprobs: None where the trainer has none (no loss on
-    that token, or the sample was not compared). versions: (weight version, start, end) in the response.
+    tokens, token_ids, mask and engine_logprobs have one entry for each token of the response; mask is 1 where the
+    policy sampled the token, 0 where an environment inserted it. trainer_logprobs: None where the trainer has none (no
+    loss on that token, or the sample was not compared). versions: (weight version, start, end) in the response.
     """
 
     group: int
@@ -137,11 +135,9 @@ def recorded_steps(directory: Path) -> list[int]:
     return sorted(int(path.stem.removeprefix("step_")) for path in directory.glob("step_[0-9]*.json"))
 
 
-def write_samples(directory: Path, kept: StepSamples) -> None:
-    """Replaces what an earlier attempt has written of this step."""
-    directory.mkdir(parents=True, exist_ok=True)
-    document = {"format_version": FORMAT_VERSION, **asdict(kept)}
-    write_bytes_atomic(sample_file(directory, kept.step), json.dumps(document, default=str).encode())
+def encoded(kept: StepSamples) -> bytes:
+    """What the step's file holds. Of metadata what is no JSON becomes text."""
+    return json.dumps({"format_version": FORMAT_VERSION, **asdict(kept)}, default=str).encode()
 
 
 def read_samples(directory: Path, step: int) -> StepSamples:

@@ -1,4 +1,4 @@
-"""The parts of the report that are no charts: tiles, tables, samples. HTML text; everything of the user's is escaped."""
+"""The parts of the report that are no charts: tiles, tables, samples. HTML; everything of the user's is escaped."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def metric_tables(runs: Sequence[RunFiles]) -> str:
     if constant:
         shown = {name: format_number(value) for name, value in constant.items()}
         parts.append(_details("constant in all steps", _rows(shown, {}), opened=False))
-    return f'<section><h2>Metrics</h2>{"".join(parts)}</section>'
+    return f"<section><h2>Metrics</h2>{''.join(parts)}</section>"
 
 
 def _constant(runs: Sequence[RunFiles], name: str) -> float | None:

@@ -31,7 +31,8 @@ class Difference:
         if self.field == "samples":
             return f"step {self.step}: {self.left} samples against {self.right}"
         place = "" if self.position is None else f", token {self.position}"
-        return f"step {self.step}, sample {self.sample}{place}: {self.field} {_short(self.left)} against {_short(self.right)}"
+        values = f"{_short(self.left)} against {_short(self.right)}"
+        return f"step {self.step}, sample {self.sample}{place}: {self.field} {values}"
 
 
 @dataclass
@@ -92,7 +93,9 @@ def _compare_step(
         result.largest_logprob = max([result.largest_logprob, *(abs(a - b) for a, b in pairs)])
     if len(left) != len(right):
         result.by_field["samples"] += 1
-        result.first = result.first or Difference(step, min(len(left), len(right)), "samples", None, len(left), len(right))
+        result.first = result.first or Difference(
+            step, min(len(left), len(right)), "samples", None, len(left), len(right)
+        )
 
 
 def differences(left: Sample, right: Sample, *, step: int, place: int, tolerance: float) -> Iterator[Difference]:

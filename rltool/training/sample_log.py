@@ -9,13 +9,14 @@ from pathlib import Path
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.report.samples import SampleRecord, StepSamples, write_samples
+from rltool.processes.files import write_bytes_atomic
+from rltool.report.samples import SampleRecord, StepSamples, encoded, sample_file
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The trainer's log-probabilities before the optimizer moved. logprobs: [T] of the samples of `batch`, which are the
-    samples `rows` of the step's batch, in this order."""
+    """The trainer's log-probabilities before the optimizer moved. logprobs: [T] of the samples of `batch`, which are
+    the samples `rows` of the step's batch, in this order."""
 
     logprobs: Tensor
     batch: TrainBatch
@@ -49,6 +50,9 @@ class SampleLog:
         self._directory = directory
 
     def write(self, step: int, kept: Mapping[int, SampleRecord], *, of: int, scored: Scored | None) -> None:
-        """Nothing where the source kept no samples of this step. of: samples in its batch."""
+        """Nothing where the source kept no samples of this step. of: samples in its batch. What an earlier attempt has
+        written of it is replaced."""
         if kept:
-            write_samples(self._directory, StepSamples(step, of, tuple(with_trainer_logprobs(kept, scored))))
+            self._directory.mkdir(parents=True, exist_ok=True)
+            found = StepSamples(step, of, tuple(with_trainer_logprobs(kept, scored)))
+            write_bytes_atomic(sample_file(self._directory, step), encoded(found))
