@@ -46,6 +46,7 @@ VERBS: dict[str, Verb] = {
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
+    "eval": Verb("rltool.commands.evaluate:evaluate", "Evaluate engines that run, or a checkpoint; no trainer."),
     "debug": Verb(
         "rltool.commands.debug:app", "Only roll out (no trainer), only train (no engine), or compare weights."
     ),

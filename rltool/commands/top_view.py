@@ -40,7 +40,7 @@ def frame(run: str, status: RunStatus, history: History) -> RenderableType:
     """Everything on one screen: where the run is, its queue, engines, numbers of the newest step, rewards."""
     parts: list[RenderableType] = [
         Text(f"run {run}, weights {short_version(status.get('weight_version'))}", style="bold"),
-        Text(progress_line(status)),
+        *(Text(part) for part in progress_line(status).split("; ")),
     ]
     if engines := status.get("engines"):
         parts.append(engine_table(engines, "engines"))

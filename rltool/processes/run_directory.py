@@ -1,7 +1,7 @@
 """The directory that all commands of one run share: where everything is, and nothing about what is in it.
 
-runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
-            rollouts/  samples/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
+    runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
+                rollouts/  samples/  evals/NAME/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ class RunDirectory:
     def samples_dir(self) -> Path:
         """A few samples of each step, for people to look at (report/samples.py)."""
         return self.path / "samples"
+
+    @property
+    def evals_dir(self) -> Path:
+        """Samples of evaluations, a directory for each set, where eval.dump is set."""
+        return self.path / "evals"
 
     @property
     def checkpoints_dir(self) -> Path:

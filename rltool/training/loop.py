@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.controllers import Coefficients
-from rltool.algorithms.mismatch import logprob_difference
+from rltool.algorithms.mismatch import logprob_difference, off_policy_metrics
 from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
 from rltool.errors import PartLost, RltoolError, SaveFailed, TrainingStopped
@@ -28,6 +28,7 @@ from rltool.training.advantages import (
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sample_log import SampleLog, Scored
 from rltool.training.sources import BatchSource, SourcedBatch
+from rltool.training.step_metrics import step_speed
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
 from rltool.training.trainer_group import TrainerGroup
@@ -172,6 +173,7 @@ class Loop:
                 if self.engines is not None and evaluate:
                     with timed(metrics, "time/eval_seconds"):
                         metrics.update(self.engines.evaluate())
+            metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
             self.writer.write(
                 step,
                 self.engines.weight_version if self.engines else "",
@@ -299,7 +301,7 @@ class Loop:
                 "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
                 "another precision or at another temperature."
             )
-        return found.metrics
+        return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
 
     # -- bookkeeping
 

@@ -14,6 +14,7 @@ from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected
 from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.sample import Sample
+from rltool.rollout.sample_metrics import all_sample_metrics, speed_metrics
 from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.scoring import ScoreStats
 from rltool.rollout.tokenizer import Tokenizer
@@ -32,9 +33,10 @@ class Rollout:
 
 
 async def to_rollout(
-    config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer
+    config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int
 ) -> Rollout:
-    """Trims where that is configured, and builds the batch in a thread. TrainingStopped where no sample is left."""
+    """Trims where that is configured, and builds the batch in a thread. gpus: of the engines that serve.
+    TrainingStopped where no sample is left."""
     groups = [group.samples for group in collected.groups]
     dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
     if config.rollout.batch_size == "trim":
@@ -46,9 +48,14 @@ async def to_rollout(
     batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated)
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
     metrics |= mask_metrics(samples, mask_truncated=mask_truncated)
+    monitor = config.monitor
+    metrics |= await asyncio.to_thread(
+        all_sample_metrics, samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
+    )
     metrics |= _collection_metrics(collected, stats)
+    metrics |= speed_metrics(metrics, samples, seconds=collected.seconds, gpus=gpus)
     versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
-    kept = await asyncio.to_thread(records_to_keep, samples, config.monitor.samples_per_step, tokenizer)
+    kept = await asyncio.to_thread(records_to_keep, samples, monitor.samples_per_step, tokenizer)
     return Rollout(batch, metrics, versions, samples if config.rollout.dump else [], kept)
 
 

@@ -299,7 +299,8 @@ def _rollouts(
     side = Rollouts(
         config, engines, Syncing(trainer.handles(), lineage, prepared.device, directory, lease),
         vocab_size=model_facts(config.model.path)["vocab_size"],
-        dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
+        dump_dir=run.rollouts_dir if config.rollout.dump else None, evals_dir=run.evals_dir,
+        log_file=log_dir / "rollout_manager.log",
         endpoints_file=run.endpoints_file, console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)

@@ -20,6 +20,7 @@ from rltool.rollout.data import PromptSource, data_summary, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.sample import Sample
+from rltool.rollout.sample_metrics import all_sample_metrics
 from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
@@ -88,6 +89,10 @@ class RecordedRollouts(Stateless):
         dump = read_dump(self.directory, step)
         batch = _dated(samples_to_batch(dump.samples, mask_truncated=self._config.rollout.mask_truncated), step)
         metrics = rollout_metrics(dump.samples, seconds=None, dropped={})
+        monitor = self._config.monitor
+        metrics |= all_sample_metrics(
+            dump.samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
+        )
         return SourcedBatch(batch, metrics, tuple(dump.weight_versions), self._kept(dump.samples))
 
     def _kept(self, samples: list[Sample]) -> Mapping[int, SampleRecord]:

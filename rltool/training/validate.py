@@ -288,6 +288,9 @@ def check_inputs(config: TrainConfig) -> None:
         load_prompts([path], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)
     if config.algorithm.loss == "policy" or config.eval.sets:
         load_reward(config.reward.function)
+        for own in config.eval.overrides.values():
+            if own.reward is not None:
+                load_reward(own.reward)
         load_generate(config.rollout)
         load_filter(config.rollout)
         load_hook(config.rollout)

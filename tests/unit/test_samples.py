@@ -146,7 +146,7 @@ def test_what_was_written_is_read_back(tmp_path):
         read_samples(tmp_path / "samples", 6)
 
 
-def shown(found, *, terminal=False, all_tokens=False, width=160):
+def shown(found, *, terminal=False, all_tokens=False, width=220):
     console = Console(width=width, force_terminal=terminal, color_system="standard" if terminal else None)
     with console.capture() as capture:
         console.print(sample_view(found, "1 of 1", all_tokens=all_tokens, terminal=terminal))
