@@ -46,12 +46,16 @@ VERBS: dict[str, Verb] = {
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
+    "eval": Verb("rltool.commands.evaluate:evaluate", "Evaluate engines that run, or a checkpoint; no trainer."),
     "debug": Verb(
         "rltool.commands.debug:app", "Only roll out (no trainer), only train (no engine), or compare weights."
     ),
     "engines": Verb("rltool.commands.engines:app", "List, add or remove engines of a living run; resume paused ones."),
     "status": Verb("rltool.commands.status:status", "Show what a run's processes are doing."),
-    "report": Verb("rltool.commands.report:report", "Write a training run's curves into one HTML page."),
+    "top": Verb("rltool.commands.top:top", "Watch a run that is training: engines, queue, throughput, rewards."),
+    "samples": Verb("rltool.commands.samples:samples", "Show samples of a step: prompts, answers, rewards, tokens."),
+    "report": Verb("rltool.commands.report:report", "Write the curves of one or several runs into one HTML page."),
+    "diff-dumps": Verb("rltool.commands.diff_dumps:diff_dumps", "Compare two recordings of rollouts, token by token."),
     "logs": Verb("rltool.commands.logs:logs", "Show or follow the logs of a run."),
     "stop": Verb("rltool.commands.stop:stop", "Stop processes that rltool started."),
     "doctor": Verb("rltool.commands.doctor:doctor", "Check what this machine has, and what is missing for what."),

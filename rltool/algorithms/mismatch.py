@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rltool.algorithms.kl import k3
+from rltool.algorithms.losses import bounded_ratio
 
 
 class LogprobDifference(NamedTuple):
@@ -51,3 +52,21 @@ def logprob_difference(trainer: Tensor, engine: Tensor, selection: Tensor) -> Lo
     return LogprobDifference(
         float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()), len(ours)
     )
+
+
+def off_policy_metrics(trainer: Tensor, engine: Tensor, loss_mask: Tensor) -> dict[str, float]:
+    """How far the tokens with a loss are from the policy that is trained on them. trainer, engine, loss_mask: [T].
+
+    With rho = p_trainer / p_engine of each token: train/rollout_ratio_min, train/rollout_ratio_max and
+    train/effective_sample_fraction, (sum rho)^2 / (n sum rho^2) (Kish 1965, "Survey Sampling", section 11.7): 1
+    on-policy, 1/n where one token has all the weight. Nothing where no token has a loss.
+    """
+    chosen = loss_mask > 0
+    if not bool(chosen.any()):
+        return {}
+    ratio = bounded_ratio((trainer - engine)[chosen]).double()
+    return {
+        "train/rollout_ratio_min": float(ratio.min()),
+        "train/rollout_ratio_max": float(ratio.max()),
+        "train/effective_sample_fraction": float(ratio.sum().square() / (len(ratio) * ratio.square().sum())),
+    }

@@ -8,15 +8,27 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.report.page import write_report
 
 
 def report(
-    run: Annotated[str | None, typer.Option("--run", help="Run; default: the newest, which is named.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the run.")] = None,
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs on the page, compared; default: the newest, which is named."),
+    ] = None,
+    run: Annotated[str | None, typer.Option("--run", help="The same for one run, as other verbs have it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the (first) run.")] = None,
+    title: Annotated[str, typer.Option(help="Heading of the page; default: the names of the runs.")] = "",
+    note: Annotated[str, typer.Option(help="A sentence below the heading: what was trained, and what for.")] = "",
 ) -> None:
-    """Write a training run's curves, metrics and configuration into one HTML page. The run may be going on."""
-    directory = open_run(run, create=False)
-    path = write_report(directory.path, out)
-    Console().print(f"report of run {directory.name}: {path}", highlight=False, markup=False, soft_wrap=True)
+    """Write curves, answers, metrics and configuration of one or several runs into one HTML page. They may be going
+    on."""
+    if runs and run:
+        raise UsageError("name the runs either as arguments or with --run")
+    directories = [open_run(name, create=False) for name in (runs or [run])]
+    path = write_report([directory.path for directory in directories], out, title=title, note=note)
+    names = ", ".join(directory.name for directory in directories)
+    what = "run" if len(directories) == 1 else "runs"
+    Console().print(f"report of {what} {names}: {path}", highlight=False, markup=False, soft_wrap=True)

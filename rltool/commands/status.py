@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rltool.commands.tables import engine_table, progress_line
+from rltool.commands.tables import engine_table, progress_line, short_version
 from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 
@@ -51,7 +51,8 @@ def _print(run: RunDirectory, report: RunReport) -> None:
         alive = {True: "yes", False: "[red]no[/red]", None: "-"}[row.alive]
         gpus = ",".join(map(str, row.gpus)) or "-"
         health = escape(row.health or "-")
-        table.add_row(row.role, str(row.pid or "-"), alive, row.url or "-", health, row.weight_version or "-", gpus)
+        version = short_version(row.weight_version)
+        table.add_row(row.role, str(row.pid or "-"), alive, row.url or "-", health, version, gpus)
     console.print(table)
     if report.training is not None:
         console.print(progress_line(report.training), highlight=False, markup=False, soft_wrap=True)

@@ -23,7 +23,7 @@ def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
         table.add_column(name, overflow="fold")
     for engine in engines:
         state = engine.get("state", "?")
-        version = engine.get("weight_version") or "-"
+        version = short_version(engine.get("weight_version"))
         table.add_row(
             engine.get("url", "?"),
             state if state == _SERVING else f"[yellow]{escape(state)}[/yellow]",
@@ -52,6 +52,15 @@ def progress_line(status: RunStatus) -> str:
     if progress:
         parts.append(str(progress))
     return "; ".join(parts)
+
+
+def short_version(version: str | None) -> str:
+    """RUN:ATTEMPT:N with the first eight characters of the run's id, which has 32: enough to tell runs apart, and short
+    enough for a table. Other versions as they are."""
+    if not version:
+        return "-"
+    run, colon, rest = version.partition(":")
+    return f"{run[:8]}{colon}{rest}" if colon and rest else version
 
 
 def duration(seconds: float | None) -> str:

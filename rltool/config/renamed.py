@@ -18,6 +18,7 @@ RENAMED: dict[str, str] = {
     "rollout.request_timeout": "deadlines.generate",
     "rollout.preflight_timeout": "deadlines.preflight",
     "reward.timeout": "deadlines.reward",
+    "eval.temperature": "eval.sampling.temperature",
     "weights.timeout": "deadlines.sync_step",
     "monitor.logprob_gap_limit": "monitor.logprob_difference_limit",
     "ray.placement_timeout": "deadlines.placement",

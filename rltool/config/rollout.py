@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rltool.config.base import Config, ImportPath, OwnFunction
 from rltool.config.data import DataSet
+from rltool.config.evaluation import EvalSamplingConfig, EvalSetConfig, all_or_some
 from rltool.config.serve import EngineGroup
 
 
@@ -68,12 +69,6 @@ class EnginesConfig(Config):
         return groups
 
 
-def _all_or_some(top_k: int) -> int:
-    if top_k == -1 or top_k >= 1:
-        return top_k
-    raise ValueError("-1 keeps all tokens, 1 or more the most likely ones; nothing else has a meaning")
-
-
 class SamplingConfig(Config):
     """The distribution that the policy is sampled from, and how long prompts and responses may be."""
 
@@ -82,7 +77,7 @@ class SamplingConfig(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy
     training."""
-    top_k: Annotated[int, AfterValidator(_all_or_some)] = -1
+    top_k: Annotated[int, AfterValidator(all_or_some)] = -1
     """-1 keeps all tokens; else as for top_p."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""
@@ -160,12 +155,35 @@ class EvalConfig(Config):
     """0: only before the first and after the last step."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples of each prompt; the accuracy is the mean reward over all of them."""
-    temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    overrides: dict[str, EvalSetConfig] = Field(default_factory=dict)
+    """name of a set -> what differs for it; see below."""
+    pass_at: tuple[int, ...] = ()
+    """The k for which pass@k is measured, at most samples_per_prompt of every set: eval/NAME/pass_at_K."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Of evaluation alone: runs that differ in `seed` are evaluated with the same random numbers."""
+    dump: bool = False
+    """Write the samples of every evaluation to RUN/evals/NAME."""
     max_prompts: int | None = Field(default=None, ge=1)
     """Take only the first so many of each set."""
     stop_at: float | None = None
     """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
+
+    @model_validator(mode="after")
+    def _sets(self) -> EvalConfig:
+        unknown = sorted({*self.overrides} - {*self.sets})
+        if unknown:
+            raise ValueError(f"overrides for {', '.join(unknown)}, which eval.sets does not have")
+        for name in self.sets:
+            own = self.overrides.get(name)
+            samples = (own and own.samples_per_prompt) or self.samples_per_prompt
+            wrong = [k for k in self.pass_at if not 1 <= k <= samples]
+            if wrong:
+                raise ValueError(
+                    f"pass_at {wrong[0]}: set {name!r} has {samples} samples of each prompt, and pass@k needs 1 <= k "
+                    "and k <= that; raise samples_per_prompt"
+                )
+        return self
 
 
 class WeightsConfig(Config):

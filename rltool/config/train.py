@@ -206,6 +206,21 @@ class RayConfig(Config):
 class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
+    wandb_project: str | None = None
+    """Log to this project of Weights & Biases (`pip install 'rltool[wandb]'`); its own environment says the rest:
+    WANDB_API_KEY, WANDB_MODE=offline."""
+    mlflow_experiment: str | None = None
+    """Log to this experiment of MLflow (`pip install 'rltool[mlflow]'`); MLFLOW_TRACKING_URI names the server."""
+    endpoint_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the driver's loopback endpoint, which serves `/metrics` for Prometheus; 0: any free one."""
+    samples_per_step: int = Field(default=8, ge=0)
+    """Samples of each step that are kept in RUN/samples for `rltool samples` and `report`, evenly from the worst to the
+    best reward; 0: none."""
+    category_key: str | None = None
+    """Field of a sample's metadata, such as its task or its difficulty: reward and pass rate are measured for each
+    value of it, 20 at most. None: not by category."""
+    pass_reward: float = 1.0
+    """A sample has passed from this reward on: what pass rates and pass@k count."""
     logprob_difference_limit: float | None = Field(default=None, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
     optimizer step. None: 0.1 where trainer and all engines compute in float32, else 0.2."""

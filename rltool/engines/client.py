@@ -22,7 +22,15 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import making_sense_of, read_reply
 from rltool.engines.tasks import all_of
-from rltool.engines.types import BOOT_ID_HEADER, Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.engines.types import (
+    BOOT_ID_HEADER,
+    Completion,
+    EngineCounters,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+)
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
 
 PROBE_SECONDS = 30.0
@@ -316,6 +324,15 @@ class EngineClient:
         )
         with making_sense_of(f"the load of {endpoint.url}"):
             return speaks.parse_load(reply)
+
+    async def counters(self, endpoint: EngineEndpoint, *, timeout: float) -> EngineCounters:
+        """What one engine has counted of its own work. Sent once."""
+        speaks = _dialect_of(endpoint)
+        reply = await self.request(
+            endpoint.url, speaks.counters(), key=endpoint.read_key(), timeout=timeout, retry=True, attempts=1
+        )
+        with making_sense_of(f"the counters of {endpoint.url}"):
+            return speaks.parse_counters(reply)
 
     async def checksums(self, endpoint: EngineEndpoint, *, timeout: float) -> Checksums | None:
         """Digests of what the engine holds, None where it has none to give. Reads all weights: seconds for a large

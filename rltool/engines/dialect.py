@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.checksums import Checksums
-from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.engines.types import Completion, EngineCounters, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 
 PauseMode = Literal["keep", "wait", "abort"]
 SleepLevel = Literal[1, 2]
@@ -63,6 +63,12 @@ class Dialect(Protocol):
         ...
 
     def parse_load(self, reply: Any) -> EngineLoad: ...
+
+    def counters(self) -> HttpRequest:
+        """What the engine has counted of its own work. The reply goes to parse_counters."""
+        ...
+
+    def parse_counters(self, reply: Any) -> EngineCounters: ...
 
     # -- control plane; each list is sent in order, all must answer 2xx
     def pause(self, mode: PauseMode) -> list[HttpRequest]: ...

@@ -73,6 +73,20 @@ class RunStatus(TypedDict, total=False):
     progress: str
 
 
+class StepRecord(TypedDict):
+    """What one step measured. step: as in metrics.jsonl, where -1 is the evaluation before the first."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class History(TypedDict):
+    """GET /history: the last records of the run, oldest first."""
+
+    run: str
+    records: list[StepRecord]
+
+
 @dataclass(frozen=True)
 class Driver:
     """The driver of a living run. Every call raises EngineUnreachable where it does not answer within its deadline."""
@@ -82,6 +96,9 @@ class Driver:
 
     def status(self) -> RunStatus:
         return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
+
+    def history(self) -> History:
+        return self._ask(HttpRequest("GET", "/history"), READ_SECONDS)
 
     def engines(self) -> list[EngineStatus]:
         return self._ask(HttpRequest("GET", "/engines"), READ_SECONDS)

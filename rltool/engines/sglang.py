@@ -21,6 +21,7 @@ from rltool.engines.supported import Feature, has
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
+    EngineCounters,
     EngineInfo,
     EngineLoad,
     GenerateRequest,
@@ -166,6 +167,21 @@ class SglangDialect(SglangInspection):
             running=sum(load["num_running_reqs"] for load in loads),
             waiting=sum(load["num_waiting_reqs"] for load in loads),
             kv_cache_usage=max(load["token_usage"] for load in loads),
+        )
+
+    def counters(self) -> HttpRequest:
+        return HttpRequest("GET", "/v1/loads", query={"include": "core,spec"})
+
+    def parse_counters(self, reply: Any) -> EngineCounters:
+        """Means over data-parallel ranks of gauges: SGLang tells of its last batches, not since its start."""
+        loads = reply.get("loads") if isinstance(reply, dict) else None
+        if not loads:
+            raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
+        hit_rates = [float(load["cache_hit_rate"]) for load in loads if "cache_hit_rate" in load]
+        speculating = [float(load["speculative"]["accept_rate"]) for load in loads if load.get("speculative")]
+        return EngineCounters(
+            sum(hit_rates) / len(hit_rates) if hit_rates else None,
+            sum(speculating) / len(speculating) if speculating else None,
         )
 
     # -- control plane

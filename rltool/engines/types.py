@@ -168,6 +168,26 @@ class EngineLoad:
 
 
 @dataclass(frozen=True)
+class Tally:
+    """Counts since the server's start: `hits` of `total`."""
+
+    hits: float
+    total: float
+
+
+@dataclass(frozen=True)
+class EngineCounters:
+    """What an engine tells of its own work. Each is a Tally, or a share in [0, 1] of its last batches where the engine
+    has no counts, or None where it does not tell.
+
+    prefix_cache: prompt tokens found in the prefix cache; speculation: draft tokens that were accepted.
+    """
+
+    prefix_cache: Tally | float | None = None
+    speculation: Tally | float | None = None
+
+
+@dataclass(frozen=True)
 class TensorMeta:
     """One tensor of the weight stream: HF name, torch dtype name without "torch." (e.g. "float32"), shape."""
 

@@ -20,11 +20,13 @@ from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
+    EngineCounters,
     EngineInfo,
     EngineLoad,
     GenerateRequest,
     HttpRequest,
     Lease,
+    Tally,
     VersionSpan,
 )
 from rltool.errors import EngineError, MissingLogprobs, UsageError
@@ -41,6 +43,11 @@ WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
 LOAD_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 """v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each
 of the n samples of a request counts for itself."""
+
+PREFIX_CACHE_METRICS = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+"""v1/metrics/loggers.py, in tokens."""
+SPECULATION_METRICS = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total")
+"""v1/spec_decode/metrics.py; only there where the server speculates."""
 
 MAX_N_PER_REQUEST = 64
 """vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
@@ -171,6 +178,12 @@ class VllmDialect(VllmInspection):
     def parse_load(self, reply: Any) -> EngineLoad:
         running, waiting, usage = (_gauge(reply, name) for name in LOAD_METRICS)
         return EngineLoad(running=round(sum(running)), waiting=round(sum(waiting)), kv_cache_usage=max(usage))
+
+    def counters(self) -> HttpRequest:
+        return self.load()
+
+    def parse_counters(self, reply: Any) -> EngineCounters:
+        return EngineCounters(_tally(reply, *PREFIX_CACHE_METRICS), _tally(reply, *SPECULATION_METRICS))
 
     # -- control plane
 
@@ -306,10 +319,20 @@ def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
         start += count
 
 
-def _gauge(text: Any, name: str) -> list[float]:
+def _values(text: Any, name: str) -> list[float]:
     """The values of a metric in Prometheus' text format, one for each data-parallel engine of the server."""
     lines = text.splitlines() if isinstance(text, str) else ()
-    values = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
+    return [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
+
+
+def _tally(text: Any, hits: str, total: str) -> Tally | None:
+    """Over all data-parallel engines; None where the server does not count this."""
+    counted = _values(text, total)
+    return Tally(sum(_values(text, hits)), sum(counted)) if counted else None
+
+
+def _gauge(text: Any, name: str) -> list[float]:
+    values = _values(text, name)
     if not values:
         raise EngineError(f"/metrics has no {name}: was this vLLM server started with --disable-log-stats?")
     return values

@@ -1,7 +1,7 @@
 """The directory that all commands of one run share: where everything is, and nothing about what is in it.
 
     runs/NAME/  config.json  endpoints.json  state/{run.json,key,ROLE.json}  logs/attempt_N/ROLE.log  logs/latest
-                rollouts/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
+                rollouts/  samples/  evals/NAME/  checkpoints/step_N/  sessions/  metrics.jsonl  report.html
 """
 
 from __future__ import annotations
@@ -69,6 +69,16 @@ class RunDirectory:
     @property
     def rollouts_dir(self) -> Path:
         return self.path / "rollouts"
+
+    @property
+    def samples_dir(self) -> Path:
+        """A few samples of each step, for people to look at (report/samples.py)."""
+        return self.path / "samples"
+
+    @property
+    def evals_dir(self) -> Path:
+        """Samples of evaluations, a directory for each set, where eval.dump is set."""
+        return self.path / "evals"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -207,7 +207,10 @@ def _stages(
             note="converting",
         )
     with stages.stage("report"):
-        report = write_report(run.path, stages=stages.timings)
+        report = write_report(
+            [run.path], stages=stages.timings, title=f"Quickstart: {run.name}",
+            note="A tiny model spells a word backward: the reward is 1 where the answer is exact, else 0.",
+        )  # fmt: skip
     return _result(run, report, stages.timings)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
 
@@ -19,13 +19,24 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """points: (step, value), ascending. faint: thin and pale, for raw values behind their mean; line_dots: few points
-    that matter."""
+    """points: (step, value), ascending. faint: thin and pale, for raw values behind their mean; dots: few points that
+    matter, each with its interval. intervals: step -> (low, high)."""
 
     name: str
     points: Sequence[Point]
-    style: Literal["line", "faint", "line_dots"] = "line"
+    style: Literal["line", "faint", "dots"] = "line"
     color: int = 0
+    intervals: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def is_line(self) -> bool:
+        """Two evaluations say how they differ, and nothing of what was between them: no line joins two dots."""
+        return self.style != "dots" or len(self.points) > 2
+
+    @property
+    def extent(self) -> list[float]:
+        """All values that have to fit on the axis."""
+        return [value for _, value in self.points] + [end for interval in self.intervals.values() for end in interval]
 
 
 @dataclass(frozen=True)
@@ -49,25 +60,42 @@ class _Scale:
 def line_chart(
     series: Sequence[Series], *, label: str, log: bool = False, y_range: tuple[float, float] | None = None
 ) -> str:
-    """One SVG. label: what the y axis shows, with its unit. log: decades; values of 0 lie on the lower edge."""
+    """One SVG. label: what the y axis shows, with its unit. log: decades; values of 0 lie on the lower edge. A linear
+    axis without y_range begins (or ends) at 0, so that noise around a large value looks as small as it is."""
     points = [point for item in series for point in item.points]
     if not points:
         return _empty(label)
-    y = _log_scale(points) if log else _linear_scale([value for _, value in points], y_range)
+    values = [value for item in series for value in item.extent]
+    y = _log_scale(points) if log else _linear_scale([0.0, *values], y_range)
     x = _step_scale([step for step, _ in points])
     body = [_frame(x, y, label)]
     for item in series:
         color = f"var(--c{item.color % NUM_COLORS})"
-        path = " ".join(f"{x(step)},{y(value)}" for step, value in item.points)
-        css = "faint" if item.style == "faint" else "line"
-        body.append(f'<polyline class="{css}" points="{path}" stroke="{color}"/>')
-        dots = item.points if item.style == "line_dots" or len(item.points) == 1 else ()
+        if item.is_line:
+            path = " ".join(f"{x(step)},{y(value)}" for step, value in item.points)
+            css = "faint" if item.style == "faint" else "line"
+            body.append(f'<polyline class="{css}" points="{path}" stroke="{color}"/>')
+        body += [_error_bar(x(step), y(low), y(high), color) for step, (low, high) in item.intervals.items()]
+        dots = item.points if item.style == "dots" or len(item.points) == 1 else ()
         for step, value in dots:
             body.append(f'<circle cx="{x(step)}" cy="{y(value)}" r="4.5" fill="{color}"/>')
         for step, value in item.points:
-            tip = escape(f"{item.name}, step {step:g}: {format_number(value)}")
+            tip = escape(f"{item.name}, step {step:g}: {format_number(value)}{_interval(item, step)}")
             body.append(f'<circle class="hit" cx="{x(step)}" cy="{y(value)}" r="6"><title>{tip}</title></circle>')
     return _svg(label, body)
+
+
+def _error_bar(x: float, low: float, high: float, color: str) -> str:
+    """A vertical line with a cap at each end."""
+    path = f"M{x - 4:.1f} {low}H{x + 4:.1f}M{x} {low}V{high}M{x - 4:.1f} {high}H{x + 4:.1f}"
+    return f'<path class="error" d="{path}" stroke="{color}" fill="none"/>'
+
+
+def _interval(item: Series, step: float) -> str:
+    if step not in item.intervals:
+        return ""
+    low, high = item.intervals[step]
+    return f" ({format_number(low)} to {format_number(high)})"
 
 
 def stacked_bars(steps: Sequence[float], parts: Mapping[str, Sequence[float]], *, label: str) -> str:

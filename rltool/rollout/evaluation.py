@@ -1,50 +1,119 @@
-"""Accuracy on held-out prompts: sampled with the same seeds each time, outside of the collector's books."""
+"""Evaluation on held-out prompts: sampled with seeds of its own, the same ones each time, outside of the collector's
+books."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from rltool.config.rollout import EvalConfig, SamplingConfig
+from rltool.engines.types import SamplingParams
 from rltool.rollout.data import Prompt
+from rltool.rollout.dump import write_dump
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import new_samples
 from rltool.rollout.metrics import eval_metrics
+from rltool.rollout.sample import Sample
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.seeds import hash31
 
 
+@dataclass(frozen=True)
+class EvalSettings:
+    """How one set is sampled; pass_at: the k of pass@k; pass_reward: a sample has passed from this reward on."""
+
+    samples_per_prompt: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_response_tokens: int
+    pass_at: tuple[int, ...] = ()
+    pass_reward: float = 1.0
+
+    def applied(self, sampling: SamplingParams) -> SamplingParams:
+        """The same with this temperature, cut and length."""
+        return replace(
+            sampling, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
+            max_tokens=self.max_response_tokens,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    name: str
+    prompts: Sequence[Prompt]
+    settings: EvalSettings
+    scorer: Scorer
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Metrics eval/NAME/* of all sets, and the samples of each: those whose reward failed have none."""
+
+    metrics: dict[str, float]
+    samples: dict[str, list[Sample]]
+
+
+def eval_settings(config: EvalConfig, sampling: SamplingConfig, name: str, *, pass_reward: float) -> EvalSettings:
+    """Of the set called `name`: its own where it has some, else those of [eval.sampling], else of [sampling]."""
+    common, own = config.sampling, config.overrides.get(name)
+
+    def of(key: str, default: object) -> object:
+        value = getattr(own, key) if own is not None else None
+        return default if value is None else value
+
+    return EvalSettings(
+        samples_per_prompt=of("samples_per_prompt", config.samples_per_prompt),
+        temperature=of("temperature", common.temperature),
+        top_p=of("top_p", common.top_p),
+        top_k=of("top_k", common.top_k),
+        max_response_tokens=of("max_response_tokens", common.max_response_tokens or sampling.max_response_tokens),
+        pass_at=config.pass_at,
+        pass_reward=pass_reward,
+    )  # pyright: ignore[reportArgumentType]  # each default has the type of its field
+
+
 async def evaluate_set(
-    name: str,
-    prompts: Sequence[Prompt],
-    context: GenerateContext,
-    scorer: Scorer,
-    *,
-    function: GenerateFunction | None,
-    samples_per_prompt: int,
-    run_seed: int,
-) -> dict[str, float]:
+    found: EvalSet, context: GenerateContext, *, function: GenerateFunction | None, eval_seed: int
+) -> Evaluated:
     """eval/NAME/* of one set. Prompts are generated and scored side by side; the first error cancels the rest and is
     raised.
 
-    A sample whose reward failed counts 0. Seeds do not depend on the step, so that before and after draw the same
-    numbers.
+    A sample whose reward failed counts 0. Seeds depend on the set's name and eval.seed alone, so before and after, and
+    two runs, draw the same numbers.
     """
     started = time.perf_counter()
-    seed = hash31("evaluate", name, run_seed)
+    settings, seed = found.settings, hash31("evaluate", found.name, eval_seed)
+    context = replace(context, sampling=settings.applied(context.sampling))
     groups = [
-        new_samples(number, prompt, count=samples_per_prompt, run_seed=seed) for number, prompt in enumerate(prompts)
+        new_samples(number, prompt, count=settings.samples_per_prompt, run_seed=seed)
+        for number, prompt in enumerate(found.prompts)
     ]
     try:
         async with asyncio.TaskGroup() as tasks:
             for group in groups:
-                tasks.create_task(_one(group, context, scorer, function))
+                tasks.create_task(_one(group, context, found.scorer, function))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    metrics = eval_metrics(name, [sample for group in groups for sample in group])
-    return metrics | {f"eval/{name}/seconds": time.perf_counter() - started}
+    samples = [sample for group in groups for sample in group]
+    metrics = await asyncio.to_thread(
+        eval_metrics, found.name, samples, pass_at=settings.pass_at, pass_reward=settings.pass_reward
+    )
+    metrics[f"eval/{found.name}/seconds"] = time.perf_counter() - started
+    return Evaluated(metrics, {found.name: samples})
 
 
-async def _one(group: list, context: GenerateContext, scorer: Scorer, function: GenerateFunction | None) -> None:
+def write_evaluated(directory: Path, found: Evaluated, *, step: int, seed: int) -> None:
+    """The samples of each set as a dump in a subdirectory of its name. step: training steps of the weights."""
+    for name, samples in found.samples.items():
+        write_dump(directory / name, step=step, seed=seed, samples=samples, info={"metrics": found.metrics})
+
+
+async def _one(
+    group: list[Sample], context: GenerateContext, scorer: Scorer, function: GenerateFunction | None
+) -> None:
     await fill_group(group, context, function)
     await scorer.rewards_of(group)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from rltool.rollout.eval_statistics import estimate, pass_at_k
 from rltool.rollout.sample import Sample, SampleStatus
 
 
@@ -35,12 +36,28 @@ def rollout_metrics(
     return metrics
 
 
-def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """eval/<name>/accuracy is the mean reward over all samples;
-    one whose reward failed counts 0 and is reported as well."""
+def eval_metrics(
+    name: str, samples: Sequence[Sample], *, pass_at: Sequence[int] = (), pass_reward: float = 1.0
+) -> dict[str, float]:
+    """eval/<name>/accuracy is the mean reward over all samples, eval/<name>/pass_at_<k> pass@k with what reaches
+    pass_reward; both with <...>_low and <...>_high, the ends of their 95 % interval (eval_statistics.estimate).
+
+    A sample whose reward failed counts 0, has not passed, and is reported as well. All prompts have the same number of
+    samples.
+    """
+    groups: dict[int, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.group_id].append(sample)
+    estimates = {"accuracy": estimate([_mean([s.reward or 0.0 for s in group]) for group in groups.values()])}
+    for k in pass_at:
+        passed = [(len(group), sum((s.reward or 0.0) >= pass_reward for s in group)) for group in groups.values()]
+        estimates[f"pass_at_{k}"] = estimate([pass_at_k(n, c, k) for n, c in passed])
     failed = sum(sample.reward is None for sample in samples)
     return {
-        f"eval/{name}/accuracy": _mean([sample.reward or 0.0 for sample in samples]),
+        **{f"eval/{name}/{metric}": found.mean for metric, found in estimates.items()},
+        **{f"eval/{name}/{metric}_low": found.low for metric, found in estimates.items()},
+        **{f"eval/{name}/{metric}_high": found.high for metric, found in estimates.items()},
+        f"eval/{name}/prompts": float(len(groups)),
         f"eval/{name}/samples": float(len(samples)),
         f"eval/{name}/failed": float(failed),
         **_lengths(f"eval/{name}", samples),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.controllers import Coefficients
-from rltool.algorithms.mismatch import logprob_difference
+from rltool.algorithms.mismatch import logprob_difference, off_policy_metrics
 from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
 from rltool.errors import PartLost, RltoolError, SaveFailed, TrainingStopped
@@ -26,7 +26,9 @@ from rltool.training.advantages import (
     with_stale_tokens_masked,
 )
 from rltool.training.metrics import MetricsWriter, step_line
-from rltool.training.sources import BatchSource
+from rltool.training.sample_log import SampleLog, Scored
+from rltool.training.sources import BatchSource, SourcedBatch
+from rltool.training.step_metrics import step_speed
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
 from rltool.training.trainer_group import TrainerGroup
@@ -86,7 +88,7 @@ class Checkpoints(Protocol):
 @dataclass(frozen=True)
 class Parts:
     """What a run is made of. engines: None where no engine takes part; save_hf(step): a Hugging Face export of the
-    present weights."""
+    present weights; samples: None where none are kept."""
 
     trainer: TrainerGroup
     source: BatchSource
@@ -95,6 +97,7 @@ class Parts:
     save_hf: Callable[[int], None]
     writer: MetricsWriter
     stop: StopSignal
+    samples: SampleLog | None = None
 
 
 class Loop:
@@ -115,11 +118,12 @@ class Loop:
             parts.engines,
             parts.checkpoints,
         )
-        self.save_hf, self.writer, self.stop = parts.save_hf, parts.writer, parts.stop
+        self.save_hf, self.writer, self.stop, self.samples = parts.save_hf, parts.writer, parts.stop, parts.samples
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
+        self.scored: Scored | None = None
 
     def run(self) -> Progress:
         """Train to the last step, to eval.stop_at, or to a signal.
@@ -153,7 +157,7 @@ class Loop:
                 with timed(metrics, "time/wait_seconds"):
                     sourced = self.source.next_batch(step)
                 metrics.update(sourced.metrics)
-                with timed(metrics, "time/train_seconds"):
+                with timed(metrics, "time/train_seconds"), self._keeping_samples(step, sourced):
                     metrics.update(self.train(sourced.batch))
                 done = step + 1
                 self.coefficients = self.coefficients.adapted(config.algorithm, metrics)
@@ -169,6 +173,7 @@ class Loop:
                 if self.engines is not None and evaluate:
                     with timed(metrics, "time/eval_seconds"):
                         metrics.update(self.engines.evaluate())
+            metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
             self.writer.write(
                 step,
                 self.engines.weight_version if self.engines else "",
@@ -212,7 +217,7 @@ class Loop:
             )
             measured: dict[str, float] = {}
             if trains_policy and compares and not collected:
-                metrics |= (compared := self._first_optimizer_step(part, measured))
+                metrics |= (compared := self._first_optimizer_step(part, samples, measured))
             elif trains_policy:
                 measured |= self.trainer.train_step(part)
             if algorithm.uses_critic:
@@ -245,6 +250,7 @@ class Loop:
                 batch = batch.replace(old_entropies=entropies)
             else:
                 scored = self.trainer.logprobs(batch)
+            self.scored = Scored(scored, batch, range(batch.num_samples))
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
@@ -257,13 +263,17 @@ class Loop:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""
         return _mean([self.trainer.critic_step(batch) for _ in range(self.config.critic.updates_per_optimizer_step)])
 
-    def _first_optimizer_step(self, batch: TrainBatch, measured: dict[str, float]) -> dict[str, float]:
+    def _first_optimizer_step(
+        self, batch: TrainBatch, samples: list[int], measured: dict[str, float]
+    ) -> dict[str, float]:
         """Forward and backward, the log-probability check, and only then the optimizer: where they disagree, every
         weight is as it was.
 
-        Adds the step's metrics to `measured`; returns those of the check.
+        samples: rows of the rollout that `batch` consists of. Adds the step's metrics to `measured`; returns those of
+        the check.
         """
         logprobs, found = self.trainer.forward_backward(batch, on_policy=batch.old_logprobs is None)
+        self.scored = Scored(logprobs, batch, samples)
         try:
             compared = self._check_logprobs(logprobs, batch)
         except TrainingStopped:
@@ -291,9 +301,20 @@ class Loop:
                 "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
                 "another precision or at another temperature."
             )
-        return found.metrics
+        return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
 
     # -- bookkeeping
+
+    @contextmanager
+    def _keeping_samples(self, step: int, sourced: SourcedBatch) -> Iterator[None]:
+        """Also where the block fails: samples of the step on which trainer and engines disagreed are those to look
+        at."""
+        self.scored = None
+        try:
+            yield
+        finally:
+            if self.samples is not None:
+                self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
 
     def _evaluates(self, done: int, last: bool) -> bool:
         return bool(self.config.eval.sets) and (last or _due(self.config.eval.every_steps, done))

@@ -1,29 +1,34 @@
-"""What a run measures, written as it goes: metrics.jsonl (one record per step), TensorBoard, and one console line per
+"""What a run measures, written as it goes: metrics.jsonl (one record per step), loggers, and one console line per
 step."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from rltool.training.loggers import MetricLogger
+
 
 class MetricsWriter:
-    """Appends records to metrics.jsonl; a resumed run first drops records of steps that it will do again."""
+    """Appends records to metrics.jsonl; a resumed run first drops records of steps that it will do again.
 
-    def __init__(self, file: Path, *, tensorboard: Path | None, console: Console, first_step: int = 0) -> None:
+    loggers get the same numbers. One that fails is left out from then on: a server for charts is no reason to end a
+    run, and metrics.jsonl has everything.
+    """
+
+    def __init__(
+        self, file: Path, *, console: Console, loggers: Sequence[MetricLogger] = (), first_step: int = 0
+    ) -> None:
         self._console = console
+        self._loggers = list(loggers)
         if file.exists():
             _drop_from(file, first_step)
         self._file = file.open("a")
-        self._board: Any = None
-        if tensorboard is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(tensorboard), purge_step=first_step)
 
     def write(self, step: int, weight_version: str, metrics: dict[str, float], **facts: Any) -> None:
         """One record. A value that is not finite is written as null: JSON has no NaN, and readers would stumble."""
@@ -31,17 +36,28 @@ class MetricsWriter:
         record.update({name: float(value) if math.isfinite(value) else None for name, value in sorted(metrics.items())})
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        for logger in list(self._loggers):
+            try:
+                logger.log(step, finite)
+            except Exception as error:  # whatever a client library raises when its server has gone
+                self._loggers.remove(logger)
+                self._failed(logger, "failed and gets nothing more", error)
 
     def say(self, text: str) -> None:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for logger in self._loggers:
+            try:
+                logger.close()
+            except Exception as error:
+                self._failed(logger, "could not be closed", error)
+
+    def _failed(self, logger: MetricLogger, what: str, error: Exception) -> None:
+        line = f"{type(logger).__name__} {what}: {type(error).__name__}: {error}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _drop_from(file: Path, first_step: int) -> None:

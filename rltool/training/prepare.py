@@ -19,6 +19,7 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.side_model import SideEngines
 from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device
+from rltool.training.loggers import check_loggers
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import (
     EnginesAway,
@@ -147,6 +148,7 @@ def prepare(
     resources = plan_resources(config, run, device, generates=generates, engines=others)
     if replay is not None:
         replay.source(config)
+    check_loggers(config.monitor)
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
     return Prepared(
         loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,

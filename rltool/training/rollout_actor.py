@@ -11,6 +11,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import EngineStatus
 from rltool.processes.output import redirect_output
+from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_service import Engines, RolloutService, Syncing
@@ -42,8 +43,10 @@ class RolloutActor:
     async def free_gpus(self) -> None:
         await self._service.free_gpus()
 
-    async def evaluate(self) -> dict[str, float]:
-        return await self._service.evaluate()
+    async def evaluate(self, *, with_samples: bool) -> Evaluated:
+        """with_samples: they are many, and travel only to be written."""
+        found = await self._service.evaluate()
+        return found if with_samples else Evaluated(found.metrics, {})
 
     async def state_dict(self, done: int) -> SourceState:
         return await self._service.state_dict(done)

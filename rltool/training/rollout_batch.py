@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
+from rltool.report.samples import SampleRecord
 from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected
 from rltool.rollout.metrics import rollout_metrics
 from rltool.rollout.sample import Sample
+from rltool.rollout.sample_metrics import all_sample_metrics, speed_metrics
+from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.scoring import ScoreStats
+from rltool.rollout.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One batch. samples: its records where rollout.dump is set, else empty; versions: all weights that sampled its
-    tokens."""
+    """One batch. samples: all of them where rollout.dump is set, else empty; versions: all weights that sampled its
+    tokens; kept: row of the batch -> record, of the few samples that are kept for people to look at."""
 
     batch: TrainBatch
     metrics: dict[str, float]
     versions: tuple[str, ...]
     samples: list[Sample] = field(default_factory=list)
+    kept: Mapping[int, SampleRecord] = field(default_factory=dict)
 
 
-async def to_rollout(config: TrainConfig, collected: Collected, stats: ScoreStats, step: int) -> Rollout:
-    """Trims where that is configured, and builds the batch in a thread. TrainingStopped where no sample is left."""
+async def to_rollout(
+    config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int
+) -> Rollout:
+    """Trims where that is configured, and builds the batch in a thread. gpus: of the engines that serve.
+    TrainingStopped where no sample is left."""
     groups = [group.samples for group in collected.groups]
     dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
     if config.rollout.batch_size == "trim":
@@ -39,9 +48,15 @@ async def to_rollout(config: TrainConfig, collected: Collected, stats: ScoreStat
     batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated)
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
     metrics |= mask_metrics(samples, mask_truncated=mask_truncated)
+    monitor = config.monitor
+    metrics |= await asyncio.to_thread(
+        all_sample_metrics, samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
+    )
     metrics |= _collection_metrics(collected, stats)
+    metrics |= speed_metrics(metrics, samples, seconds=collected.seconds, gpus=gpus)
     versions = tuple(sorted({span.version for sample in samples for span in sample.versions}))
-    return Rollout(batch, metrics, versions, samples if config.rollout.dump else [])
+    kept = await asyncio.to_thread(records_to_keep, samples, monitor.samples_per_step, tokenizer)
+    return Rollout(batch, metrics, versions, samples if config.rollout.dump else [], kept)
 
 
 def _collection_metrics(collected: Collected, stats: ScoreStats) -> dict[str, float]:

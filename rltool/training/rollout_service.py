@@ -29,7 +29,9 @@ from rltool.rollout.collector import Collected, CollectionInterrupted, Collector
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+from rltool.rollout.engine_rates import EngineRates
 from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, RestartBudget, RestartPolicy
+from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.model_clients import Models
@@ -38,6 +40,7 @@ from rltool.rollout.side_model import SideEngines, SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
+from rltool.training.eval_sets import EvalSets
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.rollout_batch import Rollout, to_rollout
@@ -143,7 +146,9 @@ class RolloutService:
             vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
             models=self._models,
         )  # fmt: skip
+        self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
+        self._rates = EngineRates(self._client, self._endpoints)
         self._guard = EngineGuard(
             self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
             clock=self._clock,
@@ -282,6 +287,8 @@ class RolloutService:
                 await self._monitor.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
+            if hasattr(self, "_evals"):
+                await self._evals.close()
             if hasattr(self, "_rewards"):
                 await self._rewards.close()
         return [f"{url}: {reason}" for url, reason in failures.items()]
@@ -328,9 +335,9 @@ class RolloutService:
         assert self._turns is not None, "engines with GPUs of their own keep them"
         await self._turns.to_trainer()
 
-    async def evaluate(self) -> dict[str, float]:
-        """Metrics of every evaluation set, sampled at eval.temperature with the same seeds each time."""
-        task = asyncio.create_task(self._work.evaluate(self._eval_sets), name="evaluate")
+    async def evaluate(self) -> Evaluated:
+        """Every evaluation set, with the same seeds each time."""
+        task = asyncio.create_task(self._work.evaluate(self._evals.sets), name="evaluate")
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
@@ -422,11 +429,17 @@ class RolloutService:
                     task.cancel()
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
-        rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
+        serving = self.fleet.serving()
+        gpus = sum(self._infos[url].world_size for url in serving if url in self._infos)
+        rollout, rates = await asyncio.gather(
+            to_rollout(self._config, collected, self._scorer.take_stats(), step, self.tokenizer, gpus),
+            self._rates.since_last(serving),
+        )
         counts = self.collector.ledger.counts()
         restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(
             {
+                **rates,
                 "rollout/epoch": float(self.collector.source.epoch),
                 "rollout/prompts_too_long_total": float(self.collector.source.num_too_long),
                 "rollout/engines_serving": float(len(self.fleet.serving())),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
-from rltool.rollout.data import Prompt
 from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.evaluation import evaluate_set
+from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import Models
+from rltool.rollout.sample import Sample
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
@@ -80,14 +80,12 @@ class RolloutWork:
     def keeps_partial_groups(self) -> bool:
         return self._function is None
 
-    async def evaluate(self, sets: Mapping[str, Sequence[Prompt]]) -> dict[str, float]:
-        """Metrics of every set, sampled at eval.temperature with the same seeds each time."""
-        config = self._config
+    async def evaluate(self, sets: Sequence[EvalSet]) -> Evaluated:
+        """Every set, one after the other, with the same seeds each time."""
         metrics: dict[str, float] = {}
-        sampling = replace(self._context.sampling, temperature=config.eval.temperature)
-        for name, prompts in sets.items():
-            metrics |= await evaluate_set(
-                name, prompts, replace(self._context, sampling=sampling), self._scorer, function=self._function,
-                samples_per_prompt=config.eval.samples_per_prompt, run_seed=config.seed,
-            )  # fmt: skip
-        return metrics
+        samples: dict[str, list[Sample]] = {}
+        for one in sets:
+            found = await evaluate_set(one, self._context, function=self._function, eval_seed=self._config.eval.seed)
+            metrics |= found.metrics
+            samples |= found.samples
+        return Evaluated(metrics, samples)

@@ -15,6 +15,7 @@ from rltool.engines.run_client import EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
+from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.endpoints_follow import EndpointsFollow
 from rltool.training.ray_calls import Waiting, get_all
@@ -36,12 +37,13 @@ class Rollouts:
 
     def __init__(
         self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
-        log_file: Path | None, endpoints_file: Path, console: Console, stop: StopSignal,
+        evals_dir: Path, log_file: Path | None, endpoints_file: Path, console: Console, stop: StopSignal,
     ) -> None:  # fmt: skip
-        """endpoints_file: the run's own, which follows the fleet."""
+        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump."""
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
+        self._evals_dir = evals_dir
         self._started = False
         self._shares_gpus, self._has_gpus = config.engines.shares_gpus, True
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
@@ -108,13 +110,17 @@ class Rollouts:
                 samples=rollout.samples,
                 info={"metrics": rollout.metrics},
             )
-        return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions)
+        return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
     def evaluate(self) -> dict[str, float]:
+        """Metrics of every set. Its samples are written where eval.dump is set, under the step of the weights."""
         self._take_gpus()
-        return self._interruptible(
-            self._actor.evaluate.remote(), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate"
+        dump = self.config.eval.dump
+        found: Evaluated = self._interruptible(
+            self._actor.evaluate.remote(with_samples=dump), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate"
         )
+        write_evaluated(self._evals_dir, found, step=self._synced, seed=self.config.eval.seed)
+        return found.metrics
 
     def free_gpus(self) -> None:
         """Colocated engines leave their GPUs to the trainer, until weights are synced next. It is told before whatever

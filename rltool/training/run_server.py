@@ -1,6 +1,8 @@
 """The address of a living run: one loopback HTTP endpoint of the driver, for status and for engines that come and go.
 
     GET    /status                          RunStatus
+    GET    /history                         History: the metrics of the last steps
+    GET    /metrics                         the newest metrics and the state, in Prometheus' text format
     GET    /engines                         [EngineStatus, ...]
     POST   /engines  {"url", "key_file"}    EngineStatus; key_file is an absolute path on this host, or null
     DELETE /engines?url=...                 EngineStatus
@@ -31,6 +33,7 @@ from rltool.errors import EngineConflict, RltoolError, UnknownEngine, UsageError
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, write_state
+from rltool.training.live_metrics import LiveMetrics
 
 HOST = "127.0.0.1"
 
@@ -79,10 +82,13 @@ class Deadlines:
 
 @contextmanager
 def run_server(
-    run: RunDirectory, state: ProcessState, control: RunControl, *, deadlines: Deadlines | None = None
-) -> Iterator[str]:
-    """Serve `control` while the block runs; yields the URL, which the state file of this process names meanwhile."""
-    server = RunServer(control, read_key(run.ensure_key(), f"run {run.name}"), deadlines=deadlines)
+    run: RunDirectory, state: ProcessState, control: RunControl, *, live: LiveMetrics | None = None, port: int = 0,
+    deadlines: Deadlines | None = None,
+) -> Iterator[str]:  # fmt: skip
+    """Serve `control` while the block runs; yields the URL, which the state file of this process names meanwhile. port
+    0: any free one."""
+    key = read_key(run.ensure_key(), f"run {run.name}")
+    server = RunServer(control, key, live=live, port=port, deadlines=deadlines)
     server.start()
     try:
         _set_url(run, state, server.url)
@@ -102,11 +108,14 @@ def _set_url(run: RunDirectory, state: ProcessState, url: str | None) -> None:
 class RunServer:
     """The server and its thread. `close` may be called twice; calls that hang are left behind, in daemon threads."""
 
-    def __init__(self, control: RunControl, key: str, *, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self, control: RunControl, key: str, *, live: LiveMetrics | None = None, port: int = 0,
+        deadlines: Deadlines | None = None,
+    ) -> None:  # fmt: skip
         if not key:
             raise ValueError("the endpoint of a run is never without a key")
         self.url = ""
-        self._control = control
+        self._control, self._live, self._port = control, live or LiveMetrics(""), port
         self._expected = f"Bearer {key}".encode()
         self._deadlines = deadlines or Deadlines()
         self._calls = 0
@@ -116,12 +125,12 @@ class RunServer:
         self._failure: BaseException | None = None
 
     def start(self) -> None:
-        """Listen on a free port of the loopback interface. Raises RltoolError where that does not work."""
+        """Listen on the loopback interface. Raises RltoolError where that does not work."""
         self._thread.start()
         if not self._started.wait(_START_SECONDS) or self._failure is not None:
             raise RltoolError(
                 f"the driver cannot listen on {HOST}: {self._failure or 'its thread did not start'}; "
-                f"`rltool doctor` looks at it"
+                "`rltool doctor` looks at it; monitor.endpoint_port = 0 takes any free port"
             )
 
     def close(self) -> None:
@@ -150,12 +159,14 @@ class RunServer:
     async def _listen(self) -> web.AppRunner:
         app = web.Application(middlewares=[self._answer_errors, self._demand_key], client_max_size=_MOST_BYTES)
         app.router.add_get("/status", self._status)
+        app.router.add_get("/history", self._history)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/engines", self._list)
         app.router.add_post("/engines", self._add)
         app.router.add_delete("/engines", self._remove)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
-        await web.TCPSite(runner, HOST, 0).start()
+        await web.TCPSite(runner, HOST, self._port).start()
         self.url = f"http://{HOST}:{runner.addresses[0][1]}"
         return runner
 
@@ -186,6 +197,17 @@ class RunServer:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(await self._call(self._control.status, deadline=self._deadlines.read))
+
+    async def _history(self, request: web.Request) -> web.Response:
+        return web.json_response(self._live.history())
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        status: RunStatus = {}
+        with suppress(RltoolError, TimeoutError):  # what the steps have measured is there without the rollout manager
+            status = await self._call(self._control.status, deadline=self._deadlines.read)
+        return web.Response(
+            text=self._live.exposition(status), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response(await self._call(self._control.engines, deadline=self._deadlines.read))

@@ -31,6 +31,8 @@ from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
 from rltool.training.devices import describe_devices
 from rltool.training.listening import beyond_loopback
+from rltool.training.live_metrics import LiveMetrics
+from rltool.training.loggers import open_loggers
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.managed import ManagedEngines
 from rltool.training.metrics import MetricsWriter
@@ -46,7 +48,9 @@ from rltool.training.profiling import StepRecording
 from rltool.training.ray_calls import Waiting
 from rltool.training.rollout_service import Engines, Syncing
 from rltool.training.rollouts import Rollouts
+from rltool.training.run_facts import run_facts
 from rltool.training.run_server import run_server
+from rltool.training.sample_log import SampleLog
 from rltool.training.sources import BatchSource, SupervisedData
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
@@ -92,10 +96,12 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
     log = run.new_log("train")
     log_dir = log.parent
     console = LoggedConsole(console, log)
-    write_json_atomic(
-        run.config_file,
-        {"rltool": rltool.__version__, "config": config.model_dump(mode="json"), "origins": prepared.loaded.origins},
-    )
+    settings = {
+        "rltool": rltool.__version__,
+        "config": config.model_dump(mode="json"),
+        "origins": prepared.loaded.origins,
+    }
+    write_json_atomic(run.config_file, settings)
     with ExitStack() as stack:
         state = state_of_this_process(TRAINER_ROLE, argv=sys.argv, log=log).model_copy(update={"gpus": prepared.gpus})
         write_state(run, state)
@@ -141,7 +147,9 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         ):
             trainer.start(config.policy_optimizer_steps, look)
         stack.push(_closing(trainer))
-        console.say(f"trainer: {describe_devices(prepared.plan.device, trainer.devices)}")
+        devices = describe_devices(prepared.plan.device, trainer.devices)
+        console.say(f"trainer: {devices}")
+        write_json_atomic(run.config_file, {**settings, "facts": run_facts(config, devices, prepared.fleet)})
         from_where = prepared.resume_from or config.model.path
         with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.say):
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
@@ -160,12 +168,13 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             source = _source(prepared, engines)
         if isinstance(source, SupervisedData):
             console.print(source.summary, highlight=False, soft_wrap=True)
+        live = LiveMetrics(run.name)
         if engines is not None:
-            stack.enter_context(run_server(run, state, engines))
+            stack.enter_context(run_server(run, state, engines, live=live, port=config.monitor.endpoint_port))
         if prepared.resume_from is not None:
             source.load_state_dict(loaded.source, prepared.resume_from)
-        tensorboard = run.path / "tensorboard" if config.monitor.tensorboard else None
-        writer = MetricsWriter(run.metrics_file, tensorboard=tensorboard, console=console, first_step=progress.step)
+        loggers = [live, *open_loggers(config, run, first_step=progress.step)]
+        writer = MetricsWriter(run.metrics_file, console=console, loggers=loggers, first_step=progress.step)
         stack.callback(writer.close)
 
         def describe(at: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -196,7 +205,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         )
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
-        parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop)
+        samples = SampleLog(run.samples_dir)
+        parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
         done = loop.run()
@@ -300,7 +310,8 @@ def _rollouts(
     side = Rollouts(
         config, engines, Syncing(trainer.handles(), lineage, prepared.device, directory, lease),
         vocab_size=model_facts(config.model.path)["vocab_size"],
-        dump_dir=run.rollouts_dir if config.rollout.dump else None, log_file=log_dir / "rollout_manager.log",
+        dump_dir=run.rollouts_dir if config.rollout.dump else None, evals_dir=run.evals_dir,
+        log_file=log_dir / "rollout_manager.log",
         endpoints_file=run.endpoints_file, console=console, stop=stop,
     )  # fmt: skip
     stack.callback(side.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,23 +15,28 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
+from rltool.report.samples import SampleRecord
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.sample import Sample
+from rltool.rollout.sample_metrics import all_sample_metrics
+from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
-from rltool.rollout.tokenizer import load_tokenizer
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
 class SourcedBatch:
     """One step's global batch and what is known of its making. weight_versions: all that its tokens were sampled
-    from."""
+    from; kept: row of the batch -> record, of the samples that are kept for people to look at."""
 
     batch: TrainBatch
     metrics: dict[str, float] = field(default_factory=dict)
     weight_versions: tuple[str, ...] = ()
+    kept: Mapping[int, SampleRecord] = field(default_factory=dict)
 
 
 class BatchSource(Protocol):
@@ -71,6 +77,7 @@ class RecordedRollouts(Stateless):
 
     def __init__(self, config: TrainConfig, directory: Path) -> None:
         self._config = config
+        self._tokenizer: Tokenizer | None = None
         self.directory = directory
         self.steps = dumped_steps(directory) if directory.is_dir() else []
         if not self.steps:
@@ -82,7 +89,18 @@ class RecordedRollouts(Stateless):
     def next_batch(self, step: int) -> SourcedBatch:
         dump = read_dump(self.directory, step)
         batch = _dated(samples_to_batch(dump.samples, mask_truncated=self._config.rollout.mask_truncated), step)
-        return SourcedBatch(batch, rollout_metrics(dump.samples, seconds=None, dropped={}), tuple(dump.weight_versions))
+        metrics = rollout_metrics(dump.samples, seconds=None, dropped={})
+        monitor = self._config.monitor
+        metrics |= all_sample_metrics(
+            dump.samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
+        )
+        return SourcedBatch(batch, metrics, tuple(dump.weight_versions), self._kept(dump.samples))
+
+    def _kept(self, samples: list[Sample]) -> Mapping[int, SampleRecord]:
+        count, model = self._config.monitor.samples_per_step, self._config.model
+        if count and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        return records_to_keep(samples, count, self._tokenizer)
 
 
 class FakeRollouts(Stateless):

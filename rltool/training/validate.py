@@ -25,6 +25,7 @@ from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
 from rltool.rollout.reward_parts import check_rewards
+from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
@@ -328,6 +329,9 @@ def check_inputs(config: TrainConfig) -> None:
         check_rewards(config.reward)
         if config.reward.group != "none":
             load_group_reward(config.reward)
+        for name, own in config.eval.overrides.items():
+            if own.reward is not None:
+                load_reward(own.reward, own.reward_options, setting=f"eval.overrides.{name}.reward")
         load_generate(config.rollout)
         load_filter(config.rollout)
         load_hook(config.rollout)

@@ -287,14 +287,49 @@ def test_two_runs_and_a_resume_are_bit_equal_when_synchronous(serve, settings, s
         assert_equal(ours, theirs)
 
 
+def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(serve, settings, spellers, data_file):
+    config = settings(
+        reward={"function": "rltool.rollout.rewards:exact_match"},
+        eval={
+            "sets": {"words": data_file, "long": data_file},
+            "samples_per_prompt": 2,
+            "pass_at": [1, 2],
+            "seed": 5,
+            "sampling": {"temperature": 0.5, "top_p": 0.9, "max_response_tokens": 7},
+            "overrides": {
+                "long": {"samples_per_prompt": 4, "max_prompts": 3, "reward": f"{FUNCTIONS}:long_is_good", "top_k": 5}
+            },
+        },
+    )
+
+    async def run():
+        async with serve(config, spellers) as service:
+            await service.sync_weights(0)
+            return await service.evaluate()
+
+    found = asyncio.run(run())
+    asked = [body["sampling_params"] for engine in spellers for body in generated(engine)]
+    asked = [p for p in asked if p["max_tokens"] == 7]  # the others are of the value check
+    assert {p["temperature"] for p in asked} == {0.5} and {p["top_p"] for p in asked} == {0.9}
+    assert sorted(p.get("top_k", -1) > 0 for p in asked) == [False] * 9 + [True] * 3
+    metrics = found.metrics
+    # half of the two samples of each word are right, by the parity of their seeds
+    assert metrics["eval/words/accuracy"] == metrics["eval/words/pass_at_1"] == 0.5
+    assert metrics["eval/words/pass_at_2"] == 1.0 > metrics["eval/words/pass_at_2_low"] > 0.5
+    assert metrics["eval/words/accuracy_low"] == metrics["eval/words/accuracy_high"] == 0.5
+    assert metrics["eval/long/prompts"] == 3 and metrics["eval/long/samples"] == 12
+    assert metrics["eval/long/accuracy"] > 1, "the length of an answer is its reward there"
+    assert {name: len(samples) for name, samples in found.samples.items()} == {"words": 18, "long": 12}
+
+
 def test_evaluation_draws_the_same_samples_before_and_after_and_takes_no_prompt(serve, settings, spellers):
     async def run():
         config = settings(reward={"function": "rltool.rollout.rewards:exact_match"})
         async with serve(config, spellers) as service:
             await service.sync_weights(0)
-            before = await service.evaluate()
+            before = (await service.evaluate()).metrics
             await train(service, 1)
-            after = await service.evaluate()
+            after = (await service.evaluate()).metrics
             assert before["eval/words/accuracy"] == after["eval/words/accuracy"] == 0.5
             assert before["eval/words/samples"] == 18
             assert service.collector.ledger.counts()["issued"] == 4
@@ -892,5 +927,47 @@ def test_rollout_only_records_what_the_manager_generates(config_file, tmp_path, 
 )
 def test_rollout_only_refuses_what_cannot_work_and_starts_nothing(config_file, tmp_path, arguments, message):
     done = rollout_only(config_file, *arguments, cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+# -- eval
+
+
+def evaluation(config_file, *arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", NO_RAY, "eval", "--config", str(config_file), *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, "RLTOOL_RUNS": str(cwd / "runs")},
+    )  # fmt: skip
+
+
+def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, spellers, data_file, tmp_path):
+    addresses = ",".join(engine.url.removeprefix("http://") for engine in spellers)
+    sets = f'[eval]\nsets = {{ words = "{data_file}" }}\npass_at = [1, 2]\nsamples_per_prompt = 2\n'
+    config_file.write_text(config_file.read_text() + sets)
+    done = evaluation(
+        config_file, "--rollout-external", addresses, "--out", "results.json", "--dump", "samples", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pass@2" in done.stdout and "bootstrap over prompts" in done.stdout
+    found = json.loads((tmp_path / "results.json").read_text())
+    words = found["sets"]["words"]
+    assert words["accuracy"] == 0.5 and words["pass_at_2"] == 1.0 and words["samples"] == 18
+    assert found["weight_versions"] == ["default"] and found["eval"]["pass_at"] == [1, 2]
+    assert len(read_dump(tmp_path / "samples" / "words", 0).samples) == 18
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "say what to evaluate"),
+        (("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "say what to evaluate"),
+        (("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
+        (("--checkpoint", "m"), "is no Hugging Face directory"),
+    ],
+)
+def test_eval_refuses_what_names_no_model(config_file, tmp_path, arguments, message):
+    done = evaluation(config_file, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "runs").exists()

@@ -18,6 +18,7 @@ from rltool.engines.run_status import run_status
 from rltool.errors import EngineConflict, EngineError, EngineUnreachable, RltoolError, UnknownEngine, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, state_file, state_of_this_process, write_state
+from rltool.training.live_metrics import LiveMetrics
 from rltool.training.run_server import Deadlines, RunServer, run_server
 
 A, B, C = "http://127.0.0.1:7001", "http://127.0.0.1:7002", "http://127.0.0.1:7003"
@@ -377,3 +378,41 @@ def test_status_of_a_driver_that_does_not_answer_says_why_and_shows_the_rest(run
 
 def test_status_without_a_driver_has_no_training(run):
     assert (run_status(run).processes, run_status(run).training) == ([], None)
+
+
+def test_prometheus_and_history_are_served_with_the_key_and_without_the_rollout_manager(served, run, control):
+    live = LiveMetrics("job")
+    live.log(0, {"rollout/reward_mean": 0.5})
+    url = served(live=live)
+    key = {"Authorization": f"Bearer {run.key_file.read_text().strip()}"}
+    assert requests.get(f"{url}/metrics", timeout=10).status_code == 401
+    reply = requests.get(f"{url}/metrics", headers=key, timeout=10)
+    assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert 'rltool_rollout_reward_mean{run="job"} 0.5' in reply.text and 'rltool_step{run="job"} 12.0' in reply.text
+    control.raises = EngineError("the manager has gone")
+    reply = requests.get(f"{url}/metrics", headers=key, timeout=10)
+    assert reply.status_code == 200 and "rltool_rollout_reward_mean" in reply.text and "rltool_step" not in reply.text
+    assert Driver(url, run.key_file).history()["records"] == [{"step": 0, "metrics": {"rollout/reward_mean": 0.5}}]
+
+
+def test_top_prints_one_frame_of_a_living_run(served, run, capsys):
+    live = LiveMetrics("job")
+    live.log(0, {"rollout/reward_mean": 0.5, "rollout/staleness_max": 1.0})
+    served(live=live)
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--once"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "\x1b" not in out
+    assert "run job" in out and "step 12 of 100" in out and A in out and "staleness, oldest" in out
+
+
+def test_top_without_a_run_that_trains_says_so(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--once"])
+    assert ended.value.code == 2 and "is training" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_an_error_that_names_the_setting(served, run, control):
+    taken = int(served().rpartition(":")[2])
+    with pytest.raises(RltoolError, match="monitor.endpoint_port"):
+        RunServer(control, "key", port=taken).start()

@@ -111,7 +111,7 @@ class Run:
         self.config = TrainConfig.model_validate(values)
         self.world, self.saves, self.exports = world, Saves(), []
         self.file = tmp_path / "metrics.jsonl"
-        self.writer = MetricsWriter(self.file, tensorboard=None, console=Console(file=io.StringIO()))
+        self.writer = MetricsWriter(self.file, console=Console(file=io.StringIO()))
         self.stop = StopSignal()
         parts = Parts(world, world, world if engines else None, self.saves, self.exports.append, self.writer, self.stop)
         self.loop = Loop(self.config, parts, progress or Progress(0))
@@ -459,7 +459,7 @@ def test_a_resumed_run_that_is_stopped_at_once_does_not_save_again(tmp_path):
 def test_a_resumed_writer_drops_the_records_of_steps_that_will_be_done_again(tmp_path):
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3, "torn')
-    writer = MetricsWriter(file, tensorboard=None, console=Console(file=io.StringIO()), first_step=2)
+    writer = MetricsWriter(file, console=Console(file=io.StringIO()), first_step=2)
     writer.write(2, "v", {"a": math.nan, "b": 1.0})
     writer.close()
     records = [json.loads(line) for line in file.read_text().splitlines()]

@@ -11,7 +11,9 @@ from rltool.cli import main
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
 from rltool.report.charts import Series, format_number, line_chart, moving_mean, nice_ticks, stacked_bars
-from rltool.report.page import flatten, phases, read_metrics, write_report
+from rltool.report.page import phases, write_report
+from rltool.report.run_files import evenly, flatten, read_metrics
+from rltool.report.samples import SampleRecord, StepSamples, encoded, sample_file
 
 
 def record(step, **values):
@@ -70,7 +72,7 @@ class Checker(HTMLParser):
 
 def test_page_is_well_formed_self_contained_and_escaped(tmp_path):
     full_run(tmp_path)
-    path = write_report(tmp_path)
+    path = write_report([tmp_path])
     page = path.read_text()
     checker = Checker()
     checker.feed(page)
@@ -83,7 +85,7 @@ def test_page_is_well_formed_self_contained_and_escaped(tmp_path):
 
 def test_tiles_tell_the_rise(tmp_path):
     full_run(tmp_path)
-    page = write_report(tmp_path).read_text()
+    page = write_report([tmp_path]).read_text()
     assert "0.32 → 0.81" in page  # means of the first three and the last ten steps
     assert "0.30 → 0.90" in page  # accuracy before and after
     assert "1.00e-06" in page
@@ -91,7 +93,7 @@ def test_tiles_tell_the_rise(tmp_path):
 
 def test_run_with_a_single_step_and_few_metrics_has_a_report(tmp_path):
     write(tmp_path, record(0, rollout__reward_mean=0.5))
-    page = write_report(tmp_path).read_text()
+    page = write_report([tmp_path]).read_text()
     assert "not measured in this run" in page and "0.50 → 0.50" in page
 
 
@@ -105,21 +107,21 @@ def test_repeated_steps_count_once_and_torn_last_line_is_forgiven(tmp_path):
         record(3, a=float("nan")),
         '{"step": 4, "a"',
     )
-    assert read_metrics(tmp_path / "metrics.jsonl") == {"a": [(0.0, 1.0), (1.0, 3.0)]}
+    assert read_metrics(tmp_path / "metrics.jsonl") == {"a": [(1.0, 1.0), (2.0, 3.0)]}
 
 
 def test_broken_line_in_the_middle_is_named(tmp_path):
     write(tmp_path, record(0, a=1.0), "{broken", record(2, a=1.0))
     with pytest.raises(RltoolError, match=r"metrics.jsonl, line 2"):
-        write_report(tmp_path)
+        write_report([tmp_path])
 
 
 def test_missing_and_empty_metrics_are_errors(tmp_path):
     with pytest.raises(RltoolError, match="does not exist"):
-        write_report(tmp_path)
+        write_report([tmp_path])
     write(tmp_path)
     with pytest.raises(RltoolError, match="no metrics yet"):
-        write_report(tmp_path)
+        write_report([tmp_path])
 
 
 def test_phases_add_up_to_the_step():
@@ -132,6 +134,14 @@ def test_phases_add_up_to_the_step():
     parts = phases(metrics, [0.0, 1.0])
     assert parts == {"generate": [3.0, 1.5], "train": [4.0, 1.0], "eval": [2.0, 0.0], "other": [1.0, 0.5]}
     assert list(parts)[:2] == ["generate", "train"]
+
+
+def test_generation_beside_training_is_no_time_of_the_step():
+    metrics = {
+        "time/step_seconds": [(1.0, 5.0)], "time/train_seconds": [(1.0, 4.0)], "time/generate_seconds": [(1.0, 30.0)],
+        "time/wait_seconds": [(1.0, 1.0)], "time/reward_seconds": [(1.0, 3.0)],
+    }  # fmt: skip
+    assert phases(metrics, [1.0]) == {"generate": [1.0], "train": [4.0]}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (5.084, 5.32), (-3, 12_345), (1e-9, 2e-9), (7, 7), (0, 0)])
@@ -182,14 +192,96 @@ def test_numbers_are_readable():
     ]
 
 
+def dots(svg):
+    return len(re.findall(r"<circle cx", svg))
+
+
+def test_two_evaluations_are_not_joined_by_a_line_and_have_error_bars():
+    two = [(0, 0.2), (9, 0.6)]
+    svg = line_chart([Series("x", two, "dots", 0, {0: (0.1, 0.3), 9: (0.5, 0.7)})], label="y", y_range=(0, 1))
+    assert "polyline" not in svg and dots(svg) == 2 and svg.count('class="error"') == 2
+    assert "step 9: 0.6 (0.5 to 0.7)" in svg
+    assert "polyline" in line_chart([Series("x", [*two, (12, 0.7)], "dots")], label="y")
+
+
+@pytest.mark.parametrize(("values", "end"), [((5.08, 5.32), 0.0), ((-5.3, -5.1), 0.0)])
+def test_an_axis_shows_zero_so_that_noise_looks_small(values, end):
+    svg = line_chart([Series("x", list(enumerate(values)))], label="y")
+    ticks = [float(text) for text in re.findall(r'text-anchor="end" x="50" y="[-\d.]+">([-\d.]+)</text>', svg)]
+    assert end in ticks
+
+
+def test_steps_are_counted_as_on_the_console(tmp_path):
+    write(tmp_path, record(-1, eval__words__accuracy=0.25), record(0, a=1.0, eval__words__accuracy=0.5))
+    assert read_metrics(tmp_path / "metrics.jsonl")["eval/words/accuracy"] == [(0.0, 0.25), (1.0, 0.5)]
+
+
+def test_several_runs_share_the_charts_and_their_settings_are_compared(tmp_path):
+    for name, lr, reward in (("slow", 1e-6, 0.25), ("fast<", 1e-3, 0.75)):
+        directory = tmp_path / name
+        directory.mkdir()
+        write(
+            directory, *(record(s, rollout__reward_mean=reward, rollout__samples=8.0) for s in range(3)),
+            config={
+                "config": {"optimizer": {"lr": lr}, "seed": 7},
+                "facts": {"host": f"box-{name}", "parameters": 5_000_000},
+            },
+        )  # fmt: skip
+    page = write_report([tmp_path / "slow", tmp_path / "fast<"], note="a & b").read_text()
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == [] and "<title>slow and fast&lt;</title>" in page and "a &amp; b" in page
+    differences = page.split("Differences in configuration")[1].split("</details>")[0]
+    assert "optimizer.lr" in differences and "0.001" in differences and "seed" not in differences
+    assert "host box-slow" in page and "5.00 M" in page
+    [reward] = re.findall(r"<tr><th>rollout/reward_mean</th><td>([^<]+)</td><td>([^<]+)</td></tr>", page)
+    assert reward == ("0.25", "0.75")
+
+
+def test_what_never_changes_stands_apart_and_folded(tmp_path):
+    write(tmp_path, *(record(s, rollout__samples=64.0, rollout__reward_mean=s / 10) for s in range(4)))
+    shown, constant = write_report([tmp_path]).read_text().split("constant in all steps")
+    assert "<th>rollout/reward_mean</th>" in shown and "<th>rollout/samples</th>" not in shown
+    assert "<th>rollout/samples</th><td>64</td>" in constant
+
+
+def answer(reward, text):
+    return SampleRecord(
+        group=0, index=0, prompt="1<2?", text=text, reward=reward, status="completed", prompt_tokens=3,
+        tokens=(text,), token_ids=(5,), mask=(1,), engine_logprobs=(-0.5,), label="yes",
+    )  # fmt: skip
+
+
+def test_the_page_has_best_median_and_worst_answers_over_time(tmp_path):
+    write(tmp_path, record(0, rollout__reward_mean=0.5))
+    (tmp_path / "samples").mkdir()
+    for step in range(9):
+        records = tuple(answer(reward, f"answer <{step}> {reward}") for reward in (0.5, 1.0, 0.0))
+        sample_file(tmp_path / "samples", step).write_bytes(encoded(StepSamples(step, 64, records)))
+    page = write_report([tmp_path]).read_text()
+    assert [int(step) for step in re.findall(r"<h3>step (\d+) \(3 of 64", page)] == [1, 4, 6, 9]
+    first = page.split("step 1 (3 of 64")[1].split("<h3>")[0]
+    texts = re.findall(r"<b>(\w+), reward ([\d.]+)</b>.*?<pre>(answer[^<]*)</pre>", first)
+    assert texts == [
+        (n, r, f"answer &lt;0&gt; {float(r)}") for n, r in (("best", "1"), ("median", "0.5"), ("worst", "0"))
+    ]
+    checker = Checker()
+    checker.feed(page)
+    assert checker.open == []
+
+
+def test_evenly_takes_the_ends():
+    assert evenly([1, 2, 3], 4) == [1, 2, 3] and evenly(list(range(10)), 4) == [0, 3, 6, 9]
+
+
 def test_flatten():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 def test_stages_are_shown_where_they_were_measured(tmp_path):
     full_run(tmp_path)
-    assert "Stages" not in write_report(tmp_path).read_text()
-    page = write_report(tmp_path, stages={"a task & a model": 1.25}).read_text()
+    assert "Stages" not in write_report([tmp_path]).read_text()
+    page = write_report([tmp_path], stages={"a task & a model": 1.25}).read_text()
     checker = Checker()
     checker.feed(page)
     assert checker.open == [] and "Stages" in page and "a task &amp; a model" in page and "1.2 s" in page
@@ -207,6 +299,9 @@ def test_the_verb_reports_on_the_newest_run_or_the_named_one_and_writes_where_it
         return ended.value.code, (out.out + out.err).replace("\n", "")
 
     assert report() == (0, f"report of run new: {tmp_path}/runs/new/report.html")
+    code, said = report("old", "new", "--out", str(tmp_path / "both.html"))
+    assert (code, said) == (0, f"report of runs old, new: {tmp_path}/both.html")
+    assert report("old", "--run", "new")[0] == 2 and report("old", "old")[0] == 2
     page = str(tmp_path / "page.html")
     assert report("--run", "old", "--out", page) == (0, f"report of run old: {page}")
     assert "0.75 → 0.75" in (tmp_path / "runs" / "new" / "report.html").read_text()

@@ -1,0 +1,70 @@
+"""How well engines reuse work: hits of the prefix cache, accepted drafts of speculative decoding, as they count it
+themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import EngineCounters, Tally
+
+ASK_SECONDS = 2.0
+"""A number that comes later is left out of its step: no batch waits for statistics."""
+
+
+class CountersClient(Protocol):
+    """Of engines.client.EngineClient."""
+
+    async def counters(self, endpoint: EngineEndpoint, *, timeout: float) -> EngineCounters: ...
+
+
+class EngineRates:
+    """Rates since the last question. endpoints: url -> engine, which may grow and shrink."""
+
+    def __init__(self, client: CountersClient, endpoints: Mapping[str, EngineEndpoint]) -> None:
+        self._client, self._endpoints = client, endpoints
+        self._before: dict[str, EngineCounters] = {}
+
+    async def since_last(self, urls: Sequence[str]) -> dict[str, float]:
+        """rollout/prefix_cache_hit_rate and rollout/speculative_acceptance_rate of these engines; of what no engine
+        tells nothing. The first question of an engine that counts from its start is about all of it."""
+        asked = [url for url in urls if url in self._endpoints]
+        replies = await asyncio.gather(
+            *(self._client.counters(self._endpoints[url], timeout=ASK_SECONDS) for url in asked),
+            return_exceptions=True,
+        )
+        now = {url: reply for url, reply in zip(asked, replies, strict=True) if isinstance(reply, EngineCounters)}
+        found = rates(self._before, now)
+        self._before |= now
+        return found
+
+
+def rates(before: Mapping[str, EngineCounters], now: Mapping[str, EngineCounters]) -> dict[str, float]:
+    """Means over the engines that had something to count in between. An engine whose counts fell was started again."""
+    found: dict[str, float] = {}
+    for name, attribute in (
+        ("rollout/prefix_cache_hit_rate", "prefix_cache"),
+        ("rollout/speculative_acceptance_rate", "speculation"),
+    ):
+        shares = []
+        for url, counters in now.items():
+            earlier = before.get(url)
+            share = _share(getattr(earlier, attribute) if earlier else None, getattr(counters, attribute))
+            if share is not None:
+                shares.append(share)
+        if shares:
+            found[name] = math.fsum(shares) / len(shares)
+    return found
+
+
+def _share(before: Tally | float | None, now: Tally | float | None) -> float | None:
+    """Of a gauge its value; of counts the share since `before`, None where nothing was counted."""
+    if now is None or isinstance(now, float):
+        return now
+    restarted = not isinstance(before, Tally) or now.total < before.total
+    start = Tally(0.0, 0.0) if restarted or not isinstance(before, Tally) else before
+    total = now.total - start.total
+    return (now.hits - start.hits) / total if total > 0 else None

@@ -1,0 +1,126 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Each package is imported only where it
+is asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
+from rltool.report.run_files import flatten
+
+MLFLOW_BATCH = 1000
+"""Metrics that MLflow's server takes in one request."""
+MLFLOW_LONGEST = 500
+"""Characters of a parameter's value that every store of MLflow takes."""
+RUN_TAG = "rltool.run_id"
+
+
+class MetricLogger(Protocol):
+    """One backend. `log` gets finite numbers alone; steps as in metrics.jsonl, where -1 is before the first."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardLogger:
+    """Event files in `directory`. A resumed run first drops what lies at its first step and behind it."""
+
+    def __init__(self, directory: Path, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(directory), purge_step=first_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbLogger:
+    """A run of Weights & Biases with the id of ours, so that a resumed run goes on in it.
+
+    W&B's own step only rises and begins at 0; ours begins at -1, and is done again after a resume. So `step` is logged
+    as a metric, and the charts are told to use it as their axis.
+    """
+
+    def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=project, name=run.name, id=run.run_id, resume="allow", config=dict(config), dir=str(run.path)
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowLogger:
+    """A run of MLflow that bears our run's id as a tag, by which a resumed run finds it."""
+
+    def __init__(self, experiment: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
+        import mlflow
+        from mlflow.entities import Metric, Param
+
+        self._metric: Any = Metric
+        self._client: Any = mlflow.MlflowClient()
+        found = self._client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found is not None else self._client.create_experiment(experiment)
+        earlier = self._client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run.run_id}'", max_results=1)
+        if earlier:
+            self._id = earlier[0].info.run_id
+            return
+        self._id = self._client.create_run(experiment_id, run_name=run.name, tags={RUN_TAG: run.run_id}).info.run_id
+        params = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in config.items()]
+        for start in range(0, len(params), 100):  # so many its server takes in one request
+            self._client.log_batch(self._id, params=params[start : start + 100])
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        entries = [self._metric(name, value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(entries), MLFLOW_BATCH):
+            self._client.log_batch(self._id, metrics=entries[start : start + MLFLOW_BATCH])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def check_loggers(monitor: MonitorConfig) -> None:
+    """UsageError for a logger whose package is not installed: before anything starts."""
+    asked = {
+        "wandb": ("monitor.wandb_project", monitor.wandb_project),
+        "mlflow": ("monitor.mlflow_experiment", monitor.mlflow_experiment),
+    }
+    for package, (setting, value) in asked.items():
+        if value is not None and find_spec(package) is None:
+            raise UsageError(
+                f"{setting} = {value!r} needs the package {package}, which is not installed here: "
+                f"pip install 'rltool[{package}]'"
+            )
+
+
+def open_loggers(config: TrainConfig, run: RunDirectory, *, first_step: int) -> list[MetricLogger]:
+    """Those that the configuration asks for."""
+    monitor = config.monitor
+    settings = flatten(config.model_dump(mode="json"))
+    found: list[MetricLogger] = []
+    if monitor.tensorboard:
+        found.append(TensorBoardLogger(run.path / "tensorboard", first_step=first_step))
+    if monitor.wandb_project is not None:
+        found.append(WandbLogger(monitor.wandb_project, run, settings))
+    if monitor.mlflow_experiment is not None:
+        found.append(MlflowLogger(monitor.mlflow_experiment, run, settings))
+    return found
