@@ -44,6 +44,10 @@ class Ranks(Protocol):
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
     async def logprobs(self, batch: TrainBatch) -> Tensor: ...
 
+    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+        """See implied_checksums."""
+        ...
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -177,5 +181,3 @@ class Connections:
                 raise
 
         return join
-
-
