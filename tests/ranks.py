@@ -12,6 +12,7 @@ from torch import Tensor
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import meta_of, plan_buckets
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
@@ -27,6 +28,7 @@ class SenderRanks:
 
     def __init__(self, config: WeightsConfig, model_files: Path, *, deadline: float = 60.0) -> None:
         self.config = config
+        self.sent = 0  # the training step whose weights were sent last
         self.sender = WeightSender(config, device=torch.device("cpu"), deadline=deadline, model_files=model_files)
 
     def weights(self, step: int) -> Mapping[str, Tensor]:
@@ -47,8 +49,13 @@ class SenderRanks:
 
     async def send(self, version: str, urls: Collection[str]) -> SendReport:
         buckets = plan_buckets(await self.weight_metadata(), self.config.bucket_bytes)
-        stream = self.stream(int(version.rsplit(":", 1)[1]))
+        self.sent = int(version.rsplit(":", 1)[1])
+        stream = self.stream(self.sent)
         return await asyncio.to_thread(self.sender.send, stream, buckets, version, urls)
+
+    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+        tensors = self.weights(self.sent)
+        return implied_checksums(list(tensors), tensors.items(), getattr(torch, dtype))
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         self.sender.abort(urls, reason)

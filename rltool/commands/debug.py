@@ -23,6 +23,11 @@ from rltool.commands.options import (
     rollout_flags,
 )
 
+ANSWER_SECONDS = 120.0
+"""For an engine to sample, score or read all its weights."""
+ComparedRow = tuple[str, str, bool, list[str]]
+"""(URL, what it was compared with, equal, lines of what was found)"""
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -180,30 +185,73 @@ def train_only(
 
 @app.command()
 def weights(
-    engines: Annotated[list[str], typer.Argument(help="HOST:PORT or @endpoints.json of the engines to look at.")],
+    engines: Annotated[
+        list[str] | None,
+        typer.Argument(help="HOST:PORT or @endpoints.json of the engines to look at; with --run none means all."),
+    ] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Hugging Face or torch_dist directory that they should hold.")
     ] = None,
     engine: Annotated[str | None, typer.Option(help="In place of it: HOST:PORT of an engine to compare with.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="In place of it: a run that is training, which compares its engines with itself.")
+    ] = None,
     key_file: Annotated[Path | None, typer.Option(help="File with the key of engines given as HOST:PORT.")] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(help="Mean log-probability difference that counts as equal; without it by what both compute in."),
     ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each answer of an engine.")] = 120.0,
+    timeout: Annotated[
+        float | None, typer.Option(help=f"Seconds for each answer of an engine, {ANSWER_SECONDS:g} if not given.")
+    ] = None,
 ) -> None:
-    """Compare the weights of engines with a checkpoint, or with another engine: exit code 1 where one differs."""
-    from rltool.engines.endpoints import resolve
+    """Compare the weights of engines with a checkpoint, another engine or the trainer of a run: exit code 1 where one
+    differs."""
     from rltool.errors import UsageError
+
+    if [checkpoint, engine, run].count(None) != 2:
+        raise UsageError("say what to compare with, one of: --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME")
+    if run is not None:
+        if (key_file, tolerance, timeout) != (None, None, None):
+            raise UsageError("with --run the run's own keys, tolerance and deadlines hold: leave the others out")
+        rows = _compared_by_run(run, engines or [])
+    elif not engines:
+        raise UsageError("say which engines to look at: HOST:PORT or @endpoints.json")
+    else:
+        rows = _compared(engines, checkpoint, engine, key_file, tolerance, timeout or ANSWER_SECONDS)
+    console, all_equal = Console(), True
+    for url, other, equal, lines in rows:
+        all_equal = all_equal and equal
+        found = "the same weights as" if equal else "other weights than"
+        for line in (f"{url}: {found} {other}", *(f"  {line}" for line in lines)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(0 if all_equal else 1)
+
+
+def _compared_by_run(name: str, engines: list[str]) -> Iterator[ComparedRow]:
+    from rltool.engines.endpoints import resolve
+    from rltool.engines.run_client import choose_driver
+
+    directory, driver = choose_driver(name)
+    urls = [endpoint.url for endpoint in resolve(engines).engines] if engines else []
+    found = driver.compare_weights(urls)
+    other = f"the trainer of run {directory.name} ({found['weight_version']})"
+    for row in found["engines"]:
+        yield row["url"], other, row["equal"], row["lines"]
+
+
+def _compared(
+    engines: list[str], checkpoint: Path | None, engine: str | None, key_file: Path | None, tolerance: float | None,
+    timeout: float,
+) -> Iterator[ComparedRow]:  # fmt: skip
+    """With a checkpoint, or with another engine."""
+    from rltool.engines.endpoints import resolve
     from rltool.training.compare_weights import compare_with_checkpoint, compare_with_engine
 
     def keyed(*addresses: str):
         found = resolve(addresses).engines
         return [one if one.key_file else one.model_copy(update={"key_file": key_file}) for one in found]
 
-    if (checkpoint is None) == (engine is None):
-        raise UsageError("say what to compare with: --checkpoint DIRECTORY, or --engine HOST:PORT")
-    console, equal = Console(), True
     for endpoint in keyed(*engines):
         if checkpoint is not None:
             verdict = compare_with_checkpoint(endpoint, checkpoint, tolerance=tolerance, timeout=timeout)
@@ -212,8 +260,4 @@ def weights(
             [reference] = keyed(engine or "")
             verdict = compare_with_engine(endpoint, reference, tolerance=tolerance, timeout=timeout)
             other = reference.url
-        equal = equal and verdict.equal
-        found = "the same weights as" if verdict.equal else "other weights than"
-        for line in (f"{endpoint.url}: {found} {other}", *(f"  {line}" for line in verdict.lines)):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-    raise typer.Exit(0 if equal else 1)
+        yield endpoint.url, other, verdict.equal, verdict.lines

@@ -8,6 +8,7 @@ looks at.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,6 +26,9 @@ READ_SECONDS = 5.0
 """Deadline of GET /status and GET /engines in the driver."""
 CHANGE_SECONDS = 60.0
 """Deadline of POST and DELETE /engines in the driver: a new engine is probed, and vLLM's first probe takes seconds."""
+COMPARE_SECONDS = 600.0
+"""Deadline of POST /weights/compare in the driver: it is answered when the trainer waits for its engines, which may be
+after a long training step."""
 _ON_THE_WAY = 2.0
 """Seconds that a caller waits beyond the driver's own deadline, so that it is the driver's reason that is read."""
 
@@ -87,6 +91,21 @@ class History(TypedDict):
     records: list[StepRecord]
 
 
+class ComparedEngine(TypedDict):
+    """equal: whether nothing was found to differ; lines: what was compared, for people."""
+
+    url: str
+    equal: bool
+    lines: list[str]
+
+
+class ComparedWeights(TypedDict):
+    """POST /weights/compare. weight_version: of the weights that the trainer holds."""
+
+    weight_version: str | None
+    engines: list[ComparedEngine]
+
+
 @dataclass(frozen=True)
 class Driver:
     """The driver of a living run. Every call raises EngineUnreachable where it does not answer within its deadline."""
@@ -111,6 +130,10 @@ class Driver:
     def remove_engine(self, url: str) -> EngineStatus:
         """Have the run leave this engine: it gets no new request, and finishes those that it has."""
         return self._ask(HttpRequest("DELETE", "/engines", query={"url": url}), CHANGE_SECONDS)
+
+    def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
+        """Do these engines (none: all of the run) hold what its trainer holds? Waits for a moment between two steps."""
+        return self._ask(HttpRequest("POST", "/weights/compare", {"engines": list(urls)}), COMPARE_SECONDS)
 
     def _ask(self, request: HttpRequest, deadline: float) -> Any:
         status, body = exchange(self.url, request, key=self._key(), timeout=deadline + _ON_THE_WAY)

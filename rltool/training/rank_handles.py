@@ -43,6 +43,9 @@ class RankHandles:
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         await self._all([self._handles[0].leave_transfer.remote(urls)])
 
+    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+        return (await self._all([rank.weight_checksums.remote(dtype) for rank in self._handles]))[0]
+
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""
         shards = self._sharder.shard(batch)

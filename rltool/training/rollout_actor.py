@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import ray
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.run_client import EngineStatus
+from rltool.engines.run_client import ComparedWeights, EngineStatus
 from rltool.processes.output import redirect_output
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
@@ -65,6 +66,9 @@ class RolloutActor:
 
     async def remove_engine(self, url: str) -> EngineStatus:
         return await self._service.remove_engine(url)
+
+    async def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
+        return await self._service.compare_weights(urls)
 
     async def present_engines(self) -> tuple[EngineEndpoint, ...]:
         return self._service.present_engines()

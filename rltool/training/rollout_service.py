@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy
-from rltool.engines.run_client import EngineStatus
+from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
 from rltool.engines.types import EngineInfo, EngineLoad
 from rltool.engines.weight_version import Lineage
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UnknownEngine, UsageError
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
@@ -47,6 +47,7 @@ from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_inputs import load_inputs
 from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
+from rltool.weights.comparison import Comparison
 from rltool.weights.connections import Ranks
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import WeightSync
@@ -255,8 +256,11 @@ class RolloutService:
             gpus=SharedGpus(syncing.ranks, self._infos, syncing.trainer_device, self._end_engine)
             if config.engines.shares_gpus else None,
         )  # fmt: skip
+        comparison = Comparison(
+            self._client, self._endpoints, self._infos, syncing.ranks, check, deadline=config.deadlines.sync_step
+        )
         return WeightUpdates(
-            sync, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,
+            sync, comparison, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,
             # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only
             # one.
             check_all=config.rollout.max_staleness > 0, is_stopping=lambda: self._stopping, say=self._say,
@@ -383,6 +387,18 @@ class RolloutService:
     async def remove_engine(self, url: str) -> EngineStatus:
         """An engine leaves: it gets nothing new, finishes what it has, and is gone."""
         return await self._membership.remove(url)
+
+    async def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
+        """Do these engines (none: all that take weights) hold what the trainer holds? Waits until it is idle."""
+        updates, members = self._weights, {m.url for m in self.fleet.members() if m.takes_weights}
+        if updates is None:
+            raise UsageError("this run sends no weights, so there are none to compare with")
+        unknown = [url for url in urls if url not in members]
+        if unknown:
+            raise UnknownEngine(f"{unknown[0]} is no engine of this run that takes weights")
+        verdicts = await updates.compare(urls or sorted(members))
+        rows = [ComparedEngine(url=url, equal=one.equal, lines=one.lines) for url, one in verdicts.items()]
+        return ComparedWeights(weight_version=(await self.status())["weight_version"], engines=rows)
 
     def present_engines(self) -> tuple[EngineEndpoint, ...]:
         """Those that a run which resumes would begin with."""

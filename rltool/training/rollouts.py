@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
-from rltool.engines.run_client import EngineStatus, RunStatus
+from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError
 from rltool.rollout.dump import write_dump
@@ -154,6 +155,9 @@ class Rollouts:
 
     def remove_engine(self, url: str) -> EngineStatus:
         return self._change_engines(self._actor.remove_engine.remote(url.rstrip("/")))
+
+    def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
+        return self._call(self._actor.compare_weights.remote(urls), COMPARE_SECONDS, "the comparison of weights")
 
     def close(self) -> None:
         """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not

@@ -6,6 +6,7 @@
     GET    /engines                         [EngineStatus, ...]
     POST   /engines  {"url", "key_file"}    EngineStatus; key_file is an absolute path on this host, or null
     DELETE /engines?url=...                 EngineStatus
+    POST   /weights/compare {"engines"}     ComparedWeights; engines is a list of URLs, empty for all
 
 All demand the run's key. An error is {"error": text} with 400 (the request is wrong), 401 (key), 404 (no such route or
 engine), 409 (the run cannot do that now) or 503 (no answer within the deadline); 500 is a fault of ours, and its
@@ -19,7 +20,7 @@ import asyncio
 import hmac
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,14 @@ from typing import Any, Protocol
 from aiohttp import web
 
 from rltool.engines.endpoints import parse_address
-from rltool.engines.run_client import CHANGE_SECONDS, READ_SECONDS, EngineStatus, RunStatus
+from rltool.engines.run_client import (
+    CHANGE_SECONDS,
+    COMPARE_SECONDS,
+    READ_SECONDS,
+    ComparedWeights,
+    EngineStatus,
+    RunStatus,
+)
 from rltool.errors import EngineConflict, RltoolError, UnknownEngine, UsageError
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
@@ -71,6 +79,10 @@ class RunControl(Protocol):
         left. May be sent again: then it tells how far the engine is."""
         ...
 
+    def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
+        """Returns when the trainer has been idle. No URL: all engines that take weights."""
+        ...
+
 
 @dataclass(frozen=True)
 class Deadlines:
@@ -78,6 +90,7 @@ class Deadlines:
 
     read: float = READ_SECONDS
     change: float = CHANGE_SECONDS
+    compare: float = COMPARE_SECONDS
 
 
 @contextmanager
@@ -164,6 +177,7 @@ class RunServer:
         app.router.add_get("/engines", self._list)
         app.router.add_post("/engines", self._add)
         app.router.add_delete("/engines", self._remove)
+        app.router.add_post("/weights/compare", self._compare)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, HOST, self._port).start()
@@ -223,6 +237,11 @@ class RunServer:
         url = _engine_url(request.query["url"])
         return web.json_response(await self._call(self._control.remove_engine, url, deadline=self._deadlines.change))
 
+    async def _compare(self, request: web.Request) -> web.Response:
+        urls = _engines_to_compare(await _json_of(request))
+        deadline = self._deadlines.compare
+        return web.json_response(await self._call(self._control.compare_weights, urls, deadline=deadline))
+
     async def _call(self, function: Callable[..., Any], *arguments: Any, deadline: float) -> Any:
         """function(*arguments) in a thread of its own, for `deadline` seconds. Raises TimeoutError.
 
@@ -280,6 +299,13 @@ def _engine_to_add(body: Any) -> tuple[str, Path | None]:
     if key_file is not None and not (isinstance(key_file, str) and Path(key_file).is_absolute()):
         raise UsageError(f"key_file is an absolute path on the driver's host or null, not {key_file!r}")
     return _engine_url(body["url"]), Path(key_file) if key_file else None
+
+
+def _engines_to_compare(body: Any) -> list[str]:
+    urls = body.get("engines") if isinstance(body, dict) and set(body) == {"engines"} else None
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise UsageError('POST /weights/compare wants {"engines": ["http://HOST:PORT", ...]}, and nothing else')
+    return [_engine_url(url) for url in urls]
 
 
 def _engine_url(text: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
+import torch
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
@@ -18,6 +19,7 @@ from rltool.megatron.offload import Part
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.stream import drain
 from rltool.weights.transport import Receiver, Rendezvous
@@ -179,6 +181,15 @@ class TrainerActor:
         if self.sender is None:
             return drain(self.trainer.export_weights())
         return self.sender.send(self.trainer.export_weights(), self.buckets, version, urls)
+
+    def weight_checksums(self, dtype: str) -> dict[str, str]:
+        """A collective of all ranks; those of an engine that holds the present weights in `dtype` come from rank 0."""
+        stream = self.trainer.export_weights()
+        if self.rank != 0:
+            drain(stream)
+            return {}
+        names = [meta.name for meta in self.trainer.weight_metadata()]
+        return implied_checksums(names, ((meta.name, tensor) for meta, tensor in stream), getattr(torch, dtype))
 
     @ray.method(concurrency_group="abort")
     def abort_transfer(self, urls: Sequence[str], reason: str) -> None:

@@ -1,11 +1,12 @@
 """When the engines get weights: as the driver asks after each step, and, for engines that have missed a sync, while it
-waits for a batch and the ranks are idle. One sync at a time."""
+waits for a batch and the ranks are idle. One sync at a time. Then, too, engines and ranks are compared."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 
 from rltool.engines.fleet import Fleet, State
@@ -15,8 +16,10 @@ from rltool.rollout.engine_guard import EngineGuard
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.lease import Ownership
 from rltool.rollout.versions import VersionBook
+from rltool.weights.comparison import Comparison
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed
+from rltool.weights.verdict import Verdict
 
 RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
@@ -27,13 +30,15 @@ class WeightUpdates:
     is_stopping: asked while no engine is there to sync. say: one line for the user."""
 
     def __init__(
-        self, sync: WeightSync, fleet: Fleet, book: VersionBook, monitor: FleetMonitor, ownership: Ownership,
-        guard: EngineGuard, *, lock: asyncio.Lock, check_all: bool, is_stopping: Callable[[], bool],
-        say: Callable[[str], None],
+        self, sync: WeightSync, comparison: Comparison, fleet: Fleet, book: VersionBook, monitor: FleetMonitor,
+        ownership: Ownership, guard: EngineGuard, *, lock: asyncio.Lock, check_all: bool,
+        is_stopping: Callable[[], bool], say: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._sync, self._fleet, self._book, self._monitor = sync, fleet, book, monitor
+        self._sync, self._comparison, self._fleet, self._book, self._monitor = sync, comparison, fleet, book, monitor
         self._ownership, self._guard, self._lock = ownership, guard, lock
         self._check_all, self._is_stopping, self._say = check_all, is_stopping, say
+        self._asked: list[_Asked] = []
+        self._wake = asyncio.Event()
         self._differed = False  # the values of all engines, in the last attempt that failed
 
     async def update(self, step: int) -> SyncReport:
@@ -57,16 +62,25 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def stale_engines_meanwhile(self) -> AsyncIterator[None]:
-        """Inside the block the ranks are idle: engines that are STALE take the present weights. When it ends, no sync
-        runs any more."""
+        """Inside the block the ranks are idle: engines that are STALE take the present weights, and comparisons that
+        were asked for are made. When it ends, none of these runs any more."""
         resync = asyncio.create_task(self._resync_stale(), name="resync")
         try:
             yield
         finally:
             async with self._lock:  # a sync of its own is never cancelled half-way
                 resync.cancel()
+                await self._compare_as_asked()  # where batches are always ready there is no other moment
             with suppress(asyncio.CancelledError):
                 await resync
+
+    async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
+        """Do these engines hold the present weights? Answered when the ranks are idle next, while the driver waits for
+        a batch. One that does not serve holds others, or nobody knows which."""
+        asked = _Asked(urls, asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        self._wake.set()
+        return await asked.answer
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run, and its transfer group."""
@@ -77,6 +91,8 @@ class WeightUpdates:
 
     async def leave(self) -> Failures:
         """At the end of the run, see WeightSync.leave."""
+        for asked in self._asked:
+            asked.settle(RltoolError("the run ended before its trainer was idle, so no weights were compared"))
         async with self._lock:
             return await self._sync.leave(ceded=self._ownership.ceded)
 
@@ -101,7 +117,10 @@ class WeightUpdates:
 
     async def _resync_stale(self) -> None:
         while True:
-            await asyncio.sleep(RESYNC_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), RESYNC_SECONDS)
+            async with self._lock:
+                await self._compare_as_asked()
             stale = {m.url for m in self._fleet.members() if m.state is State.STALE and m.takes_weights}
             if not stale or self._book.published is None:
                 continue
@@ -118,3 +137,36 @@ class WeightUpdates:
                     await self._monitor.carry_out()
             if failed:
                 await asyncio.sleep(self._fleet.policy.probe_seconds)
+
+    async def _compare_as_asked(self) -> None:
+        """With the lock held."""
+        self._wake.clear()
+        while self._asked:
+            asked = self._asked.pop(0)
+            serving = self._fleet.serving()
+            verdicts = {
+                url: Verdict(False, [f"it is {(member := self._fleet.member(url)).state.value}: {member.reason}"])
+                for url in asked.urls
+                if url not in serving
+            }
+            try:
+                verdicts |= await self._comparison.compare([url for url in asked.urls if url in serving])
+                asked.settle({url: verdicts[url] for url in asked.urls})
+            except Exception as error:  # of a rank: the driver meets it by itself
+                asked.settle(error)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A comparison that somebody waits for."""
+
+    urls: Sequence[str]
+    answer: asyncio.Future[dict[str, Verdict]]
+
+    def settle(self, outcome: dict[str, Verdict] | Exception) -> None:
+        if self.answer.done():  # nobody waits any more
+            return
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)

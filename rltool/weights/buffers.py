@@ -69,7 +69,8 @@ class BucketBuffers:
     def _memory(self, buffer: _Buffer, device: torch.device) -> Tensor:
         held = buffer.memory.get(device)
         if held is None or held.numel() < self._size:
-            buffer.memory.pop(device, None)  # before the larger one is allocated
+            buffer.memory.pop(device, None)
+            held = None  # the old memory goes before the larger one is allocated
             pinned = device == CPU and self._source.type == "cuda"
             held = torch.empty(self._size, dtype=torch.uint8, device=device, pin_memory=pinned)
             buffer.memory[device] = held

@@ -28,6 +28,14 @@ class Call:
     began: float | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
+    def take(self) -> Callable[[], object]:
+        """Its function, once: a call that has ended keeps no bucket alive."""
+        function, self.function = self.function, _ended
+        return function
+
+
+def _ended() -> None: ...
+
 
 class Channel:
     """Calls run in order. The first one that fails, takes too long or is aborted ends the channel: no other runs, and
@@ -98,7 +106,7 @@ class Channel:
     def _run(self, call: Call) -> None:
         call.began = time.monotonic()
         try:
-            call.function()
+            call.take()()
         except (RuntimeError, OSError, RltoolError) as error:  # see TransportError; torch's rendezvous errors are such
             self.fail(f"{call.what}: {error}")
         except BaseException as error:

@@ -51,6 +51,10 @@ class Ranks(Protocol):
 
     async def onload(self, parts: Sequence[Part]) -> None: ...
 
+    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+        """See implied_checksums."""
+        ...
+
 
 @dataclass(frozen=True)
 class Connection:
@@ -184,5 +188,3 @@ class Connections:
                 raise
 
         return join
-
-

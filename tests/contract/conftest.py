@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 
+from tests.contract.fakes.sglang import EXPECTED_KEY
 from tests.contract.fakes.vllm import FakeVllm
 
 KEY = "test-key"
@@ -31,3 +33,16 @@ def key_file(tmp_path):
     path = tmp_path / "key"
     path.write_text(KEY + "\n")
     return path
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Fakes that a test enters here end with it."""
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def two(stack: ExitStack) -> list[FakeVllm]:
+    """Two fake vLLMs with rltool's plugin and the key that fake SGLangs have (sync_rig)."""
+    return [stack.enter_context(FakeVllm(key=EXPECTED_KEY)) for _ in range(2)]

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from rltool.cli import main
 from rltool.engines.checksums import Compared
-from rltool.training.compare_weights import Sampled, implied_checksums, verdict
+from rltool.training.compare_weights import checksums_of_directory
+from rltool.weights.verdict import Sampled, verdict
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -77,10 +78,15 @@ def test_an_engine_that_is_paused_is_not_waited_for(two, debug_weights):
     assert code == 2 and "is paused" in said and "engines resume" in said
 
 
-@pytest.mark.parametrize("words", [(), ("--engine", "x:1", "--checkpoint", "y")])
+@pytest.mark.parametrize("words", [(), ("--engine", "x:1", "--checkpoint", "y"), ("--engine", "x:1", "--run", "y")])
 def test_one_thing_to_compare_with_is_wanted(fake_vllm, debug_weights, words):
     code, said = debug_weights(fake_vllm.url, *words)
-    assert code == 2 and "--checkpoint DIRECTORY, or --engine" in said
+    assert code == 2 and "one of: --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME" in said
+
+
+def test_the_settings_of_a_run_are_its_own(debug_weights):
+    code, said = debug_weights("--run", "job")  # and the key file
+    assert code == 2 and "leave the others out" in said
 
 
 # -- a checkpoint
@@ -96,7 +102,7 @@ def test_a_checkpoint_implies_joined_projections_padded_embeddings_and_the_engin
     tensors |= {"model.embed_tokens.weight": torch.randn(70, 8), "model.norm.weight": torch.randn(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({}))
-    found = implied_checksums(tmp_path, torch.bfloat16)
+    found = checksums_of_directory(tmp_path, torch.bfloat16)
     joined = torch.cat([tensors[f"{layer}{part}_proj.weight"] for part in "qkv"])
     padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(58, 8)])
     assert found == {

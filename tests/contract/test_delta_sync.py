@@ -7,8 +7,9 @@ import asyncio
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +17,21 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.delta import chain
 from rltool.engines.delta.follow import Report, follow
 from rltool.engines.delta.store import open_store
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet import State
 from rltool.engines.types import HttpRequest
-from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineRejected
-from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transports import delta
-from rltool.weights.verify import ValueCheck
-from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
-from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
+from tests.contract import sync_rig
+from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.contract.sync_rig import KEY, Rig, version
 from tests.ranks import SenderRanks
 
-RUN = "0" * 32
 DEADLINE = 10.0
-
-
-def version(step: int, attempt: int = 1) -> WeightVersion:
-    return WeightVersion(RUN, attempt, step)
 
 
 class Ranks(SenderRanks):
@@ -59,65 +51,16 @@ class Ranks(SenderRanks):
         return batch.rollout_logprobs.clone()
 
 
-class Rig:
-    def __init__(self, client: EngineClient, engines: Sequence[Any], directory: Path, **config: Any) -> None:
-        self.client, self.engines, self.store = client, list(engines), directory / "store"
-        self._key = directory / "key"
-        self._key.write_text(KEY)
-        (directory / "config.json").write_text("{}")
-        self.config = WeightsConfig(bucket_bytes=200, transport="delta", store=str(self.store), **config)
-        self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
-        self.directory = directory
-        self.restart()
-
-    def restart(self) -> None:
-        """A new trainer: it has neither connections nor a copy of what was written."""
-        self.ranks = Ranks(self.config, self.directory, deadline=DEADLINE)
-        self.sync = WeightSync(
-            self.client, self.fleet, self.endpoints, self.infos, self.ranks, self.config,
-            ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE,
-            directory=self.directory / "weights",
-        )  # fmt: skip
-
-    async def add(self, engine: Any) -> None:
-        kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
-        self.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect=kind, key_file=self._key)
-        self.fleet.add(engine.url, takes_weights=True)
-        await self.probe(engine)
-
-    async def probe(self, engine: Any) -> None:
-        sent_at = self.fleet.member(engine.url).since
-        info = self.infos[engine.url] = await self.client.probe(self.endpoints[engine.url])
-        self.fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
-
-    def files(self, step: int) -> set[str]:
-        """Kinds of files that this version has in the store."""
-        directory = self.store / chain.directory(str(version(step)))
-        return {path.name.partition("-")[0] for path in directory.iterdir() if path.suffix == ".safetensors"}
+def rig(*engines: Any, directory: Path, **config: Any) -> AbstractAsyncContextManager[Rig[Ranks]]:
+    """The store is directory / "store"."""
+    weights = WeightsConfig(bucket_bytes=200, transport="delta", store=str(directory / "store"), **config)
+    return sync_rig.rig(engines, partial(Ranks, deadline=DEADLINE), weights, directory, deadline=DEADLINE)
 
 
-@asynccontextmanager
-async def rig(*engines: Any, directory: Path, **config: Any) -> AsyncIterator[Rig]:
-    async with EngineClient() as client:
-        made = Rig(client, engines, directory, **config)
-        for engine in engines:
-            await made.add(engine)
-        try:
-            yield made
-        finally:
-            made.ranks.sender.close()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def two(stack):
-    return [stack.enter_context(FakeVllm(key=KEY)) for _ in range(2)]
+def files(directory: Path, step: int) -> set[str]:
+    """Kinds of files that this version has in the store."""
+    written = directory / "store" / chain.directory(str(version(step)))
+    return {path.name.partition("-")[0] for path in written.iterdir() if path.suffix == ".safetensors"}
 
 
 @contextmanager
@@ -165,7 +108,7 @@ def test_engines_fetch_before_they_are_paused_and_then_take_patches(two, tmp_pat
                 for engine in two:
                     assert_has(engine, r.ranks, step)
             patch = {"patch"}
-            assert [r.files(step) for step in range(5)] == [{"model"}, patch, patch, {"model", "patch"}, patch]
+            assert [files(tmp_path, step) for step in range(5)] == [{"model"}, patch, patch, {"model", "patch"}, patch]
             assert paths(two[0])[:5] == [
                 "/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume",
             ]  # fmt: skip
@@ -186,7 +129,7 @@ def test_a_late_engine_and_a_restarted_one_take_the_anchor_and_the_chain(two, st
             await r.sync.sync(version(2))
             for engine in (*two, late):
                 assert_has(engine, r.ranks, 2)
-            assert r.files(2) == {"patch"}, "nothing was written for them"
+            assert files(tmp_path, 2) == {"patch"}, "nothing was written for them"
             await r.sync.sync(version(3))
             for engine in (*two, late):
                 assert_has(engine, r.ranks, 3)
@@ -202,7 +145,7 @@ def test_a_restarted_trainer_writes_an_anchor(two, tmp_path):
             r.ranks.sender.close()
             r.restart()
             await r.sync.sync(version(2))
-            assert r.files(2) == {"model"}
+            assert files(tmp_path, 2) == {"model"}
             for engine in two:
                 assert_has(engine, r.ranks, 2)
 
@@ -234,7 +177,7 @@ def test_patches_that_were_lost_are_healed_by_the_next_sync(two, tmp_path):
 
             async def losing(name, urls):
                 report = await send(name, urls)
-                for path in (r.store / chain.directory(name)).glob("patch-*"):
+                for path in (tmp_path / "store" / chain.directory(name)).glob("patch-*"):
                     path.unlink()
                 return report
 
@@ -269,8 +212,8 @@ def test_a_mixed_fleet_takes_one_version_from_one_store(two, stack, tmp_path):
 
     async def scenario():
         async with rig(two[0], sglang, directory=tmp_path) as r:
-            with follower(r.store, tmp_path / "rebuilt", sglang.url):
-                await until_reported(r.store, sglang.url)
+            with follower(tmp_path / "store", tmp_path / "rebuilt", sglang.url):
+                await until_reported(tmp_path / "store", sglang.url)
                 for step in range(4):
                     report = await r.sync.sync(version(step))
                     assert report.failed == {}

@@ -337,6 +337,55 @@ def test_evaluation_draws_the_same_samples_before_and_after_and_takes_no_prompt(
     asyncio.run(run())
 
 
+# -- weights compared
+
+
+def test_a_comparison_is_made_when_the_trainer_waits_for_a_batch(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            await train(service, 1)
+            asked = asyncio.create_task(service.compare_weights([]))
+            await service.sync_weights(1)  # the ranks have something else to do
+            assert not asked.done()
+            await service.next_batch(1)
+            found = await asked
+            assert found["weight_version"] == f"{RUN}:0:1"
+            assert sorted(row["url"] for row in found["engines"]) == sorted(engine.url for engine in spellers)
+            assert all(row["equal"] for row in found["engines"])
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_does_not_serve_is_not_compared_and_named(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            await service.sync_weights(0)
+            service.fleet.process_exited(spellers[1].url, "killed")
+            asked = asyncio.create_task(service.compare_weights([spellers[1].url]))
+            await service.next_batch(0)
+            [row] = (await asked)["engines"]
+            assert row["lines"] == ["it is dead: killed"] and row["equal"] is False
+
+    asyncio.run(run())
+
+
+def test_nobody_waits_for_ever_for_a_comparison(serve, settings, spellers):
+    async def run():
+        async with serve(settings(), spellers) as service:
+            with pytest.raises(UnknownEngine, match="no engine of this run"):
+                await service.compare_weights(["http://127.0.0.1:9"])
+            await service.sync_weights(0)
+            asked = asyncio.create_task(service.compare_weights([]))
+            await asyncio.sleep(0)
+        with pytest.raises(RltoolError, match="the run ended"):
+            await asked
+        async with serve(settings(), spellers, lineage=None) as service:
+            with pytest.raises(UsageError, match="sends no weights"):
+                await service.compare_weights([])
+
+    asyncio.run(run())
+
+
 # -- staleness
 
 

@@ -31,6 +31,7 @@ class FakeRun:
     def __init__(self):
         self.fleet = {url: self.entry(url, state) for url, state in ((A, "ready"), (B, "stale"))}
         self.calls = []
+        self.equal = False
         self.raises = None
         self.hangs = False
         self.release = threading.Event()
@@ -83,6 +84,11 @@ class FakeRun:
             raise UnknownEngine(f"{url} is no engine of this run")
         self.fleet[url]["state"] = "draining"
         return self.fleet[url]
+
+    def compare_weights(self, urls):
+        self.answer("compare", urls)
+        rows = [{"url": A, "equal": True, "lines": ["4 of 4"]}, {"url": B, "equal": self.equal, "lines": ["differs"]}]
+        return {"weight_version": VERSION, "engines": [row for row in rows if not urls or row["url"] in urls]}
 
 
 @pytest.fixture
@@ -167,6 +173,9 @@ def test_nothing_is_done_without_the_key(run, url, control, method, header):
         ("DELETE", "/engines", {"params": {"url": A, "force": "1"}}, 400, "?url="),
         ("DELETE", "/engines", {"params": {"url": "nonsense"}}, 400, "no port"),
         ("DELETE", "/engines", {"params": {"url": C}}, 404, "no engine of this run"),
+        ("POST", "/weights/compare", {"json": {}}, 400, "wants"),
+        ("POST", "/weights/compare", {"json": {"engines": A}}, 400, "wants"),
+        ("POST", "/weights/compare", {"json": {"engines": [], "tolerance": 1}}, 400, "wants"),
         ("GET", "/pause", {}, 404, "/pause"),
         ("PUT", "/engines", {}, 405, "Method Not Allowed"),
         ("POST", "/engines", {"json": {"url": A}}, 409, "already"),
@@ -323,6 +332,16 @@ def test_engines_of_a_file_are_added_with_the_key_that_it_names(url, control, ca
 def test_the_reason_of_a_refusal_is_what_the_user_reads(url, capsys, verb, address, code, said):
     found, output = run_main(capsys, "engines", verb, address)
     assert found == code and said in output and "{" not in output
+
+
+def test_a_run_compares_its_engines_with_itself_and_one_that_differs_is_exit_code_1(url, control, wide, capsys):
+    code, output = run_main(capsys, "debug", "weights", "--run", "job")
+    assert code == 1 and f"{A}: the same weights as the trainer of run job ({VERSION})\n  4 of 4\n" in output
+    assert f"{B}: other weights than the trainer of run job" in output
+    control.equal = True
+    assert run_main(capsys, "debug", "weights", "--run", "job")[0] == 0
+    assert run_main(capsys, "debug", "weights", "127.0.0.1:7001", "--run", "job")[0] == 0
+    assert control.calls == [("compare", []), ("compare", []), ("compare", [A])]
 
 
 def test_without_a_run_that_trains_the_message_says_so(run, capsys):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,24 +14,17 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
-from rltool.engines.weight_version import WeightVersion
+from rltool.engines.fleet import State
 from rltool.errors import UsageError
-from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transport import choose
-from rltool.weights.verify import ValueCheck
-from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
-from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
-from tests.contract.fakes.vllm import FakeVllm
+from tests.contract import sync_rig
+from tests.contract.fakes.sglang import FakeSglang
+from tests.contract.sync_rig import KEY, Rig, version
 from tests.ranks import SenderRanks
 
 DEADLINE = 3.0
 CONFIG = WeightsConfig(bucket_bytes=40, transport="gloo", staged=True)
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion("0" * 32, 1, step)
 
 
 class Ranks(SenderRanks):
@@ -40,34 +36,11 @@ class Ranks(SenderRanks):
         return batch.rollout_logprobs.clone()
 
 
-@pytest.fixture
-def two():
-    with ExitStack() as stack:
-        yield [stack.enter_context(FakeVllm(key=KEY)) for _ in range(2)]
-
-
-def syncing(engines, directory, scenario):
-    """Run `scenario(sync, fleet, ranks)` with these engines probed."""
-    (directory / "key").write_text(KEY)
-
-    async def run():
-        async with EngineClient() as client:
-            fleet, endpoints, infos, ranks = Fleet(), {}, {}, Ranks(CONFIG, directory, deadline=DEADLINE)
-            for engine in engines:
-                url = engine.url
-                endpoints[url] = EngineEndpoint(url=url, dialect="vllm", key_file=directory / "key")
-                fleet.add(url, takes_weights=True)
-                sent_at = fleet.member(url).since
-                info = infos[url] = await client.probe(endpoints[url])
-                fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
-            sync = WeightSync(
-                client, fleet, endpoints, infos, ranks, CONFIG, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-                trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE, directory=directory,
-            )  # fmt: skip
-            try:
-                await scenario(sync, fleet, ranks)
-            finally:
-                ranks.sender.close()
+def syncing(engines: Any, directory: Path, scenario: Callable[[Rig[Ranks]], Awaitable[None]]) -> None:
+    async def run() -> None:
+        ranks = partial(Ranks, deadline=DEADLINE)
+        async with sync_rig.rig(engines, ranks, CONFIG, directory, deadline=DEADLINE) as r:
+            await scenario(r)
 
     asyncio.run(run())
 
@@ -79,12 +52,12 @@ def assert_has(engine, ranks, step):
 
 
 def test_engines_are_paused_when_they_have_every_bucket(two, tmp_path):
-    async def scenario(sync, fleet, ranks):
+    async def scenario(r):
         for step in range(3):
-            report = await sync.sync(version(step))
+            report = await r.sync.sync(version(step))
             assert report.failed == {}
             for engine in two:
-                assert_has(engine, ranks, step)
+                assert_has(engine, r.ranks, step)
                 wanted = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume")
                 paths = [path for path in engine.paths() if path in wanted]
                 assert paths[-len(wanted) :] == list(wanted)
@@ -93,28 +66,28 @@ def test_engines_are_paused_when_they_have_every_bucket(two, tmp_path):
 
 
 def test_an_engine_that_takes_no_bucket_fails_unpaused_and_the_others_go_on(two, tmp_path):
-    async def scenario(sync, fleet, ranks):
-        await sync.sync(version(0))
+    async def scenario(r):
+        await r.sync.sync(version(0))
         two[1].fail("/rltool/prefetch", status=500)
-        report = await sync.sync(version(1))
+        report = await r.sync.sync(version(1))
         assert report.updated == (two[0].url,) and set(report.failed) == {two[1].url}
-        assert_has(two[0], ranks, 1)
+        assert_has(two[0], r.ranks, 1)
         assert two[1].version == str(version(0)) and two[1].paths().count("/pause") == 1
-        assert fleet.member(two[1].url).state is State.STALE
+        assert r.fleet.member(two[1].url).state is State.STALE
         two[1].heal()
-        await sync.sync(version(1), only={two[1].url})
-        assert_has(two[1], ranks, 1)
+        await r.sync.sync(version(1), only={two[1].url})
+        assert_has(two[1], r.ranks, 1)
 
     syncing(two, tmp_path, scenario)
 
 
 def test_an_engine_that_dies_while_buckets_come_is_no_fault_of_the_others(two, tmp_path):
-    async def scenario(sync, fleet, ranks):
-        await sync.sync(version(0))
+    async def scenario(r):
+        await r.sync.sync(version(0))
         two[1].reset("/rltool/prefetch")
         two[0].reset("/rltool/prefetch")
         with pytest.raises(WeightSyncFailed):
-            await sync.sync(version(1))
+            await r.sync.sync(version(1))
         assert not two[0].paused and not two[1].paused
 
     syncing(two, tmp_path, scenario)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,17 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
-from rltool.engines.weight_version import WeightVersion
+from rltool.engines.fleet import State
 from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, liveness
 from rltool.weights import sync as sync_module
 from rltool.weights.sender import SendReport
-from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
-from rltool.weights.verify import ValueCheck
-from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
-from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
+from tests.contract import sync_rig
+from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.contract.sync_rig import KEY, RUN, Rig, version
 from tests.ranks import SenderRanks
 
 TENSORS = {
@@ -35,12 +32,7 @@ TENSORS = {
     "b.weight": torch.arange(5, dtype=torch.bfloat16),
     "c.bias": torch.full((7,), 0.5),
 }
-RUN = "0" * 32
 DEADLINE = 3.0
-
-
-def version(step: int) -> WeightVersion:
-    return WeightVersion(RUN, 1, step)
 
 
 class Ranks(SenderRanks):
@@ -84,57 +76,9 @@ class Ranks(SenderRanks):
         return found
 
 
-class Rig:
-    """Fake engines, the fleet, the ranks and a WeightSync over them."""
-
-    def __init__(self, client: EngineClient, engines: Sequence[Any], directory: Path, transport: str) -> None:
-        self.client, self.engines, self._key = client, list(engines), directory / "key"
-        self._key.write_text(KEY)
-        (directory / "config.json").write_text("{}")
-        config = WeightsConfig(bucket_bytes=20, transport=transport)
-        self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
-        self.ranks = Ranks(config, directory)
-        self.sync = WeightSync(
-            client, self.fleet, self.endpoints, self.infos, self.ranks, config, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            trainer_device="cpu", step_deadline=DEADLINE, bucket_deadline=DEADLINE, directory=directory / "weights",
-        )  # fmt: skip
-
-    async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
-        kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
-        self.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect=kind, key_file=self._key)
-        self.fleet.add(engine.url, takes_weights=takes_weights)
-        await self.probe(engine)
-
-    async def probe(self, engine: Any) -> None:
-        sent_at = self.fleet.member(engine.url).since
-        info = self.infos[engine.url] = await self.client.probe(self.endpoints[engine.url])
-        self.fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
-
-    def states(self) -> list[State]:
-        return [self.fleet.member(engine.url).state for engine in self.engines]
-
-
-@asynccontextmanager
-async def rig(*engines: Any, directory: Path, transport: str = "gloo") -> AsyncIterator[Rig]:
-    async with EngineClient() as client:
-        made = Rig(client, engines, directory, transport)
-        for engine in engines:
-            await made.add(engine)
-        try:
-            yield made
-        finally:
-            made.ranks.sender.close()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
-def two(stack):
-    return [stack.enter_context(FakeVllm(key=KEY)) for _ in range(2)]
+def rig(*engines: Any, directory: Path, transport: str = "gloo") -> AbstractAsyncContextManager[Rig[Ranks]]:
+    config = WeightsConfig(bucket_bytes=20, transport=transport)
+    return sync_rig.rig(engines, Ranks, config, directory, deadline=DEADLINE)
 
 
 def connections(engine: FakeVllm) -> int:

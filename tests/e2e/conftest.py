@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.engines import RunningEngine, serving_sglang, start_vllm, wait_ready
+from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.e2e.megatron_ranks import RankPool
 
 
@@ -36,21 +36,15 @@ def vllm_engine_tied(
     tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory, engine_key: str
 ) -> Iterator[RunningEngine]:
     """A guarded vLLM on the CPU with tied embeddings, ready to serve."""
-    engine = start_vllm(tiny_tied_dir, tmp_path_factory.mktemp("vllm-tied"), key=engine_key)
-    try:
-        yield wait_ready(engine)
-    finally:
-        engine.stop()
+    with serving_vllm(tiny_tied_dir, tmp_path_factory.mktemp("vllm-tied"), key=engine_key) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")
 def vllm_engine_untied(tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """A guarded vLLM on the CPU with an own output head, ready to serve."""
-    engine = start_vllm(tiny_untied_dir, tmp_path_factory.mktemp("vllm-untied"))
-    try:
-        yield wait_ready(engine)
-    finally:
-        engine.stop()
+    with serving_vllm(tiny_untied_dir, tmp_path_factory.mktemp("vllm-untied")) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="session")

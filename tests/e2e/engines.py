@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -115,6 +116,7 @@ def start_vllm(
     extra_args: tuple[str, ...] = (),
     max_model_len: int = 256,
     key: str | None = None,
+    tp: int = 1,
 ) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it. key: None for one of its own."""
     key_file = write_key(work_dir, key)
@@ -124,7 +126,7 @@ def start_vllm(
         host="127.0.0.1",
         port=free_port(),
         gpus=(),
-        tp=1,
+        tp=tp,
         device="cpu",
         served_name="policy",
         dtype=None,
@@ -152,6 +154,16 @@ def start_vllm(
     return RunningEngine(endpoint, launch, process, log)
 
 
+@contextmanager
+def serving_vllm(model: Path, work_dir: Path, **options: Any) -> Iterator[RunningEngine]:
+    """As start_vllm, ready to serve, until the block ends."""
+    engine = start_vllm(model, work_dir, **options)
+    try:
+        yield wait_ready(engine)
+    finally:
+        engine.stop()
+
+
 def sglang_python() -> Path:
     """The interpreter of SGLang's environment. In CI its absence is a failure: a skipped test proves nothing."""
     named = os.environ.get("RLTOOL_SGLANG_PYTHON")
@@ -166,11 +178,11 @@ def sglang_python() -> Path:
     return Path(named)
 
 
-def start_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> RunningEngine:
+def start_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1) -> RunningEngine:
     """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own."""
     key_file = write_key(work_dir, key)
     launch = EngineLaunch(
-        index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=1, device="cpu",
+        index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=tp, device="cpu",
         served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
         key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
     )  # fmt: skip
@@ -182,9 +194,9 @@ def start_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> Runn
 
 
 @contextmanager
-def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None) -> Iterator[RunningEngine]:
+def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1) -> Iterator[RunningEngine]:
     """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
-    running = start_sglang(model, work_dir, key=key)
+    running = start_sglang(model, work_dir, key=key, tp=tp)
     tree = []
     try:
         wait_ready(running)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +22,8 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.weights.sync import WeightSync
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine, serving_sglang
-from tests.e2e.weights import new_request, perturbed_model, tensors_of
-from tests.ranks import SenderRanks
+from tests.e2e.hf_ranks import HfRanks
+from tests.e2e.weights import new_request, perturbed_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -32,15 +34,14 @@ STEPS = 6
 SECONDS = 60.0
 
 
-class Ranks(SenderRanks):
-    """A model of which two elements in a hundred change at each step, and HF's scores of it."""
+class Ranks(HfRanks):
+    """A model of which two elements in a hundred change at each step."""
 
     def __init__(self, config: WeightsConfig, model_files: Path) -> None:
         super().__init__(config, model_files)
         self.models = [perturbed_model(model_files, seed=21)]
-        self.step = 0
 
-    def model(self, step: int):
+    def at(self, step: int) -> Any:
         while len(self.models) <= step:
             model, generator = copy.deepcopy(self.models[-1]), torch.Generator().manual_seed(len(self.models))
             with torch.no_grad():
@@ -50,17 +51,9 @@ class Ranks(SenderRanks):
             self.models.append(model)
         return self.models[step]
 
-    def weights(self, step):
-        self.step = step
-        return tensors_of(self.model(step))
-
-    async def logprobs(self, batch):
-        found, model = [], self.model(self.step)
-        for ids in batch.tokens.split(batch.lengths.tolist()):
-            with torch.no_grad():
-                logprobs = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
-            found += [torch.zeros(1), logprobs.gather(1, ids[1:, None])[:, 0]]
-        return torch.cat(found)
+    def weights(self, step: int) -> Mapping[str, torch.Tensor]:
+        self.model = self.at(step)
+        return super().weights(step)
 
 
 async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
@@ -72,7 +65,7 @@ async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
         fleet.add(endpoint.url, takes_weights=True)
         sent_at = fleet.member(endpoint.url).since
         fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
-        vocab_size = ranks.model(0).config.vocab_size  # SGLang does not tell it
+        vocab_size = ranks.at(0).config.vocab_size  # SGLang does not tell it
         sync = WeightSync(
             client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
             ValueCheck(vocab_size, 1.0, EQUAL, info.max_model_len),

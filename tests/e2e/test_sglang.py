@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,7 +18,6 @@ import psutil
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
@@ -35,8 +34,8 @@ from rltool.weights.sync_report import SyncReport
 from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine
-from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
-from tests.ranks import SenderRanks
+from tests.e2e.hf_ranks import HfRanks
+from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model
 
 pytestmark = pytest.mark.e2e
 
@@ -60,26 +59,6 @@ def engine(sglang_engine: RunningEngine) -> RunningEngine:
     return sglang_engine
 
 
-class Ranks(SenderRanks):
-    """The trainer's ranks, one of them, with transformers in place of Megatron."""
-
-    model: torch.nn.Module | None = None
-
-    def weights(self, step: int) -> Mapping[str, torch.Tensor]:
-        return tensors_of(self.model)
-
-    async def logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """log p of each token given those before it, [T] float32; 0 for the first of a sample."""
-        assert self.model is not None
-        parts = []
-        for ids in batch.tokens.split(batch.lengths.tolist()):
-            with torch.no_grad():
-                logits = self.model(ids[None]).logits[0, :-1].float()
-            found = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-            parts.append(torch.cat([torch.zeros(1), found]))
-        return torch.cat(parts)
-
-
 class Trainer:
     """rltool's own weight sync, with one plain rank in place of Megatron, against one engine."""
 
@@ -90,7 +69,7 @@ class Trainer:
         self.endpoints, self.infos = {self.where.url: self.where}, {}
         self.reports: list[SyncReport] = []
         config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=backend)
-        self.ranks = Ranks(config, engine.launch.model, deadline=SECONDS)
+        self.ranks = HfRanks(config, engine.launch.model, deadline=SECONDS)
         self.sync = WeightSync(
             client, self.fleet, self.endpoints, self.infos, self.ranks, config,
             ValueCheck(vocab_size(engine.launch.model), temperature=1.0, tolerance=EQUAL, max_model_len=512),

@@ -18,7 +18,7 @@ from rltool.engines.delta.follow import DirectoryCopy
 from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import CannotRebuild, bring
-from rltool.engines.delta.store import KeyMissing
+from rltool.engines.delta.store import KeyMissing, Store
 from rltool.engines.wire import meta_of, plan_buckets, split_flat
 from rltool.weights.delta_writer import DeltaWriter
 from tests.ranks import flat_bytes
@@ -168,20 +168,61 @@ def test_no_engine_holds_anything_else_than_it_says(store, model_files, dtype, s
         for copy in engines:
             if rng.random() < 0.3:
                 continue
-            reached += assert_right_or_refused(copy, store, trainer)
+            reached += assert_right_or_refused(copy, store, trainer.version, trainer.tensors)
     assert reached > 100, "most of the time there is a way"
 
 
-def assert_right_or_refused(copy: MemoryCopy, store: MemoryStore, trainer: Trainer) -> bool:
+class Late:
+    """Another host's view of a store: what was written is seen at some later moment, in any order."""
+
+    def __init__(self, store: MemoryStore, rng: random.Random) -> None:
+        self.store, self.rng = store, rng
+        self.seen: dict[str, bytes] = {}
+
+    def look(self, share: float) -> None:
+        """A share of what differs by now is seen."""
+        for key in {*self.store.files, *self.seen}:
+            if self.rng.random() < share:
+                self.seen.pop(key, None)
+                self.seen |= {key: self.store.files[key]} if key in self.store.files else {}
+
+    def get(self, key: str) -> bytes:
+        if key not in self.seen:
+            raise KeyMissing(f"{key} is not there")
+        return self.seen[key]
+
+
+def test_patches_that_arrive_late_and_in_any_order_over_hundreds_of_steps(store, model_files):
+    """An engine may ask for the newest version, or for one that it has passed or missed."""
+    trainer, rng = Trainer(store, model_files, torch.bfloat16), random.Random(11)
+    engines = [(MemoryCopy(), Late(store, rng)) for _ in range(2)]
+    published: list[tuple[str, dict[str, torch.Tensor]]] = []
+    reached = 0
+    for _ in range(200):
+        trainer.step()
+        trainer.publish()
+        published.append((trainer.version, dict(trainer.tensors)))
+        for copy, view in engines:
+            view.look(0.6)
+            for wanted, tensors in rng.sample(published[-4:], k=min(2, len(published))):
+                reached += assert_right_or_refused(copy, view, wanted, tensors)
+    assert 200 < reached < 750, "often there is a way, and not always"
+    for copy, view in engines:
+        view.look(1.0)
+        assert assert_right_or_refused(copy, view, *published[-1])
+
+
+def assert_right_or_refused(copy: MemoryCopy, store: Store, version: str, tensors: dict[str, torch.Tensor]) -> bool:
     held, before = copy.held, {name: tensor.clone() for name, tensor in tensors_of(copy).items()}
     try:
-        bring(copy, store, trainer.version, seconds=60)
+        bring(copy, store, version, seconds=60)
     except CannotRebuild:
         if copy.held is not None:
             assert copy.held == held
             assert_equal(tensors_of(copy), before)
         return False
-    assert_holds(copy, trainer)
+    assert copy.held is not None and copy.held.version == version
+    assert_equal(tensors_of(copy), tensors)
     return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.wire import meta_of, plan_buckets, split_flat
+from rltool.weights import buffers as buffers_module
 from rltool.weights import channel as channel_module
 from rltool.weights import sender as sender_module
 from rltool.weights.sender import WeightSender
@@ -177,6 +179,28 @@ def test_an_engine_that_holds_a_bucket_too_long_is_dropped_and_the_others_get_ev
     assert links[0].closed.wait(PATIENCE), "its connection is of no use any more"
     assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": sender_module.NOT_CONNECTED}
     assert_got(links[1])
+
+
+@pytest.mark.parametrize("count", [3, 12])
+def test_a_sync_holds_two_buckets_however_many_there_are_and_whatever_the_engines(make, monkeypatch, count):
+    """The model is streamed: what lies in memory does not grow with it."""
+    held, most, allocate = [0], [0], torch.empty
+
+    def counted(*size: int, **options) -> torch.Tensor:
+        tensor = allocate(*size, **options)
+        held[0] += tensor.nbytes
+        most[0] = max(most[0], held[0])
+        weakref.finalize(tensor, lambda of=tensor.nbytes: held.__setitem__(0, held[0] - of))
+        return tensor
+
+    monkeypatch.setattr(buffers_module.torch, "empty", counted)
+    tensors = {f"t{index}": torch.full((8 + index % 3,), 1.0) for index in range(count)}
+    metadata = [meta_of(name, tensor) for name, tensor in tensors.items()]
+    sender = make("gloo", "gloo", "disk")
+    sender.join()
+    stream = zip(metadata, tensors.values(), strict=True)
+    assert sender.send(stream, plan_buckets(metadata, 1), "v", ["0", "1", "2"]).failures == {}
+    assert 0 < most[0] <= 2 * max(tensor.nbytes for tensor in tensors.values())
 
 
 def test_a_connection_that_breaks_fails_alone(make, links):

@@ -1,0 +1,86 @@
+"""Do engines hold the weights that the ranks hold at this moment? For `rltool debug weights --run`.
+
+As the value check of a sync, with every parameter's checksum beside it where the engine's mean what the trainer's do:
+an engine of one rank that keeps the names of Hugging Face (vLLM). The ranks must be idle, and no sync may run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from rltool.engines.checksums import Checksums, Compared, compare, of_one_rank
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import Completion, EngineInfo, GenerateRequest
+from rltool.errors import EngineError
+from rltool.weights.connections import Ranks
+from rltool.weights.verdict import Sampled, Verdict, verdict, why_not_compared
+from rltool.weights.verify import ValueCheck
+
+SAMPLES = 4
+"""Of one prompt, by each engine."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one engine showed."""
+
+    completions: list[Completion]
+    checksums: Checksums | None
+
+
+class Comparison:
+    """endpoints, infos: of the engines, live views. deadline: seconds for each answer of an engine."""
+
+    def __init__(
+        self, client: EngineClient, endpoints: Mapping[str, EngineEndpoint], infos: Mapping[str, EngineInfo],
+        ranks: Ranks, check: ValueCheck, *, deadline: float,
+    ) -> None:  # fmt: skip
+        self._client, self._endpoints, self._infos = client, endpoints, infos
+        self._ranks, self._check, self._deadline = ranks, check, deadline
+
+    async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
+        """By URL. An engine that does not answer is not equal; what a rank raises is raised."""
+        request = replace(self._check.request(), n=SAMPLES)
+        looks = await asyncio.gather(*(self._look(url, request) for url in urls))
+        found = {url: look for url, look in zip(urls, looks, strict=True) if isinstance(look, _Found)}
+        verdicts = {url: Verdict(False, [look]) for url, look in zip(urls, looks, strict=True) if isinstance(look, str)}
+        if not found:
+            return verdicts
+        batch = self._check.batch(request, [sample for look in found.values() for sample in look.completions])
+        scores = iter(_of_responses(await self._ranks.logprobs(batch), batch.lengths, len(request.prompt_ids)))
+        digests: dict[str, dict[str, str]] = {}
+        for url, look in found.items():
+            samples = [Sampled.of(request.prompt_ids, completion) for completion in look.completions]
+            parameters = await self._parameters(self._infos[url], look.checksums, digests)
+            verdicts[url] = verdict(parameters, samples, [next(scores) for _ in samples], self._check.allowed(url))
+        return {url: verdicts[url] for url in urls}
+
+    async def _look(self, url: str, request: GenerateRequest) -> _Found | str:
+        endpoint = self._endpoints[url]
+        try:
+            completions = await self._client.generate(endpoint, request, timeout=self._deadline, attempts=1)
+            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline))
+        except EngineError as error:
+            return str(error)
+
+    async def _parameters(
+        self, info: EngineInfo, checksums: Checksums | None, digests: dict[str, dict[str, str]]
+    ) -> Compared | str:
+        """digests: the ranks' by dtype, each made once, for it reads the whole model."""
+        named = of_one_rank(checksums) if checksums is not None else None
+        if named is None or info.dialect != "vllm":
+            return why_not_compared(info, checksums)
+        dtype = info.dtype or self._check.trainer_dtype
+        if dtype not in digests:
+            digests[dtype] = await self._ranks.weight_checksums(dtype)
+        return compare(named, digests[dtype])
+
+
+def _of_responses(logprobs: Tensor, lengths: Tensor, prompt: int) -> list[list[float]]:
+    """logprobs: [T], of samples of these lengths, each after a prompt of `prompt` tokens."""
+    return [part[prompt:].tolist() for part in logprobs.split(lengths.tolist())]

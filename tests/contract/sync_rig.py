@@ -1,0 +1,93 @@
+"""A whole weight sync in miniature: fake engines on real sockets, the fleet, one rank without Megatron, a real
+WeightSync."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet, State
+from rltool.engines.weight_version import WeightVersion
+from rltool.weights.sync import WeightSync
+from rltool.weights.verify import ValueCheck
+from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
+from tests.contract.fakes.sglang import VOCAB_SIZE
+from tests.contract.fakes.vllm import FakeVllm
+from tests.ranks import SenderRanks
+
+RUN = "0" * 32
+R = TypeVar("R", bound=SenderRanks)
+
+
+def version(step: int) -> WeightVersion:
+    return WeightVersion(RUN, 1, step)
+
+
+class Rig(Generic[R]):
+    """ranks(config, directory): makes the ranks; deadline: seconds of every step and of every bucket. `engines` are the
+    fakes, in the order in which they were added."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        ranks: Callable[[WeightsConfig, Path], R],
+        config: WeightsConfig,
+        directory: Path,
+        deadline: float,
+    ) -> None:
+        self.client, self.config, self.directory, self.deadline = client, config, directory, deadline
+        self._make_ranks, self._key = ranks, directory / "key"
+        self._key.write_text(KEY)
+        (directory / "config.json").write_text("{}")
+        self.engines: list[Any] = []
+        self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
+        self.restart()
+
+    def restart(self) -> None:
+        """A new trainer: it has neither connections nor a copy of what was written."""
+        self.ranks = self._make_ranks(self.config, self.directory)
+        self.sync = WeightSync(
+            self.client, self.fleet, self.endpoints, self.infos, self.ranks, self.config,
+            ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
+            trainer_device="cpu", step_deadline=self.deadline, bucket_deadline=self.deadline,
+            directory=self.directory / "weights",
+        )  # fmt: skip
+
+    async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
+        kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
+        self.engines.append(engine)
+        self.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect=kind, key_file=self._key)
+        self.fleet.add(engine.url, takes_weights=takes_weights)
+        await self.probe(engine)
+
+    async def probe(self, engine: Any) -> None:
+        sent_at = self.fleet.member(engine.url).since
+        info = self.infos[engine.url] = await self.client.probe(self.endpoints[engine.url])
+        self.fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+
+    def states(self) -> list[State]:
+        return [self.fleet.member(engine.url).state for engine in self.engines]
+
+
+@asynccontextmanager
+async def rig(
+    engines: Sequence[Any],
+    ranks: Callable[[WeightsConfig, Path], R],
+    config: WeightsConfig,
+    directory: Path,
+    *,
+    deadline: float,
+) -> AsyncIterator[Rig[R]]:
+    async with EngineClient() as client:
+        made = Rig(client, ranks, config, directory, deadline)
+        for engine in engines:
+            await made.add(engine)
+        try:
+            yield made
+        finally:
+            made.ranks.sender.close()

@@ -1,0 +1,144 @@
+"""What engines hold against what the trainer's ranks hold at this moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.config.rollout import WeightsConfig
+from rltool.weights.comparison import Comparison
+from rltool.weights.implied_checksums import implied_checksums
+from rltool.weights.verify import ValueCheck
+from tests.contract import sync_rig
+from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
+from tests.contract.sync_rig import Rig, version
+from tests.ranks import SenderRanks
+
+DEADLINE = 3.0
+NAMES = [f"layers.{index}.norm" for index in range(6)]
+
+
+class Ranks(SenderRanks):
+    """shift: by how much its log-probabilities differ from the engines'."""
+
+    shift = 0.0
+    gathers = 0
+
+    def weights(self, step):
+        return {name: torch.full((3,), float(step + index)) for index, name in enumerate(NAMES)}
+
+    async def weight_checksums(self, dtype):
+        self.gathers += 1
+        return await super().weight_checksums(dtype)
+
+    async def logprobs(self, batch):
+        return batch.rollout_logprobs + self.shift
+
+
+def compared(
+    engines: list[Any], directory: Path, scenario: Callable[[Rig[Ranks], Comparison], Awaitable[None]]
+) -> None:
+    """After a sync of step 1 to these engines."""
+
+    async def run() -> None:
+        ranks = partial(Ranks, deadline=DEADLINE)
+        config = WeightsConfig(bucket_bytes=20, transport="disk")
+        async with sync_rig.rig(engines, ranks, config, directory, deadline=DEADLINE) as r:
+            for url, endpoint in r.endpoints.items():
+                r.endpoints[url] = endpoint.model_copy(update={"plugin": r.infos[url].plugin})
+            await r.sync.sync(version(1))
+            check = ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256)
+            await scenario(r, Comparison(r.client, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE))
+
+    asyncio.run(run())
+
+
+def test_engines_that_hold_what_the_ranks_hold_are_equal_by_one_gather(two, tmp_path):
+    async def scenario(r, comparison):
+        urls = [engine.url for engine in two]
+        found = await comparison.compare(urls)
+        assert list(found) == urls and all(verdict.equal for verdict in found.values())
+        assert "6 of 6 parameters are bit-equal" in found[urls[0]].lines[0]
+        assert "log-probabilities of 64 sampled tokens agree" in found[urls[0]].lines[1]
+        assert r.ranks.gathers == 1
+
+    compared(two, tmp_path, scenario)
+
+
+def test_the_first_parameter_that_differs_is_named_and_of_that_engine_alone(two, tmp_path):
+    async def scenario(r, comparison):
+        for name in (NAMES[4], NAMES[2]):
+            two[1].tensors[name] = two[1].tensors[name] + 1e-6
+        found = await comparison.compare([engine.url for engine in two])
+        assert found[two[0].url].equal and not found[two[1].url].equal
+        assert found[two[1].url].lines[1] == f"the first parameter that differs: {NAMES[2]}; then {NAMES[4]}"
+
+    compared(two, tmp_path, scenario)
+
+
+def test_an_engine_that_missed_the_last_step_differs(two, tmp_path):
+    async def scenario(r, comparison):
+        r.ranks.sent = 2
+        found = await comparison.compare([two[0].url])
+        assert f"the first parameter that differs: {NAMES[0]}" in found[two[0].url].lines[1]
+
+    compared(two, tmp_path, scenario)
+
+
+def test_values_that_differ_are_a_difference_where_the_bits_are_equal(two, tmp_path):
+    async def scenario(r, comparison):
+        r.ranks.shift = 0.5
+        verdict = (await comparison.compare([two[0].url]))[two[0].url]
+        assert not verdict.equal and "mean difference 5.00e-01" in verdict.lines[1]
+
+    compared(two, tmp_path, scenario)
+
+
+def test_an_engine_that_does_not_answer_is_not_equal_and_the_others_are_compared(two, tmp_path):
+    async def scenario(r, comparison):
+        two[0].die()
+        found = await comparison.compare([engine.url for engine in two])
+        assert not found[two[0].url].equal and two[0].url in found[two[0].url].lines[0]
+        assert found[two[1].url].equal
+
+    compared(two, tmp_path, scenario)
+
+
+def test_without_any_engine_that_answers_the_ranks_are_left_alone(two, tmp_path):
+    async def scenario(r, comparison):
+        two[0].die()
+        await comparison.compare([two[0].url])
+        assert r.ranks.gathers == 0
+
+    compared(two, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5])
+def test_an_sglang_is_compared_by_values_alone(tmp_path, shift):
+    async def scenario(r, comparison):
+        r.ranks.shift = shift
+        [verdict] = (await comparison.compare([sglang.url])).values()
+        assert verdict.equal is (shift == 0.0) and "of its own layout" in verdict.lines[0]
+        assert r.ranks.gathers == 0
+
+    with FakeSglang() as sglang:
+        compared([sglang], tmp_path, scenario)
+
+
+def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
+    parts = {f"l.{name}_proj.weight": torch.randn(2, 3) for name in ("k", "q", "v")}
+    whole = {"l.qkv_proj.weight": torch.cat([parts[f"l.{name}_proj.weight"] for name in "qkv"]), "n": torch.ones(2)}
+    buffer = torch.empty(2, 3)
+
+    def stream():
+        for name in ("l.v_proj.weight", "n", "l.q_proj.weight", "l.k_proj.weight"):
+            yield name, buffer.copy_(parts[name]) if name in parts else torch.ones(2)
+
+    found = implied_checksums([*parts, "n"], stream(), torch.float32)
+    assert found == implied_checksums(list(whole), whole.items(), torch.float32)
