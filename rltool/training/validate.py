@@ -84,8 +84,8 @@ def check_mode(config: TrainConfig) -> None:
         )
     if engines.router is not None:
         raise UsageError(
-            f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the engines '
-            "that train starts; set engines.start_router = true for one that does"
+            f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the '
+            "engines that train starts; set engines.start_router = true for one that does"
         )
     check_groups(config)
     if engines.shares_gpus:

@@ -1,5 +1,8 @@
+import pytest
+
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig, TrainerConfig
+from rltool.errors import UsageError
 from rltool.training.placement import plan_placement
 
 
@@ -33,9 +36,16 @@ def test_placeholders_have_bundles_so_that_nobody_else_takes_their_gpus():
     assert [bundle["GPU"] for bundle in plan_placement(made, gpu=True).engines] == [2, 1, 1]
 
 
-def test_colocated_engines_share_and_the_larger_side_decides():
-    assert plan_placement(config("colocate"), gpu=True).total("GPU") == 6
-    assert plan_placement(config("colocate", world_size=8), gpu=True).total("GPU") == 8
+def test_colocated_engines_ask_for_no_bundle_beside_the_trainers():
+    plan = plan_placement(config("colocate", world_size=8), gpu=True)
+    assert (len(plan.trainer), plan.engines, plan.total("GPU")) == (8, (), 8)
+    assert plan.shares_gpus and [slot.shares for slot in plan.slots] == [(3,), (3,)]
+    assert "share the trainer's bundles" in plan.describe()
+
+
+def test_colocated_engines_on_more_gpus_than_the_trainers_are_refused():
+    with pytest.raises(UsageError, match=r"takes 6 GPUs, and the trainer has 4 \(trainer.world_size\)"):
+        plan_placement(config("colocate"), gpu=True)
 
 
 def test_rollout_only_has_no_trainer_bundles_and_train_only_no_engine_bundles():

@@ -18,6 +18,7 @@ def base(tmp_path: Path) -> list[str]:
     return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'engines.external=["127.0.0.1:1"]']
 
 MANAGED = 'engines.mode="managed"'
+COLOCATE = ['engines.mode="colocate"', "engines.external=[]", "engines.groups=[{}]"]
 
 
 def check(base: list[str], *sets: str) -> None:
@@ -27,6 +28,7 @@ def check(base: list[str], *sets: str) -> None:
 def test_a_sound_configuration_passes(base):
     check(base)
     check(base, "global_batch_size=128", "optimizer_steps_per_rollout=2")
+    check(base, *COLOCATE)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ def test_a_sound_configuration_passes(base):
         (["engines.external=[]"], "--rollout-external HOST:PORT"),
         (['engines.mode="colocate"'], "contradict each other"),
         (['engines.mode="managed"', "engines.external=[]"], r"no \[\[engines.groups\]\]"),
-        (['engines.mode="colocate"', "engines.external=[]"], 'not built yet.*"managed"'),
+        ([*COLOCATE, "rollout.max_staleness=1"], 'max_staleness = 1 contradict each other.*sleep.*"managed"'),
+        ([*COLOCATE, "weights.staged=true"], "generate nothing while weights arrive"),
+        ([*COLOCATE, 'weights.transport="nccl"'], "NCCL joins no two processes on one GPU"),
         ([MANAGED, "engines.external=[]", 'engines.groups=[{role="placeholder"}]'], "no engine to start"),
         ([MANAGED, "engines.external=[]", "engines.groups=[{gpus=[0]}]"], "names gpus.*--gpus"),
         (

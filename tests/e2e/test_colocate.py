@@ -1,0 +1,70 @@
+"""`engines.mode = "colocate"` with real vLLM engines on the CPU, where a pause stands for sleep and gloo for CUDA IPC:
+engines and trainer take turns, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from rltool.engines.endpoints import Endpoints
+from tests.e2e.test_managed import alive_with, engines_of, job, stop, wait_for
+
+__all__ = ["job"]  # the fixture
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
+
+ENGINES = (
+    'engines.groups=[{name="main",count=2,device="cpu",max_model_len=64},'
+    '{name="judges",model="judge",device="cpu",max_model_len=64}]'
+)
+PARITY = 1e-4
+"""Mean |log-probability difference| of trainer and engines, both in fp32: the run itself stops above it (write_job)."""
+
+
+def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
+    """Two engines of the policy and a judge; one is killed, is started in an engines' turn, and serves again after its
+    sync. Every step's log-probabilities agree, and a checkpoint in the middle makes the engines sleep once more."""
+    sets = [
+        'engines.mode="colocate"', ENGINES, f'models.judge.path="{job.model}"', "optimizer_steps_per_rollout=1",
+        'reward.function="tests.e2e.rewards:judged"', "engines.restart_backoff=0.1", "steps=100000", "eval.sets={}",
+        "checkpoint.every_steps=2", "checkpoint.keep_last=1",
+    ]  # fmt: skip
+    process = job.start("train", "turns", sets=sets)
+    metrics = job.runs / "turns" / "metrics.jsonl"
+
+    def until(condition) -> None:
+        wait_for(condition, process, job, "turns")
+
+    def steps() -> list[dict]:
+        return job.steps("turns") if metrics.exists() else []
+
+    try:
+        until(lambda: len(steps()) >= 3)
+        victim = engines_of(job, "turns")["engine-0"].pid
+        os.kill(victim, signal.SIGKILL)
+        until(lambda: engines_of(job, "turns")["engine-0"].pid != victim)
+        until(lambda: steps()[-1]["engines/restarts_total"] == 1 and steps()[-1]["rollout/engines_serving"] == 2)
+        back = len(steps())
+        until(lambda: len(steps()) >= back + 2)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(180) in (0, 130)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        stop(job, "turns")
+    output, records = job.output("turns"), steps()
+    assert "placement: 1 bundles (1 trainer, 0 engine): colocated engines share the trainer's bundles" in output
+    assert "model judge: 1 engines, weights not updated" in output
+    assert max(record["train/logprob_abs_diff_mean"] for record in records) < PARITY, output[-4000:]
+    assert len({record["weight_version"] for record in records}) == len(records)
+    assert (job.runs / "turns" / "checkpoints" / "latest").exists()
+    assert engines_of(job, "turns") == {} and alive_with(job, "turns") == []
+    assert Endpoints.load(job.runs / "turns" / "endpoints.json").models == {}
+
+
+def test_a_dry_run_shows_whose_gpus_the_engines_are_on(job):
+    out = job("train", "dry", "--dry-run", sets=['engines.mode="colocate"', "engines.groups=[{}]", "eval.sets={}"])
+    assert "1 bundles (1 trainer, 0 engine): colocated engines share the trainer's bundles, in turns" in out
+    assert "engine-0: vllm regular, group default, cpu, http://127.0.0.1:20000" in out

@@ -1,0 +1,121 @@
+"""What a rank gives away of its memory, and gets back: every byte of a real Megatron, on the CPU."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+
+import pytest
+import torch
+
+from rltool.config.algorithm import CriticConfig
+from rltool.megatron.offload import PARTS, tensors_of
+from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
+
+
+def digests(model) -> dict[str, str]:
+    """sha256 of every tensor that the model holds, by where Megatron has it, and not by how offload finds it."""
+    found = {f"parameter {name}": p for name, p in model.gpt.named_parameters()}
+    found |= {f"buffer {name}": b for name, b in model.gpt.named_buffers()}
+    found |= {f"main_grad {name}": p.main_grad for name, p in model.gpt.named_parameters() if hasattr(p, "main_grad")}
+    for number, each in enumerate(getattr(model.optimizer, "chained_optimizers", [model.optimizer])):
+        for group, parameters in enumerate(each.optimizer.param_groups):
+            for i, parameter in enumerate(parameters["params"]):
+                found[f"master {number} {group} {i}"] = parameter
+                for name, value in each.optimizer.state[parameter].items():
+                    found[f"{name} {number} {group} {i}"] = value
+    return {
+        name: hashlib.sha256(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        for name, tensor in found.items()
+    }
+
+
+def held(model) -> int:
+    """Bytes below the tensors of all parts."""
+    storages = [t.untyped_storage() for part in tensors_of(model.ddp, model.optimizer).values() for t in part]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def case_round_trip(place, path, settings, batch):
+    """Two steps; away and back, whole and in the order of a colocated run's turns; and a step, as if nothing had
+    been."""
+    tokens = batch.num_loss_tokens
+
+    def own(trainer):
+        at = trainer.coordinates
+        return [batch.select(list(range(batch.num_samples))[at.dp_rank :: at.layout.dp])]
+
+    def step(trainer):
+        return trainer.train_step(own(trainer), global_loss_tokens=tokens), trainer.parameter_hash()
+
+    with closing(make_trainer(place, path, **settings)) as trainer:
+        for _ in range(3):
+            step(trainer)
+        expected = step(trainer)
+    with closing(make_trainer(place, path, **settings)) as trainer:
+        for _ in range(2):
+            step(trainer)
+        before, size = digests(trainer), held(trainer)
+        trainer.offload(PARTS)
+        empty = held(trainer)
+        trainer.onload(PARTS)
+        whole = digests(trainer)
+        trainer.discard_gradients()
+        zeroed = digests(trainer)
+        trainer.offload(("gradients", "optimizer"))
+        sent = {meta.name: tensor.clone() for meta, tensor in trainer.export_weights() if tensor is not None}
+        trainer.offload(("parameters",))
+        trainer.onload(("parameters",))
+        scored = trainer.compute_logprobs(own(trainer))
+        trainer.offload(("parameters",))
+        trainer.onload(PARTS)
+        turned = digests(trainer)
+        again = trainer.compute_logprobs(own(trainer))
+        step(trainer)
+        found = step(trainer)
+    assert before == whole, sorted(name for name in before if before[name] != whole[name])
+    assert zeroed == turned and zeroed != before
+    assert scored is None or all(map(torch.equal, scored, again))
+    return size, empty, len(before), len(sent), expected == found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed optimizer"])
+def test_every_tensor_comes_back_bit_by_bit_and_training_goes_on_as_if_it_had_not_left(
+    ranks, tmp_path, dtype, distributed
+):
+    path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
+    settings = {"dtype": dtype, "trainer": {"distributed_optimizer": distributed}}
+    for size, empty, tensors, _, same in ranks.run(case_round_trip, 2, path, settings, batch):
+        assert empty == 0 < size and tensors > 100 and same
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["TP2", "PP2"])
+def test_so_it_is_with_a_model_that_is_cut(ranks, tmp_path, layout):
+    path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
+    (_, empty, _, sent, same), _ = ranks.run(case_round_trip, 2, path, layout, batch)
+    assert empty == 0 and sent > 20 and same
+
+
+def case_critic(place, path, batch):
+    from rltool.megatron.critic import Critic
+
+    batch = batch.replace(values=torch.zeros(len(batch.tokens)), value_targets=torch.ones(len(batch.tokens)))
+    with closing(make_trainer(place, path, algorithm={"advantage": "gae"})) as trainer:
+        critic = Critic(trainer, CriticConfig(lr=1e-3), total_optimizer_steps=10)
+        critic.load_hf_weights(path)
+        critic.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+        before = digests(critic)
+        critic.offload(PARTS)
+        empty = held(critic)
+        critic.onload(PARTS)
+        return empty, before == digests(critic)
+
+
+def test_so_it_is_with_a_critic(ranks, tmp_path):
+    path, batch = save_hf(tmp_path / "model"), policy_batch(LENGTHS)
+    assert ranks.run(case_critic, 1, path, batch) == [(0, True)]

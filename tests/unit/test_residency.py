@@ -1,0 +1,58 @@
+"""How an engine gives its memory to the trainer and takes it back: the requests, by what the engine can."""
+
+from __future__ import annotations
+
+import pytest
+
+from rltool.engines.types import EngineInfo
+from rltool.errors import UsageError
+from rltool.weights.residency import check_residency, residency_of
+
+
+def info(dialect: str, *levels: int) -> EngineInfo:
+    return EngineInfo(
+        dialect=dialect, engine_version="1", model_id="policy", world_size=1, max_model_len=None, vocab_size=None,
+        dtype=None, weight_backend="rltool", weight_version=None, boot_id=None, plugin=dialect == "vllm",
+        sleep_levels=levels,
+    )  # fmt: skip
+
+
+def told(requests) -> list[str]:
+    return [f"{r.path} {r.query or r.body or ''}".strip() for r in requests]
+
+
+def test_a_policy_that_a_sync_brings_anyway_is_dropped_and_a_judge_is_kept():
+    assert told(residency_of(info("vllm", 1, 2), "cuda", updated=True).release()) == [
+        "/sleep {'level': '2', 'mode': 'abort'}"
+    ]
+    assert told(residency_of(info("vllm", 1, 2), "cuda", updated=False).release()) == [
+        "/sleep {'level': '1', 'mode': 'abort'}"
+    ]
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_weights_come_back_before_the_cache(dialect):
+    residency = residency_of(info(dialect, 2), "cuda", updated=True)
+    weights, caches = told(residency.weights_back()), told(residency.caches_back())
+    assert len(weights) == 1 and "weights" in weights[0] and "kv_cache" not in weights[0]
+    assert "kv_cache" in caches[0] and not any("weights" in request for request in caches)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_on_the_cpu_a_pause_stands_for_it(dialect):
+    residency = residency_of(info(dialect), "cpu", updated=True)
+    assert "pause" in told(residency.release())[0] and "abort" in told(residency.release())[0]
+    assert residency.weights_back() == residency.caches_back() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "updated", "flags"),
+    [
+        (info("vllm"), True, "--enable-sleep-mode"),
+        (info("sglang"), True, "--enable-memory-saver"),
+        (info("sglang", 2), False, "--enable-memory-saver --enable-weights-cpu-backup"),
+    ],
+)
+def test_an_engine_that_cannot_sleep_is_refused_with_the_flags_that_it_lacks(engine, updated, flags):
+    with pytest.raises(UsageError, match=f"the engine http://a:1 cannot free .* was started without {flags}"):
+        check_residency({"http://a:1": engine}, "cuda", updated=updated)
