@@ -159,7 +159,7 @@ class RealChaos:
     def _kill_training(self) -> None:
         self._train.kill()
         self._train.wait()
-        if self._run.path.exists():
+        if (self._run.state_dir / "run.json").exists():
             stop_processes(left_behind(self._run), 0)
 
     # -- what happens
@@ -173,7 +173,7 @@ class RealChaos:
             if time.monotonic() >= due:
                 self._begin()
                 due = time.monotonic() + self._rng.expovariate(1 / MEAN_PAUSE)
-        self.journal.note("faults end")
+        self._note("faults end")
         _until(lambda: not self._faults, self._tick)
         _until(self._invariants.all_serve, self._tick)
         beyond = self._invariants.steps + 2
@@ -197,7 +197,7 @@ class RealChaos:
 
     def _add_fault(self, url: str, name: str, fault: Fault) -> None:
         self.counts[name] += 1
-        self.journal.note(f"event: {url} {name}")
+        self._note(f"event: {url} {name}")
         self._invariants.strikes(name)
         self._faults[url] = fault
 
@@ -244,19 +244,23 @@ class RealChaos:
 
     # -- looking
 
+    def _note(self, line: str) -> None:
+        self.journal.note(line)
+        print(line, flush=True)
+
     def _tick(self) -> None:
         time.sleep(TICK)
         for url, fault in list(self._faults.items()):
             try:
                 next(fault)
             except StopIteration:
-                self.journal.note(f"event: {url}: it is over")
+                self._note(f"event: {url}: it is over")
                 del self._faults[url]
         ended = self._train.poll()
         if ended is not None and not (ended == -signal.SIGKILL and DRIVER in self._faults):
             raise Violation(f"the run has ended with exit code {ended}")
         for line in self._invariants.look(struck=self._faults.keys()):
-            self.journal.note(line)
+            self._note(line)
 
     def _end(self) -> None:
         self._train.send_signal(signal.SIGTERM)

@@ -14,7 +14,7 @@ from rltool.engines.run_client import DRIVER_ROLE, Driver, EngineStatus, driver_
 from rltool.engines.sync_client import probe
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import RltoolError
-from rltool.processes.run_directory import open_run
+from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import read_state
 from rltool.rollout.dump import read_dump
 from rltool.router.workers import list_workers
@@ -218,7 +218,7 @@ class RealInvariants:
         _require(time.monotonic() - since < NOTICE_SECONDS, f"{otherwise}, for {NOTICE_SECONDS:g} s: {self._states()}")
 
     def _driver(self) -> Driver | None:
-        run = open_run(self._name, create=False, root=self._job.runs)
+        run = RunDirectory(self._job.runs / self._name)  # it may not be there yet
         return driver_of(run, read_state(run, DRIVER_ROLE))
 
     def _states(self) -> str:

@@ -60,6 +60,12 @@ def batch(step: int) -> range:
     return range(GROUPS * step, GROUPS * (step + 1))
 
 
+def test_a_run_that_is_still_being_started_is_nothing_to_look_at(tmp_path):
+    router = EngineEndpoint(url="http://127.0.0.1:1", dialect="sglang")
+    early = RealInvariants(Job(tmp_path, tmp_path), RUN, [], router, staleness=1)
+    assert early.look(struck=()) == [] and early.attempt is None
+
+
 def test_steps_in_order_with_every_group_once_are_what_should_be(seen):
     record(seen, 0, range(GROUPS))
     assert seen.look(struck=()) == ["step 0 is done"]
