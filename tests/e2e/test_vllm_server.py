@@ -9,6 +9,7 @@ import pytest
 
 from rltool.engines.client import EngineClient
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES
+from rltool.errors import EngineError
 from tests.contract.vllm_contract import CONTRACT
 from tests.e2e.weights import Sender, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
 
@@ -121,5 +122,22 @@ def test_more_prompt_tokens_than_a_forward_pass_takes_do_not_kill_the_engine(vll
             samples = await asyncio.gather(*(client.generate(engine.endpoint, one, timeout=120) for one in requests))
             assert [len(sample.token_ids) for (sample,) in samples] == [4] * 48
             await client.health(engine.endpoint)
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_a_cpu_cannot_free_the_cache_alone_and_says_so_and_the_engine_wakes_again(vllm_engine_tied):
+    engine = vllm_engine_tied.endpoint
+
+    async def run():
+        async with EngineClient() as client:
+            try:
+                with pytest.raises(EngineError, match="not supported on CPU"):
+                    await client.sleep(engine, 1, ["kv_cache"], timeout=60.0)
+            finally:
+                await client.wake(engine, timeout=60.0)
+            [sample] = await client.generate(engine, new_request(), timeout=60.0)
+            assert sample.finish_reason == "length"
 
     asyncio.run(run())
