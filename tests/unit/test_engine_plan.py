@@ -245,13 +245,15 @@ def test_routers_are_told_from_other_processes_by_their_role():
     assert not any(map(is_router, ("router-command", "router-command-2", "engine-0", "train")))
 
 
-# -- managed: behind the trainer's ranks
+# -- managed: behind the trainer's ranks; colocate: on their GPUs
 
 
-def managed(hosts: list[Host], *, ray: str | None, ranks: int, groups) -> tuple[list[str], list[float]]:
+def managed(
+    hosts: list[Host], *, ray: str | None, ranks: int, groups, mode: str = "managed"
+) -> tuple[list[str], list[float]]:
     config = TrainConfig(
         model={"path": "/m/policy"}, trainer={"world_size": ranks}, ray={"address": ray},
-        engines={"mode": "managed", "groups": groups},
+        engines={"mode": mode, "groups": groups}, models={"judge": {"path": "/m/judge"}},
     )  # fmt: skip
     made = plan_placement(config, gpu=True, gpus_per_host=max(len(host.gpus) for host in hosts))
     found = expected_plan(config, made, RunDirectory(Path("/run")), hosts)
@@ -281,6 +283,35 @@ def test_managed_engines_come_behind_the_ranks_on_four_hosts():
     assert bundles == [8, 8, 4]
 
 
+def test_colocated_engines_are_on_the_gpus_of_the_ranks_of_one_host():
+    groups = [{"count": 2, "tp": 2}, {"name": "judges", "model": "judge", "engine": "sglang", "tp": 4}]
+    lines, bundles = managed(ONE_HOST, ray=None, ranks=8, groups=groups, mode="colocate")
+    assert lines == [
+        "engine-0: vllm regular, group default, GPUs 0,1, http://127.0.0.1:20000",
+        "engine-1: vllm regular, group default, GPUs 2,3, http://127.0.0.1:20001",
+        "engine-2: sglang regular, group judges, model judge (weights not updated), GPUs 4,5,6,7, "
+        "http://127.0.0.1:20002",
+    ]
+    assert bundles == []
+
+
+def test_colocated_engines_are_on_the_gpus_of_the_ranks_of_four_hosts():
+    groups = [{"count": 6, "tp": 4}]
+    lines, bundles = managed(FOUR_HOSTS, ray="10.0.0.0:6379", ranks=28, groups=groups, mode="colocate")
+    assert lines == [
+        "engine-0: vllm regular, group default, host 10.0.0.0, GPUs 0,1,2,3, http://10.0.0.0:20000",
+        "engine-1: vllm regular, group default, host 10.0.0.0, GPUs 4,5,6,7, http://10.0.0.0:20001",
+        "engine-2: vllm regular, group default, host 10.0.0.1, GPUs 0,1,2,3, http://10.0.0.1:20000",
+        "engine-3: vllm regular, group default, host 10.0.0.1, GPUs 4,5,6,7, http://10.0.0.1:20001",
+        "engine-4: vllm regular, group default, host 10.0.0.2, GPUs 0,1,2,3, http://10.0.0.2:20000",
+        "engine-5: vllm regular, group default, host 10.0.0.2, GPUs 4,5,6,7, http://10.0.0.2:20001",
+    ]
+    assert bundles == []
+    with pytest.raises(UsageError, match=r"group 'default', which takes 5 GPUs: left are n0: 5,6,7"):
+        where = [Host("n0", "10.0.0.0", tuple(range(8))), Host("n1", "10.0.0.1", (0, 1))]
+        managed(where, ray="x:1", ranks=10, groups=[{"count": 2, "tp": 5}], mode="colocate")
+
+
 # -- the examples of docs/engines.md
 
 EXAMPLES = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[2] / "docs/engines.md").read_text(), re.DOTALL)
@@ -293,6 +324,8 @@ def test_the_examples_of_the_docs_can_be_planned_on_one_host_of_eight(text, tmp_
     config = load_config(TrainConfig, [file]).config
     order = order_of_file(config)
     slots = engine_slots(order.groups)
+    check_plan = plan_placement(config, gpu=True) if config.engines.started_by_train else None
+    assert check_plan is None or check_plan.total("GPU") <= 8
     ranks = config.trainer.world_size if config.engines.mode == "managed" else 0
     hosts = [Host("h0", gpus=tuple(range(ranks, 8)))]
     settings = Settings(order.models, Path("/k"), Path("/s"))
@@ -305,3 +338,4 @@ def test_the_docs_have_examples_of_every_role_and_of_a_managed_run():
     every = "".join(EXAMPLES)
     assert all(f'role = "{role}"' in every for role in ("prefill", "decode", "encoder", "placeholder"))
     assert 'mode = "managed"' in every and "update_weights = false" in every
+    assert 'mode = "colocate"' in every

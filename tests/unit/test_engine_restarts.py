@@ -44,7 +44,7 @@ class Processes:
     """Hosts, in memory."""
 
     def __init__(self, *urls: str) -> None:
-        self._urls, self.ended, self.started = urls, {}, []
+        self._urls, self.ended, self.started, self.stopped = urls, {}, [], []
         self.failures = self.short_lived = 0
 
     def urls(self):
@@ -53,6 +53,9 @@ class Processes:
     async def exits(self):
         ended, self.ended = self.ended, {}
         return ended
+
+    async def end(self, url: str) -> None:
+        self.stopped.append(url)
 
     async def start_again(self, url: str) -> None:
         if self.failures:
@@ -191,5 +194,33 @@ def test_engines_of_others_are_left_to_them(rig):
     async def body():
         await rig.restarts.restart("http://127.0.0.1:7009")
         assert rig.lines == [] and not rig.restarts._tasks
+
+    rig.run(body)
+
+
+def test_on_hold_nothing_is_started_until_it_goes_on(rig):
+    async def body():
+        rig.restarts.hold()
+        rig.processes.ended = {URL: "was killed"}
+        await until(lambda: rig.restarts._tasks)
+        await until(lambda: rig.restarts._may_start._waiters)
+        assert rig.processes.started == [] and not rig.restarts.is_starting
+        rig.restarts.go_on()
+        await until(lambda: rig.restarts.counts["restarts"] == 1)
+        assert rig.processes.started == [URL]
+
+    rig.run(body)
+
+
+def test_an_engine_that_is_ended_counts_as_one_that_died_and_is_ended_twice_without_counting_twice(rig):
+    async def body():
+        rig.restarts.hold()
+        await rig.restarts.end(URL, "it kept its GPU")
+        await rig.restarts.end(URL, "it kept its GPU")
+        assert rig.processes.stopped == [URL] * 2 and rig.state is State.DEAD
+        assert rig.fleet.member(URL).reason == "it kept its GPU"
+        rig.restarts.go_on()
+        await until(lambda: rig.restarts.counts["restarts"] == 1)
+        assert rig.restarts.owns(URL) and not rig.restarts.owns("http://127.0.0.1:7009")
 
     rig.run(body)
