@@ -33,6 +33,7 @@ from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, Rest
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_metrics import OwnMetrics
 from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.side_model import SideEngines, SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
@@ -179,6 +180,7 @@ class RolloutService:
         self.tokenizer, self._function = inputs.tokenizer, inputs.function
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
+        self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
         return inputs.summary
 
     def _collector(self) -> Collector:
@@ -388,6 +390,9 @@ class RolloutService:
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         rollout = await to_rollout(self._config, collected, self._scorer.take_stats(), step)
+        if self._own_metrics is not None:
+            samples = [sample for group in collected.groups for sample in group.samples]
+            rollout.metrics.update(await asyncio.to_thread(self._own_metrics.of, samples))
         counts = self.collector.ledger.counts()
         restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(

@@ -24,6 +24,7 @@ from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
+from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
@@ -310,5 +311,7 @@ def check_inputs(config: TrainConfig) -> None:
         if config.reward.group != "none":
             load_group_reward(config.reward)
         load_generate(config.rollout)
+        if config.monitor.metrics is not None:
+            load_metrics(config.monitor)
         load_filter(config.rollout)
         load_hook(config.rollout)
