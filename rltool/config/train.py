@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.base import Config
+from rltool.config.base import Config, OwnFunction
 from rltool.config.data import DataConfig
 from rltool.config.parallel import ParallelLayout
 from rltool.config.renamed import RENAMED
@@ -221,6 +221,8 @@ class MonitorConfig(Config):
     value of it, 20 at most. None: not by category."""
     pass_reward: float = 1.0
     """A sample has passed from this reward on: what pass rates and pass@k count."""
+    metrics: OwnFunction | None = None
+    """f(samples: list[Sample]) -> dict[str, float], called with the samples of every batch; recorded as own/NAME."""
     logprob_difference_limit: float | None = Field(default=None, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
     optimizer step. None: 0.1 where trainer and all engines compute in float32, else 0.2."""

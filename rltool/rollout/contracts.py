@@ -8,15 +8,22 @@ def test_my_reward():
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rltool.config.data import DataConfig
 from rltool.config.import_path import load_callable
+from rltool.config.reward import RewardConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
+from rltool.rollout.data.own import OwnSource, load_own_source
 from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_metrics import checked_metrics
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
@@ -107,6 +114,106 @@ def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, mo
         if any(not math.isfinite(value) for value in sample.response_logprobs):
             problems.append(f"sample {sample.index}: a log-probability is not finite")
     _raise_if_any(path, problems)
+
+
+def example_group(size: int = 4) -> list[Sample]:
+    """Scored samples of one prompt, with rewards 0, 1/3, 2/3, 1 for a size of 4."""
+    return [
+        Sample(
+            group_id=0, index=i, prompt_index=0, prompt_ids=[1, 2, 3], prompt_text="6 x 7 = ", label="42", seed=i,
+            response_ids=[5] * (i + 1), response_mask=[1] * (i + 1), response_logprobs=[-0.5] * (i + 1),
+            status=SampleStatus.COMPLETED, reward=i / max(size - 1, 1),
+        )
+        for i in range(size)
+    ]  # fmt: skip
+
+
+def check_group_filter(path: str, *, groups: Sequence[list[Sample]] = ()) -> None:
+    """ContractViolation unless rollout.group_filter = path gives a reason or None for every group, changes nothing, and
+    says the same of the same group again. groups: your own; without any, groups of 4, 2 and 1 are used."""
+    function = load_callable(path, setting="rollout.group_filter", takes=("group",))
+    problems = []
+    for group in list(groups) or [example_group(size) for size in (4, 2, 1)]:
+        before, first = copy.deepcopy(group), _called(path, function, group)
+        if first is not None and not isinstance(first, str):
+            problems.append(f"a group of {len(group)}: returned {type(first).__name__}, expected a reason or None")
+        if group != before:
+            problems.append(f"a group of {len(group)}: the filter changed its samples")
+        elif _called(path, function, group) != first:
+            problems.append(f"a group of {len(group)}: another answer the second time")
+    _raise_if_any(path, problems)
+
+
+def check_group_hook(path: str, *, groups: Sequence[list[Sample]] = ()) -> None:
+    """ContractViolation unless rollout.group_hook = path leaves every sample valid, with a finite reward and the tokens
+    that were sampled. groups: as for check_group_filter."""
+    function = load_callable(path, setting="rollout.group_hook", takes=("group",))
+    problems = []
+    for group in list(groups) or [example_group(size) for size in (4, 2, 1)]:
+        before = copy.deepcopy(group)
+        if _called(path, function, group) is not None:
+            problems.append("returned something: what it changes, it changes in the samples")
+        if len(group) != len(before):
+            problems.append("added or removed samples: set remove_sample in place of that")
+        for sample, old in zip(group, before, strict=False):
+            sampled = (sample.prompt_ids, sample.response_ids, sample.response_logprobs, sample.versions)
+            if sampled != (old.prompt_ids, old.response_ids, old.response_logprobs, old.versions):
+                problems.append(f"sample {sample.index}: tokens or log-probabilities were changed")
+            if sample.reward is None or not math.isfinite(sample.reward):
+                problems.append(f"sample {sample.index}: its reward is {sample.reward}")
+    _raise_if_any(path, problems)
+
+
+def check_group_reward(path: str, *, options: Mapping[str, Any] | None = None, models: Models | None = None) -> None:
+    """ContractViolation unless reward.group = path gives one finite number for each sample of groups of 4, 2 and 1."""
+    config = RewardConfig(group=path, group_options=dict(options or {}))
+    together = GroupReward(config, timeout=60.0, models=models or Models())
+    for size in (4, 2, 1):
+        try:
+            asyncio.run(together.apply(example_group(size), list(EXAMPLE_TEXTS[:size])))
+        except Exception as error:
+            raise ContractViolation(f"{path}: a group of {size}: {type(error).__name__}: {error}") from error
+
+
+def check_metrics_function(path: str, *, samples: Sequence[Sample] = ()) -> None:
+    """ContractViolation unless monitor.metrics = path gives names and finite numbers. samples: your own batch."""
+    function = load_callable(path, setting="monitor.metrics", takes=("samples",))
+    found = _called(path, function, list(samples) or [*example_group(4), *example_group(2)])
+    try:
+        checked_metrics(found)
+    except ValueError as error:
+        raise ContractViolation(f"{path}: {error}") from error
+
+
+def check_data_source(path: str, *, tokenizer: Tokenizer, config: DataConfig | None = None, rows: int = 50) -> None:
+    """ContractViolation unless data.source = path gives rows that become prompts, does not stop, and goes on exactly
+    from a state that it saved. tokenizer: of the model, or a stand-in. config: further settings of [data]."""
+    made = (config or DataConfig()).model_copy(update={"source": path})
+
+    def fresh() -> OwnSource:
+        return load_own_source(made, tokenizer, seed=0, max_prompt_tokens=2**31)
+
+    try:
+        source, resumed = fresh(), fresh()
+        source.next(rows // 2)
+        state = json.loads(json.dumps(source.state_dict()))
+        expected = source.next(rows)
+        resumed.load_state_dict(state)
+        found = resumed.next(rows)
+        again = fresh().next(rows // 2 + rows)[rows // 2 :]
+    except Exception as error:
+        raise ContractViolation(f"{path}: {type(error).__name__}: {error}") from error
+    if found != expected:
+        raise ContractViolation(f"{path}: a source that resumed gives other rows than the one that saved the state")
+    if again != expected:
+        raise ContractViolation(f"{path}: two sources of one seed give different rows: a run could not be repeated")
+
+
+def _called(path: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise ContractViolation(f"{path}: raised {type(error).__name__}: {error}") from error
 
 
 def _raise_if_any(path: str, problems: list[str]) -> None:

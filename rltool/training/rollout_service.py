@@ -35,6 +35,7 @@ from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_metrics import OwnMetrics
 from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.side_model import SideEngines, SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
@@ -193,6 +194,7 @@ class RolloutService:
         self.tokenizer, self._function = inputs.tokenizer, inputs.function
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
+        self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
         return inputs.summary
 
     def _collector(self) -> Collector:
@@ -451,6 +453,9 @@ class RolloutService:
             to_rollout(self._config, collected, self._scorer.take_stats(), step, self.tokenizer, gpus),
             self._rates.since_last(serving),
         )
+        if self._own_metrics is not None:
+            samples = [sample for group in collected.groups for sample in group.samples]
+            rollout.metrics.update(await asyncio.to_thread(self._own_metrics.of, samples))
         counts = self.collector.ledger.counts()
         restarts = self._restarts.counts if self._restarts is not None else {}
         rollout.metrics.update(

@@ -31,8 +31,8 @@ def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
     if changed:
         name = changed[0]
         raise UsageError(
-            f"rollout.generate_function asks for {name} {getattr(asked, name)}, and the run trains on sampling.{name} = "
-            f"{getattr(configured, name)}: engine and trainer would mean different log-probabilities; leave it as "
+            f"rollout.generate_function asks for {name} {getattr(asked, name)}, and the run trains on sampling.{name} "
+            f"= {getattr(configured, name)}: engine and trainer would mean different log-probabilities; leave it as "
             "context.sampling has it"
         )
 

@@ -24,6 +24,7 @@ from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
+from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
@@ -333,5 +334,7 @@ def check_inputs(config: TrainConfig) -> None:
             if own.reward is not None:
                 load_reward(own.reward, own.reward_options, setting=f"eval.overrides.{name}.reward")
         load_generate(config.rollout)
+        if config.monitor.metrics is not None:
+            load_metrics(config.monitor)
         load_filter(config.rollout)
         load_hook(config.rollout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from rltool.rollout.generate import GenerateContext, generate_group
 from rltool.rollout.model_clients import RewardContext
@@ -56,3 +57,11 @@ async def judged(sample: Sample, text: str, context: RewardContext) -> float:
 
 def plain_with_context(sample: Sample, text: str, context: RewardContext) -> float:
     return 0.0
+
+
+async def greedily(group: list[Sample], context: GenerateContext) -> None:
+    await generate_group(group, replace(context, sampling=replace(context.sampling, temperature=0.0)))
+
+
+def no_metrics(samples: list[Sample]) -> dict[str, float]:
+    return {"share": 1 / 0}

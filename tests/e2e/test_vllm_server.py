@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from dataclasses import replace
 
 import pytest
 
 from rltool.engines.client import EngineClient
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES
 from rltool.errors import EngineError
+from rltool.rollout.stop_strings import cut_at_stop
+from rltool.rollout.tokenizer import load_tokenizer
 from tests.contract.vllm_contract import CONTRACT
 from tests.e2e.weights import Sender, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
 
@@ -40,6 +43,30 @@ def test_logprobs_are_those_of_the_sampling_temperature(vllm_engine_tied):
             greedy = await sender.one(new_request(temperature=0.0, max_tokens=1))
             first = hf_logprobs(model, new_request().prompt_ids, greedy)
             assert first.item() == pytest.approx(max_logprob(model, new_request().prompt_ids), abs=1e-5)
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_a_response_with_the_token_that_completes_it(vllm_engine_tied):
+    """On both routes the engine stops where the trainer's side would cut: the sampled tokens, whole."""
+    engine = vllm_engine_tied
+    tokenizer = load_tokenizer(engine.launch.model)
+
+    async def run():
+        async with EngineClient() as client:
+            for plugin in (True, False):
+                endpoint = engine.endpoint.model_copy(update={"plugin": plugin})
+                [free] = await client.generate(endpoint, new_request(max_tokens=16), timeout=60)
+                stop = tokenizer.decode(free.token_ids[5:8])
+                asked = new_request(max_tokens=16)
+                asked = replace(asked, sampling=replace(asked.sampling, stop=(stop,)))
+                [stopped] = await client.generate(endpoint, asked, timeout=60)
+                expected = cut_at_stop(free, asked, tokenizer.decode)
+                assert stop and len(expected.token_ids) <= 8
+                assert stopped.token_ids == expected.token_ids and stopped.finish_reason == "stop"
+                assert stopped.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+                assert stopped.versions == expected.versions
+                assert cut_at_stop(stopped, asked, tokenizer.decode).token_ids == stopped.token_ids
 
     asyncio.run(run())
 

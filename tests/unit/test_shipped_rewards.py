@@ -206,7 +206,9 @@ def test_a_judge_without_a_grade_fails_the_sample(reply, reason):
     assert reason in judged("judge", Judge(reply))
 
 
-@pytest.mark.parametrize(("reply", "value"), [("Yes", 0.7788), (" no", 0.2212), ("Maybe", "expected Yes or No"), ("", "ex")])
+@pytest.mark.parametrize(
+    ("reply", "value"), [("Yes", 0.7788), (" no", 0.2212), ("Maybe", "expected Yes or No"), ("", "expected Yes or No")]
+)
 def test_the_probability_of_yes(reply, value):
     found = judged("judge-probability", Judge(reply))
     assert value in found if isinstance(value, str) else found == pytest.approx(value, abs=1e-4)
@@ -294,7 +296,9 @@ def finished(name, timeout=30.0, **options):
     return asyncio.run(scorer.finish(samples)), samples, scorer.stats
 
 
-@pytest.mark.parametrize(("name", "options", "rewards"), [("doubled", {"by": 3}, [0, 3, 6]), ("by_length", {}, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("name", "options", "rewards"), [("doubled", {"by": 3}, [0, 3, 6]), ("by_length", {}, [0, 1, 2])]
+)
 def test_an_own_function_takes_the_place_of_a_groups_rewards(name, options, rewards):
     reason, samples, stats = finished(name, **options)
     assert reason is None and stats.failed == 0

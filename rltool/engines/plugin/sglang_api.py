@@ -30,6 +30,7 @@ SAMPLING_NAMES = {
     "frequency_penalty": "frequency_penalty",
     "presence_penalty": "presence_penalty",
     "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
     "stop_token_ids": "stop_token_ids",
     "ignore_eos": "ignore_eos",
     "n": "n",
@@ -78,12 +79,14 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRequest("'sampling_params' must be one object: a list of them is not supported")
     sampling: dict[str, Any] = {"max_tokens": DEFAULT_MAX_NEW_TOKENS, "detokenize": False}
     for name, value in given.items():
-        if name in TEXT_ONLY or (name not in SAMPLING_NAMES and value in EMPTY):
+        if name in TEXT_ONLY or ((name == "stop" or name not in SAMPLING_NAMES) and value in EMPTY):
             continue
         if name not in SAMPLING_NAMES:
             raise BadRequest(f"sampling parameter {name!r} is not supported by a vLLM engine of rltool")
         if value is not None:
             sampling[SAMPLING_NAMES[name]] = value
+    if sampling.get("stop"):
+        sampling["detokenize"] = True  # vLLM refuses stop strings without
     if body.get("return_logprob"):
         sampling["logprobs"] = 0  # the sampled token's own
     return sampling

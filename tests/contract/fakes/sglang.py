@@ -196,6 +196,8 @@ class FakeSglang:
             "stop_token_ids",
             "ignore_eos",
             "sampling_seed",
+            "stop",
+            "min_new_tokens",
         }
         if unknown:
             return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)

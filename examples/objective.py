@@ -1,0 +1,12 @@
+"""An objective: truncated importance weights, without PPO's clip from below."""
+
+import torch
+
+from rltool.algorithms.losses import LossTokens
+from rltool.config.algorithm import AlgorithmConfig
+
+
+def one_sided(logprobs: torch.Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """algorithm.objective = "examples.objective:one_sided"."""
+    ratio = (logprobs - tokens.old_logprobs).clamp(-20, 20).exp().detach()
+    return -ratio.clamp(max=1 + algorithm.clip_high) * tokens.advantages * logprobs

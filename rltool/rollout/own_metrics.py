@@ -1,0 +1,43 @@
+"""Metrics of the user's own, by import path (monitor.metrics)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rltool.config.import_path import load_callable
+from rltool.config.train import MonitorConfig
+from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.sample import Sample
+
+PREFIX = "own/"
+
+
+class OwnMetrics:
+    """One that fails is said once and measures nothing for that batch: no run ends for a chart."""
+
+    def __init__(self, config: MonitorConfig, *, say: Callable[[str], None]) -> None:
+        self._function, self._say, self._said = load_metrics(config), say, False
+
+    def of(self, samples: list[Sample]) -> dict[str, float]:
+        """own/NAME of one batch; called in a thread."""
+        try:
+            return checked_metrics(self._function(samples))
+        except Exception as error:  # whatever a user's code raises
+            if not self._said:
+                self._say(f"monitor.metrics failed, and its numbers are missing: {describe(error)}")
+            self._said = True
+            return {}
+
+
+def checked_metrics(found: Any) -> dict[str, float]:
+    """With the prefix. ValueError for anything but a table of names and finite numbers."""
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ValueError(f"returned {type(found).__name__}, expected a dict of names and numbers")
+    return {PREFIX + name: finite(value) for name, value in found.items()}
+
+
+def load_metrics(config: MonitorConfig) -> Callable[[list[Sample]], Any]:
+    """monitor.metrics as a function; UsageError for what is none."""
+    assert config.metrics is not None
+    return load_callable(config.metrics, setting="monitor.metrics", takes=("samples",))

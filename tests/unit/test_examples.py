@@ -1,0 +1,159 @@
+"""Every file of examples/ keeps its contract; and every contract sees what breaks it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rltool.algorithms.contracts import check_advantage_function, check_loss_function
+from rltool.config.import_path import load_callable
+from rltool.errors import ContractViolation
+from rltool.rollout.contracts import (
+    check_data_source,
+    check_generate_function,
+    check_group_filter,
+    check_group_hook,
+    check_group_reward,
+    check_metrics_function,
+    check_reward_function,
+    example_group,
+)
+from tests.unit.test_data import LetterTokenizer
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HERE = "tests.unit.test_examples:"
+
+
+def data_source(path):
+    check_data_source(path, tokenizer=LetterTokenizer())
+
+
+CHECKS = {
+    "data.source": data_source,
+    "reward.function": check_reward_function,
+    "reward.group": check_group_reward,
+    "rollout.generate_function": check_generate_function,
+    "rollout.group_filter": check_group_filter,
+    "rollout.group_hook": check_group_hook,
+    "algorithm.advantage": check_advantage_function,
+    "algorithm.objective": check_loss_function,
+    "monitor.metrics": check_metrics_function,
+}
+
+
+def table():
+    """setting -> import path, as the examples' page has them."""
+    return dict(re.findall(r'`([\w.]+) = "([\w.:]+)"`', (EXAMPLES / "README.md").read_text()))
+
+
+@pytest.mark.parametrize("setting", CHECKS)
+def test_an_example_keeps_the_contract_of_its_setting(setting):
+    CHECKS[setting](table()[setting])
+
+
+def test_the_table_has_every_example_and_each_names_its_own_setting():
+    assert table().keys() == CHECKS.keys()
+    files = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
+    assert {path.split(":")[0].split(".")[1] for path in table().values()} == files
+    for setting, path in table().items():
+        assert f'{setting} = "{path}"' in load_callable(path, setting=setting).__doc__
+
+
+def says_five(group):
+    return 5
+
+
+def forgets(group):
+    group.pop()
+
+
+def changes_tokens(group):
+    group[0].response_ids[0] = 7
+
+
+def takes_rewards(group):
+    group[0].reward = None
+
+
+def filters_and_changes(group):
+    group[0].reward = 9.0
+
+
+def one_for_all(group, texts):
+    return [1.0]
+
+
+def raises(*arguments):
+    raise KeyError("x")
+
+
+def list_of_numbers(samples):
+    return [1.0]
+
+
+def infinite(samples):
+    return {"a": float("inf")}
+
+
+class Forgetful:
+    """Saves nothing of where it is."""
+
+    def __init__(self, config, seed):
+        self.at = 0
+
+    def next(self, count):
+        self.at += count
+        return [{"prompt": str(self.at + i)} for i in range(count)]
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+MADE = []
+
+
+class Different(Forgetful):
+    """Saves where it is, and begins elsewhere each time."""
+
+    def __init__(self, config, seed):
+        MADE.append(self)
+        self.at = 1000 * len(MADE)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+BROKEN = [
+    (check_group_filter, "says_five", "returned int, expected a reason or None"),
+    (check_group_filter, "filters_and_changes", "the filter changed its samples"),
+    (check_group_filter, "raises", "raised KeyError"),
+    (check_group_hook, "says_five", "returned something"),
+    (check_group_hook, "forgets", "added or removed samples"),
+    (check_group_hook, "changes_tokens", "sample 0: tokens or log-probabilities were changed"),
+    (check_group_hook, "takes_rewards", "sample 0: its reward is None"),
+    (check_group_reward, "one_for_all", "a group of 4: ValueError: reward.group returned 1 values"),
+    (check_group_reward, "raises", "KeyError"),
+    (check_metrics_function, "list_of_numbers", "returned list, expected a dict"),
+    (check_metrics_function, "infinite", "expected a finite number"),
+    (data_source, "Forgetful", "a source that resumed gives other rows"),
+    (data_source, "Different", "two sources of one seed give different rows"),
+]
+
+
+@pytest.mark.parametrize(("check", "function", "said"), BROKEN)
+def test_a_function_that_breaks_its_contract_is_told_how(check, function, said):
+    with pytest.raises(ContractViolation, match=said):
+        check(HERE + function)
+
+
+def test_own_groups_are_checked_in_place_of_the_examples():
+    group = example_group(3)
+    for sample in group:
+        sample.reward = 1.0
+    check_group_filter("examples.group_filter:too_easy", groups=[group])
