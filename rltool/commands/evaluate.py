@@ -76,7 +76,7 @@ def evaluate(
         )  # fmt: skip
         found = evaluate_alone(settings, engines, say=say)
     console.print(result_table(found.metrics))
-    say("in parentheses: 95 % intervals, a bootstrap over prompts")
+    say("intervals: a bootstrap over prompts; Wilson's where all of them are 0, or all 1")
     if out is not None:
         about = {
             "model": str(settings.model.path),

@@ -25,28 +25,25 @@ def result(metrics: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, 
 
 
 def result_table(metrics: Mapping[str, float]) -> Table:
-    """One row a set; estimates with their 95 % interval."""
-    sets = by_set(metrics)
-    estimates = ["accuracy", *sorted({m for found in sets.values() for m in found if _is_pass_at(m)}, key=_k)]
+    """One row a measure, so that it fits on 80 columns; estimates with their 95 % interval."""
     table = Table()
-    table.add_column("set", no_wrap=True)
-    for name in ("prompts", "samples", *(name.replace("pass_at_", "pass@") for name in estimates)):
-        table.add_column(name, justify="right")
-    for name in ("tokens", "truncated", "failed", "seconds"):
-        table.add_column(name, justify="right")
-    for name, found in sets.items():
-        table.add_row(
-            name, f"{found['prompts']:.0f}", f"{found['samples']:.0f}", *(_estimate(found, e) for e in estimates),
-            f"{found['response_length_mean']:.1f}", f"{found['truncated_fraction']:.1%}", f"{found['failed']:.0f}",
-            f"{found['seconds']:.1f}",
-        )  # fmt: skip
+    for name, justify in (("set", "left"), ("measure", "left"), ("value", "right"), ("95 % interval", "left")):
+        table.add_column(name, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
+    for name, found in by_set(metrics).items():
+        rows = [("accuracy", *_estimate(found, "accuracy"))]
+        rows += [(f"pass@{_k(m)}", *_estimate(found, m)) for m in sorted(filter(_is_pass_at, found), key=_k)]
+        rows.append(("prompts, samples", f"{found['prompts']:.0f}, {found['samples']:.0f}", ""))
+        rows.append(("tokens per response", f"{found['response_length_mean']:.1f}", ""))
+        rows.append(("truncated", f"{found['truncated_fraction']:.1%}", ""))
+        rows.append(("rewards that failed", f"{found['failed']:.0f}", ""))
+        rows.append(("seconds", f"{found['seconds']:.1f}", ""))
+        for number, row in enumerate(rows):
+            table.add_row(name if number == 0 else "", *row, end_section=number == len(rows) - 1)
     return table
 
 
-def _estimate(found: Mapping[str, float], name: str) -> str:
-    if name not in found:
-        return "-"
-    return f"{found[name]:.3f} ({found[f'{name}_low']:.3f} to {found[f'{name}_high']:.3f})"
+def _estimate(found: Mapping[str, float], name: str) -> tuple[str, str]:
+    return f"{found[name]:.3f}", f"{found[f'{name}_low']:.3f} to {found[f'{name}_high']:.3f}"
 
 
 def _is_pass_at(metric: str) -> bool:

@@ -110,7 +110,7 @@ def test_a_frame_shows_engines_queue_numbers_and_rewards_at_80_columns():
     text = shown(STATUS, records)
     assert max(map(len, text.splitlines())) <= 80
     for part in ("run demo, weights 01234567:1:12", "step 12 of 100", "8 running, 20 ready", "64 requests in flight",
-                 "http://a:1", "stale", "step 11", "1,492", "words accuracy", "0.250", "last 11 steps (0.000 to 1.000)"):  # fmt: skip
+                 "http://a:1", "stale", "step 11", "1,492", "0.250", "steps (0.000 to 1.000)"):  # fmt: skip
         assert part in text, part
     assert "▁" in text and "█" in text
 
