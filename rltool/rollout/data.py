@@ -19,7 +19,7 @@ from rltool.rollout.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Prompt:
     """One row. index: its number among all rows of the data set, from 0;
-    text: what was tokenised, chat template applied."""
+    text: what was tokenised, chat template applied; messages: the row's, where it has some."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -27,6 +27,7 @@ class Prompt:
     label: str | None = None
     response: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,7 @@ def _parse_row(row: Any, place: str, index: int, tokenizer: Tokenizer, config: D
         label=_optional_text(row, config.label_key, place),
         response=_optional_text(row, config.response_key, place),
         metadata=_metadata(row, place),
+        messages=tuple(source) if isinstance(source, list) else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rltool.rollout.data import Prompt
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
@@ -37,8 +38,8 @@ async def evaluate_set(
     ]
     try:
         async with asyncio.TaskGroup() as tasks:
-            for group in groups:
-                tasks.create_task(_one(group, context, scorer, function))
+            for group, prompt in zip(groups, prompts, strict=True):
+                tasks.create_task(_one(group, replace(context, prompt=prompt), scorer, function))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     metrics = eval_metrics(name, [sample for group in groups for sample in group])

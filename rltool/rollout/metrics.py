@@ -25,6 +25,7 @@ def rollout_metrics(
         "rollout/reward_std": _std(rewards),
         "rollout/zero_std_group_fraction": zero_std_group_fraction(samples),
         **_lengths("rollout", samples),
+        **_turns(samples),
         "rollout/dropped": float(sum(dropped.values())),
         "rollout/weight_versions": float(len({span.version for sample in samples for span in sample.versions})),
     }
@@ -35,8 +36,9 @@ def rollout_metrics(
 
 
 def eval_metrics(name: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """eval/<name>/accuracy is the mean reward over all samples;
+    """eval/<name>/accuracy is the mean reward over all samples, each episode of an agent once;
     one whose reward failed counts 0 and is reported as well."""
+    samples = [sample for sample in samples if sample.trajectory == 0]
     failed = sum(sample.reward is None for sample in samples)
     return {
         f"eval/{name}/accuracy": _mean([sample.reward or 0.0 for sample in samples]),
@@ -61,6 +63,12 @@ def _lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
         f"{prefix}/response_length_max": max(lengths, default=math.nan),
         f"{prefix}/truncated_fraction": _mean([float(s.status is SampleStatus.TRUNCATED) for s in samples]),
     }
+
+
+def _turns(samples: Sequence[Sample]) -> dict[str, float]:
+    """rollout/turns_mean, of those that have a response; nothing where every sample is one turn."""
+    turns = [sample.turns for sample in samples if sample.response_ids]
+    return {"rollout/turns_mean": _mean([float(count) for count in turns])} if max(turns, default=0) > 1 else {}
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:

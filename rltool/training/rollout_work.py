@@ -19,7 +19,8 @@ from rltool.rollout.tokenizer import Tokenizer
 
 
 class RolloutWork:
-    """The collector's GroupWork. function: rollout.generate, None for the built-in one. vocab_size: of the model.
+    """The collector's GroupWork. function: of rollout.generate_function, environment or
+    agent, None for the built-in generation. vocab_size: of the model.
     require_versions: whether a completion must tell its weights' versions. models: beside the policy."""
 
     def __init__(
@@ -40,7 +41,7 @@ class RolloutWork:
         async def generate(request: Any) -> Any:
             return await self._plane.generate(request, group=group.id)
 
-        context = replace(self._context, generate=generate, interrupted=interrupted)
+        context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)
         await fill_group(group.samples, context, self._function)
 
     async def finish(self, group: Group) -> str | None:
