@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
@@ -32,7 +33,6 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
 from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, RestartBudget, RestartPolicy
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.generate import load_generate
 from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardPool
@@ -44,6 +44,7 @@ from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
+from rltool.training.generation import Generation
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
@@ -91,8 +92,10 @@ class RolloutService:
         self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
         log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
         policy: FleetPolicy | None = None, on_event: Callable[[], None] = lambda: None,
+        gateway: GatewayPlace | None = None,
     ) -> None:  # fmt: skip
-        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group."""
+        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group. gateway:
+        where that of a run with agents keeps its files."""
         self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
         self._log, self._clock, self._on_event = log, clock, on_event
         self._endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
@@ -102,6 +105,7 @@ class RolloutService:
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
         self._models = Models()
+        self._gateway_place = gateway
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -138,7 +142,7 @@ class RolloutService:
             saw_version=self._ownership.saw, clock=self._clock,
         )  # fmt: skip
         self._work = RolloutWork(
-            config, self._plane, self._scorer, self.tokenizer, self._function,
+            config, self._plane, self._scorer, self.tokenizer, self._generation.function,
             vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
             models=self._models,
         )  # fmt: skip
@@ -173,6 +177,7 @@ class RolloutService:
         await self._ownership.start()
         await self._monitor.carry_out()  # what else the router has goes before the first request
         self._monitor.start()
+        await self._generation.start(self._engines.endpoints, self._infos, self._engines.router)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
             self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
@@ -184,7 +189,10 @@ class RolloutService:
         self.tokenizer: Tokenizer = load_tokenizer(
             config.model.path, stop_token_ids=sampling.stop_token_ids, trust_remote_code=config.model.trust_remote_code
         )
-        self._function = load_generate(rollout)
+        self._generation = Generation(
+            config, self._gateway_place, say=self._say,
+            refusal=self._book.refusal if self._syncing else lambda _: None,
+        )  # fmt: skip
 
         def load(paths: tuple[Path, ...], limit: int | None = None) -> PromptSet:
             return load_prompts(
@@ -280,6 +288,8 @@ class RolloutService:
                 await self._monitor.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
+            if hasattr(self, "_generation"):
+                await self._generation.close()
             if hasattr(self, "_pool"):
                 await self._pool.close()
         return [f"{url}: {reason}" for url, reason in failures.items()]
@@ -424,6 +434,7 @@ class RolloutService:
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in restarts.items()},
+                **self._generation.metrics(),
             }
         )
         return rollout

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
 from rltool.engines.run_client import EngineStatus, RunStatus
@@ -36,9 +37,10 @@ class Rollouts:
 
     def __init__(
         self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
-        log_file: Path | None, endpoints_file: Path, console: Console, stop: StopSignal,
+        log_file: Path | None, endpoints_file: Path, gateway: GatewayPlace, console: Console, stop: StopSignal,
     ) -> None:  # fmt: skip
-        """endpoints_file: the run's own, which follows the fleet."""
+        """endpoints_file: the run's own, which follows the fleet. gateway: where that of a run with agents keeps its
+        files."""
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
@@ -49,7 +51,9 @@ class Rollouts:
             say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
-        self._actor = RolloutActor.remote(config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file)
+        self._actor = RolloutActor.remote(
+            config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file, gateway=gateway
+        )
 
     @property
     def weight_version(self) -> str:
