@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rltool.algorithms.ragged import sum_per_sample
 
-PER_SAMPLE = frozenset({"lengths", "rewards", "group_ids", "kl_coefs", "entropy_coefs"})
+PER_SAMPLE = frozenset({"lengths", "rewards", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"})
+INTEGERS = frozenset({"tokens", "token_versions", "lengths", "group_ids", "episode_ids"})
 """Fields of a TrainBatch with one entry a sample; all others have one a token."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
@@ -39,6 +40,8 @@ class TrainBatch:
         None where unknown (recorded by an earlier release, synthetic) and for supervised data
     rewards: [N] float32
     group_ids: [N] int64, equal for samples of one prompt
+    episode_ids: [N] int64, equal for samples of one episode of an agent, which has one reward and counts once in its
+        group's baseline; None: each sample is an episode
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
     teacher_logprobs: [T] float32, teacher's; None without a teacher
@@ -60,6 +63,7 @@ class TrainBatch:
     rewards: Tensor
     group_ids: Tensor
     loss_weights: Tensor
+    episode_ids: Tensor | None = None
     response_mask: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     token_versions: Tensor | None = None
@@ -85,7 +89,7 @@ class TrainBatch:
             expected = num_samples if item.name in PER_SAMPLE else num_tokens
             if value.shape != (expected,):
                 raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected ({expected},)")
-            dtype = torch.int64 if item.name in ("tokens", "token_versions", "lengths", "group_ids") else torch.float32
+            dtype = torch.int64 if item.name in INTEGERS else torch.float32
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
@@ -142,6 +142,35 @@ class RolloutConfig(Config):
     generate_function: ImportPath | None = None
     """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn
     generation."""
+    environment: OwnFunction | None = None
+    """`package.module:Class`, in place of generate_function: episodes of several turns with an object of this class for
+    each sample (docs/agents.md)."""
+    environment_arguments: dict[str, Any] = Field(default_factory=dict)
+    """What the class is called with."""
+    agent: OwnFunction | tuple[str, ...] | None = None
+    """In place of generate_function: `package.module:function`, `async def f(task) -> float | None`, or a list, the
+    words of a command line. It talks to a gateway, and each session's trajectories become samples (docs/agents.md)."""
+    agent_workers: int = Field(default=2, ge=1)
+    """agent: processes for an async function, each with many episodes on its event loop."""
+    agents_at_once: int = Field(default=64, ge=1)
+    """agent: episodes that run side by side; of a command line that many processes."""
+    agent_retries: int = Field(default=1, ge=0)
+    """agent: further attempts of an episode that failed; then its sample counts as failed."""
+    gateway: str | None = None
+    """agent: URL of a gateway that runs already, with the run's sampling and in front of its engines; None: the run
+    starts one."""
+    gateway_key_file: Path | None = None
+    """gateway: file with the key that opens its sessions."""
+    max_turns: int = Field(default=16, ge=1)
+    """environment, agent: replies of the policy in one episode. An environment's that needs more is cut, and counts as
+    truncated; an agent is refused further ones."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """environment, agent: tokens of one reply; None: what is left of sampling.max_response_tokens, which bounds all
+    that follows an environment's first prompt, its own tokens too."""
+    tool_parser: Literal["hermes", "none"] = "hermes"
+    """environment, agent: how the model writes tool calls and reasoning; hermes is Qwen's form too."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """environment, agent: further arguments of the chat template, such as {enable_thinking = false}."""
     dump: bool = False
     """Write every rollout to RUN/rollouts, for debug train-only to replay."""
 
@@ -257,6 +286,10 @@ class DeadlinesConfig(Config):
     others from where they were."""
     group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
+    agent: float = Field(default=600.0, gt=0)
+    """For one attempt of an agent at an episode; then it is ended, and the attempt has failed."""
+    environment: float = Field(default=60.0, gt=0)
+    """For each call of an environment: reset, step, reward, close. A later answer fails its sample."""
     reward: float = Field(default=60.0, gt=0)
     """For one call of the reward function; a later answer counts as a failure."""
     batch: float = Field(default=7200.0, gt=0)

@@ -12,13 +12,13 @@ from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
+from rltool.chat.parsers.registry import PARSERS
+from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.client import EngineClient
 from rltool.gateway.engines import Engines
-from rltool.gateway.parsers.registry import PARSERS
 from rltool.gateway.parts import Parts
 from rltool.gateway.registry import Sessions
-from rltool.gateway.rendering import Renderer
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
 from rltool.gateway.store import SessionStore
 from rltool.gateway.turns import Model, Turns
@@ -29,7 +29,9 @@ from rltool.rollout.tokenizer import load_tokenizer
 @asynccontextmanager
 async def gateway(config: GatewayConfig, parts: Parts) -> AsyncIterator[web.Application]:
     """The gateway's application, while the block runs. Tests run it in their own loop."""
-    tokenizer = load_tokenizer(parts.tokenizer)
+    tokenizer = load_tokenizer(
+        parts.tokenizer, stop_token_ids=parts.stop_token_ids, trust_remote_code=parts.trust_remote_code
+    )
     store = SessionStore(parts.sessions)
     model = Model(parts.served_name, config.aliases, parts.max_model_len)
     with ThreadPoolExecutor(1, "tokenizer") as cpu:

@@ -18,3 +18,6 @@ class Parts(Config):
     endpoints: tuple[EngineEndpoint, ...]
     sessions: Path
     key_file: Path
+    stop_token_ids: tuple[int, ...] = ()
+    """Beside those of the model's own files."""
+    trust_remote_code: bool = False

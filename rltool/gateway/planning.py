@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, replace
 
-from rltool.gateway.conversation import Conversation, Message, RawPrompt
+from rltool.chat.conversation import Conversation, Message, RawPrompt
+from rltool.chat.rendering import Renderer
+from rltool.errors import UsageError
 from rltool.gateway.errors import BadRequest
-from rltool.gateway.rendering import Renderer
 from rltool.gateway.session import Session
 from rltool.gateway.trajectory import Turn
 
@@ -33,7 +34,13 @@ class Plan:
 
 def plan_turn(session: Session, prompt: Conversation | RawPrompt, renderer: Renderer) -> Plan:
     """Takes time with long conversations, and changes nothing. Raises BadRequest."""
-    plan = _plan_raw(session, prompt, renderer) if isinstance(prompt, RawPrompt) else _plan(session, prompt, renderer)
+    if isinstance(prompt, RawPrompt):
+        plan = _plan_raw(session, prompt, renderer)
+    else:
+        try:
+            plan = _plan(session, prompt, renderer)
+        except UsageError as error:
+            raise BadRequest(str(error), field="messages", code="template_failed") from error
     if not plan.prompt_ids:
         raise BadRequest("the prompt has no token: an engine needs at least one")
     return plan

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rltool.gateway.conversation import Conversation, starts_with
+from rltool.chat.conversation import Conversation, starts_with
 from rltool.gateway.trajectory import Trajectory, Turn, TurnRecord, common_prefix
 
 

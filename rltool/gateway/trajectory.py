@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rltool.chat.conversation import Message
 from rltool.engines.types import VersionSpan
-from rltool.gateway.conversation import Message
 
 
 @dataclass(frozen=True)

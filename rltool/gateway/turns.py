@@ -12,15 +12,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from rltool.chat.conversation import Conversation, Message, Reply
+from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.types import Completion, SamplingParams
 from rltool.gateway.apis.base import Answer, Asked
-from rltool.gateway.conversation import Conversation, Message, Reply
 from rltool.gateway.engines import Engines, Sampled
 from rltool.gateway.errors import BadRequest, NotFound, TooMany
 from rltool.gateway.planning import ANOTHER, Plan, plan_turn
 from rltool.gateway.registry import Sessions
-from rltool.gateway.rendering import Renderer
 from rltool.gateway.session import Session
 from rltool.gateway.store import SessionStore
 from rltool.gateway.trajectory import TurnRecord

@@ -54,6 +54,7 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
         loss_mask=loss_mask,
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
+        episode_ids=_episode_ids(samples),
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
@@ -111,6 +112,14 @@ def _why_no_loss(samples: Sequence[Sample], *, mask_truncated: bool) -> str:
         f"(rollout.mask_truncated), {empty} have no token that the policy sampled; raise sampling.max_response_tokens, "
         "or mask less"
     )
+
+
+def _episode_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[N] int64: a number for each (group, index); None where every episode is one sample."""
+    if not any(sample.trajectory for sample in samples):
+        return None
+    numbers: dict[tuple[int, int], int] = {}
+    return torch.tensor([numbers.setdefault((s.group_id, s.index), len(numbers)) for s in samples])
 
 
 def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:

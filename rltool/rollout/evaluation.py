@@ -94,8 +94,8 @@ async def evaluate_set(
     ]
     try:
         async with asyncio.TaskGroup() as tasks:
-            for group in groups:
-                tasks.create_task(_one(group, context, found.scorer, function))
+            for group, prompt in zip(groups, found.prompts, strict=True):
+                tasks.create_task(_one(group, replace(context, prompt=prompt), found.scorer, function))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     samples = [sample for group in groups for sample in group]

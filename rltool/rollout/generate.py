@@ -16,6 +16,7 @@ from rltool.config.rollout import RolloutConfig
 from rltool.engines.tasks import all_of
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import EngineError, RltoolError, UsageError
+from rltool.rollout.data import Prompt
 from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
@@ -37,7 +38,8 @@ class GenerateContext:
     generate: sends one request to the data plane, and cuts what comes at the stop strings of its sampling; sampling: of
     this rollout; vocab_size: ids below it are valid; tokenizer: the policy's, None only in tests; require_versions:
     whether a completion without weight-version spans is an error. interrupted: True once this group is to be put aside:
-    what was aborted is then left ABORTED and not taken up again. models: those beside the policy.
+    what was aborted is then left ABORTED and not taken up again. models: those beside the policy. prompt: the row of
+    the data set that the samples are of.
     """
 
     generate: Callable[[GenerateRequest], Awaitable[list[Completion]]]
@@ -45,6 +47,7 @@ class GenerateContext:
     vocab_size: int
     require_versions: bool = True
     interrupted: Callable[[], bool] = _never
+    prompt: Prompt | None = None
     models: Models = field(default_factory=Models)
     tokenizer: Tokenizer | None = None
 
@@ -92,7 +95,7 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
     A group that was interrupted is taken up where it stands: finished responses stay, aborted ones go on.
     """
     first = group[0]
-    _check_prompt(first, context.vocab_size)
+    check_prompt(first, context.vocab_size)
     pending = [sample for sample in group if sample.status is SampleStatus.PENDING]
     if len(pending) == len(group):
         request = GenerateRequest(
@@ -106,7 +109,7 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
             sample.append_response_tokens(completion)
     else:
         await all_of(_generate_one(sample, context) for sample in pending)
-    await all_of(continue_aborted(sample, context) for sample in group if sample.status is SampleStatus.ABORTED)
+    await all_of(continue_response(sample, context) for sample in group if sample.status is SampleStatus.ABORTED)
 
 
 async def _generate_one(sample: Sample, context: GenerateContext) -> None:
@@ -115,13 +118,16 @@ async def _generate_one(sample: Sample, context: GenerateContext) -> None:
     sample.append_response_tokens(completion)
 
 
-async def continue_aborted(sample: Sample, context: GenerateContext) -> None:
-    """Take an aborted response up where it was cut, at most MAX_CONTINUATIONS times; then it stays ABORTED.
+async def continue_response(sample: Sample, context: GenerateContext) -> None:
+    """Sample on from where the response stands: after an abort, or after what an environment has added. What is aborted
+    is taken up again, in at most MAX_CONTINUATIONS requests; then it stays ABORTED.
 
-    Tokens and log-probabilities that were sampled before the abort are kept, each with the weight version it came from.
+    sampling.max_tokens bounds the whole response. What was sampled before is kept, with the weight version that it
+    came from.
     """
     for attempt in range(1, MAX_CONTINUATIONS + 1):
         if context.interrupted():
+            sample.status = SampleStatus.ABORTED
             return
         left = context.sampling.max_tokens - len(sample.response_ids)
         if left <= 0:
@@ -154,7 +160,8 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
     return completions
 
 
-def _check_prompt(sample: Sample, vocab_size: int) -> None:
+def check_prompt(sample: Sample, vocab_size: int) -> None:
+    """Raises UsageError for a token id that the model does not have."""
     bad = next((token for token in sample.prompt_ids if not 0 <= token < vocab_size), None)
     if bad is not None:  # SGLang's CPU server dies of such an id
         raise UsageError(

@@ -26,6 +26,7 @@ def rollout_metrics(
         "rollout/reward_std": _std(rewards),
         "rollout/zero_std_group_fraction": zero_std_group_fraction(samples),
         **_lengths("rollout", samples),
+        **_turns(samples),
         "rollout/dropped": float(sum(dropped.values())),
         **_reward_parts(samples),
         "rollout/weight_versions": float(len({span.version for sample in samples for span in sample.versions})),
@@ -39,12 +40,13 @@ def rollout_metrics(
 def eval_metrics(
     name: str, samples: Sequence[Sample], *, pass_at: Sequence[int] = (), pass_reward: float = 1.0
 ) -> dict[str, float]:
-    """eval/<name>/accuracy is the mean reward over all samples, eval/<name>/pass_at_<k> pass@k with what reaches
+    """eval/<name>/accuracy is the mean reward over all samples, each episode of an agent once, eval/<name>/pass_at_<k> pass@k with what reaches
     pass_reward; both with <...>_low and <...>_high, the ends of their 95 % interval (eval_statistics.estimate).
 
     A sample whose reward failed counts 0, has not passed, and is reported as well. All prompts have the same number of
     samples.
     """
+    samples = [sample for sample in samples if sample.trajectory == 0]
     groups: dict[int, list[Sample]] = defaultdict(list)
     for sample in samples:
         groups[sample.group_id].append(sample)
@@ -90,6 +92,12 @@ def _lengths(prefix: str, samples: Sequence[Sample]) -> dict[str, float]:
         f"{prefix}/response_length_max": max(lengths, default=math.nan),
         f"{prefix}/truncated_fraction": _mean([float(s.status is SampleStatus.TRUNCATED) for s in samples]),
     }
+
+
+def _turns(samples: Sequence[Sample]) -> dict[str, float]:
+    """rollout/turns_mean, of those that have a response; nothing where every sample is one turn."""
+    turns = [sample.turns for sample in samples if sample.response_ids]
+    return {"rollout/turns_mean": _mean([float(count) for count in turns])} if max(turns, default=0) > 1 else {}
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:

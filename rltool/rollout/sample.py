@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from rltool.engines.types import Completion, VersionSpan
@@ -14,7 +15,7 @@ class SampleStatus(StrEnum):
     COMPLETED = "completed"  # the model stopped by itself
     TRUNCATED = "truncated"  # cut at max_response_tokens
     ABORTED = "aborted"  # cut by an abort on the engine; may be continued
-    FAILED = "failed"  # dropped: its reward raised or was not finite
+    FAILED = "failed"  # dropped: its reward, its environment or its agent failed
 
 
 @dataclass
@@ -25,7 +26,9 @@ class Sample:
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
-    sample, while its reward still counts in its group's baseline.
+    sample, while its reward still counts in its group's baseline. episode_reward: what an
+    environment or an agent gave, None: [reward] does. trajectory: an agent's episode may leave several samples, with one
+    index and one reward; numbered from 0. failure: why it is FAILED.
     """
 
     group_id: int
@@ -45,6 +48,9 @@ class Sample:
     raw_reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
     remove_sample: bool = False
+    episode_reward: float | None = None
+    trajectory: int = 0
+    failure: str = ""
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -64,6 +70,20 @@ class Sample:
         self.response_mask.extend([0] * len(token_ids))
         self.response_logprobs.extend([0.0] * len(token_ids))
         self.validate()
+
+    def clear(self) -> None:
+        """Forget the response: the sample is PENDING again."""
+        self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
+        self.status, self.episode_reward = SampleStatus.PENDING, None
+
+    def fail(self, reason: str) -> None:
+        """It is not trained on; the reason is counted."""
+        self.status, self.failure = SampleStatus.FAILED, reason
+
+    @property
+    def turns(self) -> int:
+        """How many stretches of the response the policy has sampled."""
+        return sum(now and not before for before, now in pairwise((0, *self.response_mask)))
 
     def validate(self) -> None:
         """ValueError unless the lists are aligned and the version spans lie inside the response, in order."""

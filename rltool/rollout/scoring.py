@@ -47,7 +47,7 @@ class ScoreStats:
     def describe(self) -> str:
         """One line for an error message or a log."""
         shown = "; ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common(3))
-        return f"the reward function failed on {self.failed} of {self.scored} samples: {shown}"
+        return f"{self.failed} of {self.scored} samples failed: {shown}"
 
 
 def equal_rewards(group: list[Sample]) -> str | None:
@@ -93,18 +93,37 @@ class Scorer:
         self.stats = ScoreStats()
 
     async def rewards_of(self, samples: list[Sample]) -> ScoreStats:
-        """Set each sample's reward; one whose reward failed is FAILED and has none.
+        """Set each sample's reward: its episode's, where an environment or agent gave one, else that of the reward
+        function. A sample whose reward failed is FAILED and has none, as is one that failed before.
         Texts are decoded whole, environment tokens included."""
         started = asyncio.get_running_loop().time()
-        texts = await self._texts(samples)
         stats = ScoreStats(scored=len(samples), groups=1)
-        for sample, value in zip(samples, await self._rewards.score(samples, texts), strict=True):
+        left: list[Sample] = []
+        last = {(sample.group_id, sample.index): sample for sample in samples}
+        for sample in samples:
+            if sample.status is SampleStatus.FAILED:
+                sample.reward = None
+                stats.failed += 1
+                stats.reasons[sample.failure or "failed while it was generated"] += 1
+            elif sample.episode_reward is not None:
+                sample.reward = sample.episode_reward
+            elif last[sample.group_id, sample.index] is sample:
+                left.append(sample)
+        texts = await self._texts(left)
+        values = await self._rewards.score(left, texts) if left else []
+        for sample, value in zip(left, values, strict=True):
             if isinstance(value, RewardFailure):
                 sample.reward, sample.status = None, SampleStatus.FAILED
                 stats.failed += 1
                 stats.reasons[value.reason] += 1
             else:
                 sample.reward = value
+        for sample in samples:
+            # An episode of an agent has one reward, that of what it has come to in the end.
+            if sample.status is not SampleStatus.FAILED and sample.episode_reward is None:
+                sample.reward = last[sample.group_id, sample.index].reward
+                if sample.reward is None:
+                    sample.status = SampleStatus.FAILED
         stats.seconds = asyncio.get_running_loop().time() - started
         return stats
 
@@ -169,7 +188,7 @@ class Scorer:
         if of and stats.failed / of > self._max_failure_fraction:
             raise TrainingStopped(
                 f"{stats.describe()}. That is above reward.max_failure_fraction = {self._max_failure_fraction:g}: "
-                f"check {self._function} with rltool.rollout.contracts.check_reward_function"
+                f"check {self._function}"
             )
 
     def _add(self, more: ScoreStats) -> None:

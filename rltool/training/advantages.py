@@ -120,8 +120,23 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
 
 
 def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """[N], of the estimators that give all tokens of a sample the same."""
+    """[N], of the estimators that give all tokens of a sample the same. An episode of several samples is one member of
+    its group, with the mean of their rewards (which differ by token_rewards alone) and all their tokens."""
     rewards, groups = batch.sample_rewards(), batch.group_ids
+    sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
+    if batch.episode_ids is None:
+        return _estimated(rewards, groups, sampled, algorithm)
+    numbers, episode, count = batch.episode_ids.unique(return_inverse=True, return_counts=True)
+
+    def summed(values: Tensor) -> Tensor:
+        return torch.zeros(len(numbers), dtype=values.dtype).index_add(0, episode, values)
+
+    group = torch.zeros(len(numbers), dtype=groups.dtype).index_put((episode,), groups)
+    return _estimated(summed(rewards) / count, group, summed(sampled), algorithm)[episode]
+
+
+def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """rewards, groups, sampled (tokens): [E], one entry an episode. Returns [E]."""
     match algorithm.advantage:
         case "grpo":
             return advantages.group_advantages(
@@ -132,7 +147,6 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
         case "gpg":
             return advantages.gpg_advantages(rewards, groups)
         case "opo":
-            sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
             return advantages.opo_advantages(rewards, groups, sampled)
     raise ValueError(f"no estimator of advantages named {algorithm.advantage!r}")
 

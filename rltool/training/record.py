@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.rollout.dump import write_dump
 from rltool.training.metrics import step_line
@@ -23,7 +24,9 @@ def record_rollouts(config: TrainConfig, engines: Engines, directory: Path, *, s
 
 
 async def _record(config: TrainConfig, engines: Engines, directory: Path, say: Callable[[str], None]) -> None:
-    service = RolloutService(config, engines, log=say)
+    directory.mkdir(parents=True, exist_ok=True)
+    place = GatewayPlace(directory / "sessions", directory / "gateway.key", directory / "gateway.log")
+    service = RolloutService(config, engines, log=say, gateway=place)
     try:
         await service.start()
         for step in range(config.steps):

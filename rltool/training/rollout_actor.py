@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import ComparedWeights, EngineStatus
@@ -24,11 +25,12 @@ class RolloutActor:
     """Every method is a coroutine: a long poll for a batch does not keep a status or a stop waiting."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None
-    ) -> None:
+        self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None,
+        gateway: GatewayPlace,
+    ) -> None:  # fmt: skip
         redirect_output(log_file)
         self._arguments = (config, engines)
-        self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing}
+        self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing, "gateway": gateway}
         self._service: RolloutService
 
     async def start(self) -> str:

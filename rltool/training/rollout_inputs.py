@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from rltool.config.train import TrainConfig
 from rltool.rollout.data import Prompt, PromptSet, PromptSource, PromptSupply, data_summary, load_prompts
 from rltool.rollout.data.own import load_own_source
-from rltool.rollout.generate import GenerateFunction, load_generate
 from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_parts import RewardParts, start_rewards
@@ -22,7 +21,6 @@ class RolloutInputs:
     """rewards: to be closed by the owner; summary: one line on the data."""
 
     tokenizer: Tokenizer
-    function: GenerateFunction | None
     prompts: PromptSupply
     eval_sets: Mapping[str, Sequence[Prompt]]
     rewards: RewardPool | RewardParts
@@ -37,7 +35,6 @@ def load_inputs(config: TrainConfig, models: Models) -> RolloutInputs:
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )  # fmt: skip
-    function = load_generate(config.rollout)
     train, prompts = _prompts(config, tokenizer)
     evals = {
         name: load_prompts(
@@ -48,7 +45,7 @@ def load_inputs(config: TrainConfig, models: Models) -> RolloutInputs:
     }  # fmt: skip
     rewards, scorer = _rewards(config, tokenizer, models)
     eval_sets = {name: found.prompts for name, found in evals.items()}
-    return RolloutInputs(tokenizer, function, prompts, eval_sets, rewards, scorer, data_summary(train, evals))
+    return RolloutInputs(tokenizer, prompts, eval_sets, rewards, scorer, data_summary(train, evals))
 
 
 def _prompts(config: TrainConfig, tokenizer: Tokenizer) -> tuple[PromptSet | None, PromptSupply]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
@@ -43,6 +44,7 @@ from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.eval_sets import EvalSets
 from rltool.training.fleet_membership import FleetMembership
+from rltool.training.generation import Generation
 from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_inputs import load_inputs
@@ -96,8 +98,10 @@ class RolloutService:
         self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
         log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
         policy: FleetPolicy | None = None, on_event: Callable[[], None] = lambda: None,
+        gateway: GatewayPlace | None = None,
     ) -> None:  # fmt: skip
-        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group."""
+        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group. gateway:
+        where that of a run with agents keeps its files."""
         self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
         self._log, self._clock, self._on_event = log, clock, on_event
         self._endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
@@ -107,6 +111,7 @@ class RolloutService:
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
         self._models = Models()
+        self._gateway_place = gateway
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
         self._turns: GpuTurns | None = None
@@ -144,7 +149,7 @@ class RolloutService:
             saw_version=self._ownership.saw, clock=self._clock,
         )  # fmt: skip
         self._work = RolloutWork(
-            config, self._plane, self._scorer, self.tokenizer, self._function,
+            config, self._plane, self._scorer, self.tokenizer, self._generation.function,
             vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
             models=self._models,
         )  # fmt: skip
@@ -184,6 +189,7 @@ class RolloutService:
         self._monitor.start()
         for endpoint, why in self._engines.absent.items():
             self._membership.expect(endpoint, why)
+        await self._generation.start(self._engines.endpoints, self._infos, self._engines.router)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
             self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
@@ -191,10 +197,14 @@ class RolloutService:
 
     def _load(self) -> str:
         inputs = load_inputs(self._config, self._models)
-        self.tokenizer, self._function = inputs.tokenizer, inputs.function
+        self.tokenizer = inputs.tokenizer
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
         self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
+        self._generation = Generation(
+            self._config, self._gateway_place, say=self._say,
+            refusal=self._book.refusal if self._syncing else lambda _: None,
+        )  # fmt: skip
         return inputs.summary
 
     def _collector(self) -> Collector:
@@ -293,6 +303,8 @@ class RolloutService:
                 await self._monitor.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
+            if hasattr(self, "_generation"):
+                await self._generation.close()
             if hasattr(self, "_evals"):
                 await self._evals.close()
             if hasattr(self, "_rewards"):
@@ -470,6 +482,7 @@ class RolloutService:
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in restarts.items()},
+                **self._generation.metrics(),
             }
         )
         return rollout

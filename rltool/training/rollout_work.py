@@ -38,7 +38,8 @@ def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
 
 
 class RolloutWork:
-    """The collector's GroupWork. function: rollout.generate, None for the built-in one. vocab_size: of the model.
+    """The collector's GroupWork. function: of rollout.generate_function, environment or
+    agent, None for the built-in generation. vocab_size: of the model.
     require_versions: whether a completion must tell its weights' versions. models: beside the policy."""
 
     def __init__(
@@ -61,7 +62,7 @@ class RolloutWork:
             check_trainable(request.sampling, self._context.sampling)
             return await self._ask(request, group=group.id)
 
-        context = replace(self._context, generate=generate, interrupted=interrupted)
+        context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)
         await fill_group(group.samples, context, self._function)
 
     async def _ask(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:

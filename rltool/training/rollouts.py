@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from rich.console import Console
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
@@ -38,9 +39,11 @@ class Rollouts:
 
     def __init__(
         self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
-        evals_dir: Path, log_file: Path | None, endpoints_file: Path, console: Console, stop: StopSignal,
+        evals_dir: Path, log_file: Path | None, endpoints_file: Path, gateway: GatewayPlace, console: Console,
+        stop: StopSignal,
     ) -> None:  # fmt: skip
-        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump."""
+        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump. gateway: where that of a run
+        with agents keeps its files."""
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
@@ -53,7 +56,9 @@ class Rollouts:
             say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
-        self._actor = RolloutActor.remote(config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file)
+        self._actor = RolloutActor.remote(
+            config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file, gateway=gateway
+        )
 
     @property
     def weight_version(self) -> str:

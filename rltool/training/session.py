@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 import rltool
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.algorithms.controllers import Coefficients
 from rltool.checkpoints.directory import remove, step_of, sweep
 from rltool.engines.lease import holder_of_this_process
@@ -313,6 +314,7 @@ def _rollouts(
         dump_dir=run.rollouts_dir if config.rollout.dump else None, evals_dir=run.evals_dir,
         log_file=log_dir / "rollout_manager.log",
         endpoints_file=run.endpoints_file, console=console, stop=stop,
+        gateway=GatewayPlace(run.sessions_dir, run.gateway_key_file, log_dir / "gateway.log"),
     )  # fmt: skip
     stack.callback(side.close)
     side.start()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rltool.agents.pool import check_agent
 from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
 from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
 from rltool.engines.launch import order_of_file
+from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
 from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
@@ -148,6 +150,12 @@ def check_models(config: TrainConfig) -> None:
 def check_rollout(config: TrainConfig) -> None:
     """Settings of the collector that would have no effect, or would train on tokens that the bound forbids."""
     rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
+    chosen = [name for name in ("generate_function", "environment", "agent") if getattr(rollout, name) is not None]
+    if len(chosen) > 1:
+        raise UsageError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
+    if rollout.environment_arguments and rollout.environment is None:
+        raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
+    check_agents(config)
     if rollout.partial_rollout and rollout.oversampling_factor == 1:
         raise UsageError(
             "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with "
@@ -170,6 +178,29 @@ def check_rollout(config: TrainConfig) -> None:
         raise UsageError(
             f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: '
             "synchronous batches wait for their groups; set max_staleness to 1 or more, or leave on_stale out"
+        )
+
+
+def check_agents(config: TrainConfig) -> None:
+    """Settings of rollout.agent and its gateway."""
+    rollout = config.rollout
+    if rollout.agent is None:
+        if rollout.gateway is not None:
+            raise UsageError("rollout.gateway has no effect without rollout.agent")
+        return
+    if not rollout.agent:
+        raise UsageError("rollout.agent = []: the words of a command line are wanted, or `package.module:function`")
+    if (rollout.gateway is None) != (rollout.gateway_key_file is None):
+        raise UsageError("rollout.gateway and rollout.gateway_key_file go together: its URL, and its key for sessions")
+    if rollout.partial_rollout:
+        raise UsageError(
+            "rollout.partial_rollout = true has no effect on agents: one that is interrupted cannot be taken up where "
+            "it was; leave it out"
+        )
+    if config.eval.sets and config.eval.temperature != config.sampling.temperature:
+        raise UsageError(
+            f"eval.temperature = {config.eval.temperature:g}, but with rollout.agent the gateway samples every turn at "
+            f"sampling.temperature = {config.sampling.temperature:g}: set both to one value"
         )
 
 
@@ -336,5 +367,8 @@ def check_inputs(config: TrainConfig) -> None:
         load_generate(config.rollout)
         if config.monitor.metrics is not None:
             load_metrics(config.monitor)
+        load_episodes(config)
+        if isinstance(config.rollout.agent, str):
+            check_agent(config.rollout.agent)
         load_filter(config.rollout)
         load_hook(config.rollout)

@@ -14,50 +14,13 @@ import pytest
 import requests
 
 from tests.e2e.engines import start_vllm, wait_ready
-from tests.gateway_models import Words, gateway_tokenizer, write_gateway_model
+from tests.e2e.taught import CALL, QUESTION, TOOL, taught
+from tests.gateway_models import Words, gateway_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-QUESTION = {"role": "user", "content": "2 + 3?"}
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-ANSWER = "It is fünf."
 ATTEMPTS = 10
 """The model is nearly sure of both answers, and is sampled at temperature 1."""
-
-
-def taught(model_dir: Path) -> Path:
-    """A tiny model that has learnt this one conversation by heart, so that it calls the tool by itself."""
-    import torch
-    from transformers import AutoTokenizer, Qwen2ForCausalLM
-
-    write_gateway_model(model_dir)
-    # As the gateway loads it: for a Qwen2 model transformers replaces the pre-tokenizer by Qwen's.
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    messages = [
-        QUESTION,
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "5"},
-        {"role": "assistant", "content": ANSWER},
-    ]
-    text = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-    ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    for _ in range(400):
-        loss = model(ids, labels=ids).loss
-        if loss.item() < 0.003:
-            break
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.05, loss
-    model.save_pretrained(model_dir)
-    return model_dir
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,18 @@ LEVELS = (
     {"engines", "router", "algorithms", "models"},
     {"megatron"},
     {"rollout", "weights", "checkpoints"},
-    {"training", "gateway"},
+    {"chat"},
+    {"environments", "gateway"},
+    {"agents"},
+    {"training"},
     {"quickstart", "doctor"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
-"""commands -> {training, gateway} -> {rollout, weights, checkpoints} -> megatron -> {engines, router, algorithms,
-models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A room imports what is below it,
-and none of its own level."""
+"""commands -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} -> megatron ->
+{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A
+room imports what is below it, and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
@@ -78,6 +81,7 @@ OWNERS = {
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
 
 GATEWAY_IMPORTS = {
+    "chat": "conversations, the chat template, parsers",
     "config": "its settings",
     "engines": "addresses, requests and replies, the HTTP client",
     "errors": "",

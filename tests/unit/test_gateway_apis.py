@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from rltool.chat.conversation import Message, Reply, ToolCall
 from rltool.engines.types import SamplingParams
 from rltool.gateway.apis.anthropic import AnthropicApi
 from rltool.gateway.apis.base import Answer
 from rltool.gateway.apis.chat import ChatApi
 from rltool.gateway.apis.completions import CompletionsApi
 from rltool.gateway.apis.responses import ResponsesApi
-from rltool.gateway.conversation import Message, Reply, ToolCall
 from rltool.gateway.errors import BadRequest, NotFound, TooMany
 from rltool.gateway.sampling import not_followed
 

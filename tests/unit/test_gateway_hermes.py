@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.gateway.parsers.hermes import parse
-from rltool.gateway.parsers.parsed import Call
+from rltool.chat.parsers.hermes import parse
+from rltool.chat.parsers.parsed import Call
 
 
 def read(text, *, tools=True, reasoning_open=False):

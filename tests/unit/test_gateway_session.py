@@ -8,9 +8,9 @@ from itertools import count
 
 import pytest
 
+from rltool.chat.conversation import Conversation, Message, ToolCall
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
-from rltool.gateway.conversation import Conversation, Message, ToolCall
 from rltool.gateway.errors import NotFound, NotRecorded, TooMany, Unauthorized
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.session import Session

@@ -10,7 +10,7 @@ import pytest
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, RltoolError, UsageError
 from rltool.rollout.data import Prompt
-from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_aborted, fill_group, generate_group
+from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response, fill_group, generate_group
 from rltool.rollout.groups import new_samples
 from rltool.rollout.sample import SampleStatus
 
@@ -147,7 +147,7 @@ def test_an_interrupted_continuation_stops_after_the_request_that_was_aborted():
     sample.append_response_tokens(completion(4, reason="abort"))
     plane = Plane(lambda request, _: [completion(7, reason="abort")])
     context = GenerateContext(plane.generate, SAMPLING, 10, interrupted=lambda: len(plane.requests) >= 2)
-    asyncio.run(continue_aborted(sample, context))
+    asyncio.run(continue_response(sample, context))
     assert len(plane.requests) == 2 and sample.response_ids == [4, 7, 7] and sample.status is SampleStatus.ABORTED
 
 

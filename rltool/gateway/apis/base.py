@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltool.gateway.conversation import Conversation, RawPrompt, Reply
+from rltool.chat.conversation import Conversation, RawPrompt, Reply
 from rltool.gateway.errors import BadRequest, RequestError
 
 

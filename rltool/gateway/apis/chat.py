@@ -9,9 +9,9 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
-from rltool.gateway.conversation import Conversation, Message, Reply, ToolCall
 from rltool.gateway.errors import BadRequest, RequestError
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rltool.chat.conversation import RawPrompt
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import usage
-from rltool.gateway.conversation import RawPrompt
 from rltool.gateway.errors import BadRequest, RequestError
 
 

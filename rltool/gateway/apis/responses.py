@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
 from rltool.gateway.apis import base, responses_stream
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import ROLES, parse_arguments
-from rltool.gateway.conversation import Conversation, Message, Reply, ToolCall
 from rltool.gateway.errors import BadRequest, RequestError
 
 TEXT_PARTS = ("input_text", "output_text", "text")

@@ -14,7 +14,7 @@ from typing import Any, overload
 @dataclass(frozen=True)
 class Prompt:
     """One row. index: its number among all rows of the data set, from 0;
-    text: what was tokenised, chat template applied."""
+    text: what was tokenised, chat template applied; messages: the row's, where it has some."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -22,15 +22,17 @@ class Prompt:
     label: str | None = None
     response: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    messages: tuple[dict[str, Any], ...] | None = None
 
     def to_json(self) -> list[Any]:
         """The inverse of `from_json`: nothing but JSON's own types."""
-        return [self.index, list(self.prompt_ids), self.text, self.label, self.response, self.metadata]
+        messages = None if self.messages is None else list(self.messages)
+        return [self.index, list(self.prompt_ids), self.text, self.label, self.response, self.metadata, messages]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Prompt:
-        index, prompt_ids, *rest = value
-        return cls(index, tuple(prompt_ids), *rest)
+        index, prompt_ids, *rest, messages = value
+        return cls(index, tuple(prompt_ids), *rest, messages=None if messages is None else tuple(messages))
 
 
 class PromptStore(Sequence[Prompt]):

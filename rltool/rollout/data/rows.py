@@ -37,7 +37,8 @@ class RowParser:
                 f"{place}: expected an object with {config.prompt_key!r} or 'messages', found {type(row).__name__}"
             )
         fields = row if self._plain is None else self._converted(row, place)
-        text, ids = self._encode(self._source(fields, place), _tools(lookup(row, config.tools_key), place), place)
+        source = self._source(fields, place)
+        text, ids = self._encode(source, _tools(lookup(row, config.tools_key), place), place)
         if not ids:
             raise UsageError(f"{place}: the prompt is empty")
         return Prompt(
@@ -47,6 +48,7 @@ class RowParser:
             label=_optional_text(fields, config.label_key, place),
             response=_optional_text(fields, config.response_key, place),
             metadata=self._metadata(fields, row, place),
+            messages=tuple(source) if isinstance(source, list) else None,
         )
 
     def _converted(self, row: dict[str, Any], place: str) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rltool.chat.conversation import Conversation, Message, ToolCall, template_messages
+from rltool.chat.parsers.parsed import Parser
 from rltool.errors import UsageError
-from rltool.gateway.conversation import Conversation, Message, ToolCall, template_messages
-from rltool.gateway.errors import BadRequest
-from rltool.gateway.parsers.parsed import Parser
 from rltool.rollout.tokenizer import Tokenizer
 
 SENTINEL = "Xq7sentinel7qX"
@@ -31,7 +30,8 @@ class Suffix:
 
 
 class Renderer:
-    """Not thread-safe, as transformers' tokenizers are not."""
+    """Not thread-safe, as transformers' tokenizers are not. Its methods that render raise UsageError for messages that
+    the chat template refuses."""
 
     def __init__(self, tokenizer: Tokenizer, parser: Parser, template_arguments: Mapping[str, Any]) -> None:
         self.stop_ids = frozenset(tokenizer.stop_ids)
@@ -52,9 +52,27 @@ class Renderer:
         if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
             return None
         ids = self._tokenizer.encode_rendered(self._closing + whole[len(before) :])
-        if stop_id is not None and ids[:1] == [stop_id]:
-            ids = ids[1:]  # the model has said it itself
-        return Suffix(tuple(ids), _opens_reasoning(whole))
+        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(whole))
+
+    def observation(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix:
+        """As `extension`, for whoever keeps the recorded tokens whatever the template would make of the past now: where
+        it drops earlier reasoning, what follows is what it writes behind a reply that has none.
+
+        UsageError where the template tells in neither way what follows.
+        """
+        found = self.extension(recorded, conversation, stop_id)
+        if found is not None:
+            return found
+        stand_in = (*recorded[:-1], Message("assistant", SENTINEL))
+        text = self._render((*stand_in, *conversation.messages[len(recorded) :]), conversation.tools, ask=True)
+        if text.count(SENTINEL) != 1:
+            raise UsageError(
+                "the chat template of this model writes earlier turns differently once a message follows them: it "
+                "cannot be continued without tokenising again what the model has said"
+            )
+        following = text.partition(SENTINEL)[2]
+        ids = self._tokenizer.encode_rendered(following)
+        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(text))
 
     def raw(self, text: str, *, first: bool) -> tuple[int, ...]:
         """Ids of a plain text; with BOS, where the tokenizer adds one, if it is the `first` of its sequence."""
@@ -75,26 +93,28 @@ class Renderer:
         return Message("assistant", parsed.text, parsed.reasoning, calls)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        try:
-            return self._tokenizer.render_messages(
-                template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
-            )
-        except UsageError as error:
-            raise BadRequest(str(error), field="messages", code="template_failed") from error
+        return self._tokenizer.render_messages(
+            template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
+        )
 
     def _find_closing(self) -> str:
         """What the template writes behind an assistant's text, such as "<|im_end|>\\n"."""
         example = (Message("user", "Hello."), Message("assistant", SENTINEL))
         try:
             text = self._render(example, (), ask=False)
-        except BadRequest as error:
+        except UsageError as error:
             raise UsageError(f"the chat template of this model fails on the simplest conversation: {error}") from error
         if text.count(SENTINEL) != 1:
             raise UsageError(
                 f"the chat template of this model writes an assistant's text {text.count(SENTINEL)} times, not once: "
-                "the gateway cannot tell where a reply ends"
+                "nobody can tell where a reply ends"
             )
         return text.partition(SENTINEL)[2]
+
+
+def _without_stop(ids: list[int], stop_id: int | None) -> list[int]:
+    """Without the stop token that the model has sampled itself."""
+    return ids[1:] if stop_id is not None and ids[:1] == [stop_id] else ids
 
 
 def _opens_reasoning(text: str) -> bool:

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from rltool.gateway.parsers.parsed import Call, Parsed
+from rltool.chat.parsers.parsed import Call, Parsed
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OPEN, _CLOSE = "<think>", "</think>"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rltool.gateway.parsers import hermes
-from rltool.gateway.parsers.parsed import Parser, plain
+from rltool.chat.parsers import hermes
+from rltool.chat.parsers.parsed import Parser, plain
 
 PARSERS: dict[str, Parser] = {"hermes": hermes.parse, "none": plain}

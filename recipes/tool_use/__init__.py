@@ -1,0 +1,1 @@
+"""A tiny model learns to use a calculator, on a CPU."""

@@ -1,0 +1,108 @@
+"""Episodes of agents: a session is opened, the agent is run, and what the session has recorded becomes samples."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rltool.agents.pool import AgentFailed, Agents
+from rltool.agents.recorded import samples_of
+from rltool.agents.sessions import GatewayClient, OpenSession
+from rltool.agents.task import AgentTask, row_of
+from rltool.engines.tasks import all_of
+from rltool.errors import EngineError
+from rltool.rollout.generate import GenerateContext
+from rltool.rollout.sample import Sample, SampleStatus
+
+ABANDON_SECONDS = 5.0
+"""To end the session of an agent that was cancelled. One that cannot be ended times out at the gateway."""
+
+
+@dataclass(frozen=True)
+class AgentLimits:
+    """at_once: episodes that run side by side; seconds: for one attempt of one of them; retries: further attempts of an
+    episode that failed, each in a session of its own; max_tokens: of a trajectory."""
+
+    at_once: int
+    seconds: float
+    retries: int
+    max_tokens: int
+
+
+class AgentEpisodes:
+    """A generate function (rollout/generate.py). A sample of its group is replaced by the samples of its episode.
+
+    refusal(version): why tokens of these weights are not trained on, or None.
+    """
+
+    def __init__(
+        self, agents: Agents, gateway: Callable[[], GatewayClient], limits: AgentLimits,
+        refusal: Callable[[str], str | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """gateway: asked for each episode; it may not have started when this is made."""
+        self._agents, self._gateway, self._limits, self._refusal = agents, gateway, limits, refusal
+        self._slots = asyncio.Semaphore(limits.at_once)
+        self.counts: Counter[str] = Counter()
+        """Events since the start: agent_episodes, agent_retries, agent_failures, agent_branches."""
+
+    async def __call__(self, group: list[Sample], context: GenerateContext) -> None:
+        begun = [sample for sample in group if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        ended = await all_of(self._episode(sample, context) for sample in begun)
+        found = {id(sample): samples for sample, samples in zip(begun, ended, strict=True)}
+        group[:] = [made for sample in group for made in found.get(id(sample), [sample])]
+
+    async def _episode(self, sample: Sample, context: GenerateContext) -> list[Sample]:
+        sample.clear()
+        async with self._slots:
+            for attempt in range(1 + self._limits.retries):
+                self.counts.update(agent_retries=int(attempt > 0), agent_episodes=1)
+                try:
+                    return await self._attempt(sample, context)
+                except (AgentFailed, EngineError) as error:
+                    failure = str(error)
+        self.counts["agent_failures"] += 1
+        sample.fail(f"agent: {failure}")
+        return [sample]
+
+    async def _attempt(self, sample: Sample, context: GenerateContext) -> list[Sample]:
+        gateway = self._gateway()
+        session = await gateway.open({"group": sample.group_id, "index": sample.index, "row": sample.prompt_index})
+        try:
+            reward = await self._agents.run(self._task(session, sample, context))
+        except BaseException:
+            await self._abandon(gateway, session)
+            raise
+        record = await gateway.end(session.id)
+        samples = samples_of(record, sample, reward=reward, max_tokens=self._limits.max_tokens)
+        if not samples:
+            raise AgentFailed("it ended without asking the model for anything")
+        self._judge(samples)
+        self.counts["agent_branches"] += len(samples) - 1
+        return samples
+
+    def _task(self, session: OpenSession, sample: Sample, context: GenerateContext) -> AgentTask:
+        return AgentTask(
+            base_url=session.openai_base_url,
+            anthropic_base_url=session.anthropic_base_url,
+            api_key=session.key,
+            model=session.model,
+            row=row_of(sample, context.prompt),
+            deadline=self._limits.seconds,
+            seed=sample.seed or 0,
+        )
+
+    def _judge(self, samples: list[Sample]) -> None:
+        versions = {span.version for sample in samples for span in sample.versions}
+        refused = {version: reason for version in sorted(versions) if (reason := self._refusal(version)) is not None}
+        for version, reason in refused.items():
+            raise AgentFailed(f"tokens of its session were sampled by weights {version!r}, which are {reason}")
+
+    async def _abandon(self, gateway: GatewayClient, session: OpenSession) -> None:
+        ending: asyncio.Future[Any] = asyncio.ensure_future(gateway.end(session.id))
+        with contextlib.suppress(EngineError, TimeoutError):
+            async with asyncio.timeout(ABANDON_SECONDS):
+                await ending

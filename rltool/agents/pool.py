@@ -1,0 +1,245 @@
+"""Where agents run: an async function in worker processes, or a command line as one process for each episode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rltool.agents.task import AgentTask
+from rltool.agents.worker import LONGEST_LINE, READY
+from rltool.config.import_path import load_callable
+from rltool.errors import RltoolError, UsageError
+from rltool.rollout.reward_worker import finite
+
+START_SECONDS = 120.0
+"""For a worker to import the agent's module: agent frameworks take their time, on a busy host more."""
+GRACE_SECONDS = 10.0
+"""Behind its deadline, for an episode to be reported: then its worker's event loop is blocked, and it is ended."""
+QUOTED_CHARACTERS = 500
+"""Of the end of a failed command's output."""
+
+BOOTSTRAP = """\
+import sys
+sys.path[:] = {path!r}
+from rltool.agents.worker import main
+main({descriptor}, {function!r})
+"""
+
+
+class AgentFailed(RltoolError):
+    """An episode in which the agent did not come to its end."""
+
+
+class Agents(Protocol):
+    async def run(self, task: AgentTask) -> float | None:
+        """The reward that the agent gave, None where it gave none. Raises AgentFailed. Cancelling it ends the agent."""
+        ...
+
+    async def close(self) -> None:
+        """End what runs."""
+        ...
+
+
+def load_agents(agent: str | Sequence[str], *, workers: int) -> Agents:
+    """agent: `package.module:function`, or the words of a command line. UsageError for a function that is not async, or
+    that cannot be called with a task."""
+    if not isinstance(agent, str):
+        return CommandAgents(agent)
+    check_agent(agent)
+    return FunctionAgents(agent, workers=workers)
+
+
+def check_agent(path: str) -> None:
+    """UsageError unless it is an async function of a task."""
+    function = load_callable(path, setting="rollout.agent", takes=("task",))
+    if not inspect.iscoroutinefunction(function):
+        raise UsageError(f"rollout.agent = {path!r} must be `async def`, or a list: the words of a command line")
+
+
+class FunctionAgents:
+    """Worker processes, each with many episodes on its event loop. Owned by one event loop."""
+
+    def __init__(self, path: str, *, workers: int) -> None:
+        self._path = path
+        self._workers: list[_Worker | None] = [None] * workers
+
+    async def run(self, task: AgentTask) -> float | None:
+        worker = await self._least_busy()
+        outcome = await worker.run(task)
+        if "failed" in outcome:
+            raise AgentFailed(outcome["failed"])
+        return outcome["reward"]
+
+    async def close(self) -> None:
+        for worker in self._workers:
+            if worker is not None:
+                await worker.end("the run is ending")
+
+    async def _least_busy(self) -> _Worker:
+        def busy(place: int) -> int:
+            worker = self._workers[place]
+            return worker.episodes if worker is not None and worker.alive else 0
+
+        place = min(range(len(self._workers)), key=busy)
+        worker = self._workers[place]
+        if worker is None or not worker.alive:
+            worker = self._workers[place] = _Worker(self._path)
+        await worker.ready()
+        return worker
+
+
+class _Worker:
+    """One process and the parent's end of its socket. Its session is its own: what the agents start dies with it."""
+
+    def __init__(self, path: str) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            code = BOOTSTRAP.format(path=sys.path, descriptor=theirs.fileno(), function=path)
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )  # fmt: skip
+        self._numbers = itertools.count()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ended: str | None = None
+        self._serving = asyncio.ensure_future(self._serve())
+        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        return self._ended is None and self._process.poll() is None
+
+    @property
+    def episodes(self) -> int:
+        return len(self._waiting)
+
+    async def ready(self) -> None:
+        """Raises UsageError if it cannot import its function, AgentFailed if it ends."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.shield(self._is_ready)
+        except TimeoutError:
+            await self.end(f"it did not import its function within {START_SECONDS:g} s")
+            raise AgentFailed(f"an agent worker did not start within {START_SECONDS:g} s") from None
+
+    async def run(self, task: AgentTask) -> dict[str, Any]:
+        number = next(self._numbers)
+        outcome = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._say({"id": number, "task": task.to_json()})
+            async with asyncio.timeout(task.deadline + GRACE_SECONDS):
+                return await outcome
+        except TimeoutError:
+            reason = "an agent of this worker blocked its event loop; use async calls, or a command line"
+            await self.end(reason)
+            return {"failed": reason}
+        except asyncio.CancelledError:
+            if self.alive:
+                self._say({"cancel": number})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def end(self, reason: str) -> None:
+        """Kill it and what it has started; its episodes fail with this reason."""
+        self._fail(reason)
+        self._serving.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._process.wait)
+        self._socket.close()
+
+    def _say(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(ConnectionError):
+            self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _serve(self) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE)
+        with contextlib.suppress(ConnectionError):
+            while (line := await reader.readline()).endswith(b"\n"):
+                self._take(json.loads(line))
+        code = await asyncio.to_thread(self._process.wait)
+        self._fail(f"the agent's process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})")
+
+    def _take(self, message: Any) -> None:
+        if message == READY:
+            self._is_ready.set_result(None)
+        elif "unusable" in message:
+            self._is_ready.set_exception(UsageError(message["unusable"]))
+        elif (outcome := self._waiting.get(message["id"])) is not None and not outcome.done():
+            outcome.set_result(message)
+
+    def _fail(self, reason: str) -> None:
+        self._ended = self._ended or reason
+        if not self._is_ready.done():
+            self._is_ready.set_exception(AgentFailed(reason))
+            self._is_ready.exception()  # perhaps nobody waits for it
+        for outcome in self._waiting.values():
+            if not outcome.done():
+                outcome.set_result({"failed": reason})
+
+
+class CommandAgents:
+    """One process for each episode, in a session of its own. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLTOOL_MODEL, and the row and the rest of its task as JSON on stdin. It
+    ends with exit code 0; where the last line of its output is a JSON object with `reward`, that is the episode's."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = tuple(words)
+
+    async def run(self, task: AgentTask) -> float | None:
+        environment = {
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": task.anthropic_base_url,
+            "ANTHROPIC_API_KEY": task.api_key,
+            "RLTOOL_MODEL": task.model,
+        }
+        told = {"row": task.row, "model": task.model, "deadline": task.deadline, "seed": task.seed}
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._words, env={**os.environ, **environment}, start_new_session=True,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+            )  # fmt: skip
+        except OSError as error:
+            raise UsageError(f"rollout.agent: {self._words[0]} cannot be started: {error.strerror}") from error
+        try:
+            async with asyncio.timeout(task.deadline):
+                output, _ = await process.communicate(json.dumps(told).encode())
+        except TimeoutError:
+            raise AgentFailed(f"did not end within deadlines.agent = {task.deadline:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        text = output.decode("utf-8", "replace").rstrip()
+        if process.returncode:
+            raise AgentFailed(f"ended with exit code {process.returncode}: {text[-QUOTED_CHARACTERS:]}")
+        return _reward_in(text)
+
+    async def close(self) -> None:
+        """Every process ends with its `run`."""
+
+
+def _reward_in(text: str) -> float | None:
+    last = text.rpartition("\n")[2]
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("reward") is None:
+        return None
+    try:
+        return finite(found["reward"])
+    except ValueError as error:
+        raise AgentFailed(f"its reward {error}") from error

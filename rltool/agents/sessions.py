@@ -1,0 +1,45 @@
+"""Sessions of a gateway, as the trainer opens and ends them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rltool.engines.client import EngineClient
+from rltool.engines.types import HttpRequest
+
+
+@dataclass(frozen=True)
+class OpenSession:
+    """key: of this session alone."""
+
+    id: str
+    key: str
+    model: str
+    openai_base_url: str
+    anthropic_base_url: str
+
+
+class GatewayClient:
+    """client: its retries span the restart of a gateway. seconds: for each call, retries included.
+
+    Both calls raise EngineRejected for a 4xx (a session that the gateway does not know), EngineError where it does not
+    answer.
+    """
+
+    def __init__(self, client: EngineClient, url: str, key: str, *, seconds: float) -> None:
+        self._client, self._url, self._key, self._seconds = client, url, key, seconds
+
+    async def open(self, metadata: Mapping[str, Any]) -> OpenSession:
+        reply = await self._send(HttpRequest("POST", "/sessions", {"metadata": dict(metadata)}))
+        return OpenSession(
+            reply["id"], reply["key"], reply["model"], reply["openai_base_url"], reply["anthropic_base_url"]
+        )
+
+    async def end(self, session_id: str) -> dict[str, Any]:
+        """The session's record. Ending it twice gives the same one."""
+        return await self._send(HttpRequest("DELETE", f"/sessions/{session_id}"))
+
+    async def _send(self, request: HttpRequest) -> Any:
+        return await self._client.request(self._url, request, key=self._key, timeout=self._seconds, retry=True)

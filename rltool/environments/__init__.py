@@ -1,0 +1,1 @@
+"""Multi-turn tasks: the environment protocol, episodes that become samples, tools for the model."""

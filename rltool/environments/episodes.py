@@ -1,0 +1,161 @@
+"""Episodes: the policy and an environment speak in turns, and each episode becomes one sample.
+
+What the model reads is tokenised once, by the chat template, and appended as ids without loss; what it has sampled is
+kept as it was sampled, with its log-probabilities and weight versions, and is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rltool.chat.conversation import Conversation, Message
+from rltool.chat.rendering import Renderer, Suffix
+from rltool.engines.tasks import all_of
+from rltool.environments.protocol import Environment, Start, Step, task_of
+from rltool.errors import RltoolError, UsageError
+from rltool.rollout.generate import GenerateContext, check_prompt, continue_response
+from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.sample import Sample, SampleStatus
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class EpisodeFailed(RltoolError):
+    """An environment did not keep its part; its sample is counted as failed."""
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """turns: replies of the model; turn_tokens: of each, None: as many as the sample may have; prompt_tokens: of the
+    first prompt; call_seconds: for each call of the environment."""
+
+    turns: int
+    turn_tokens: int | None
+    prompt_tokens: int
+    call_seconds: float
+
+
+class Episodes:
+    """A generate function (rollout/generate.py): all samples of a group side by side, each with an environment of its
+    own. Templates are rendered one at a time in a thread, as `Renderer` wants it."""
+
+    def __init__(self, make: Callable[[], Environment], renderer: Renderer, limits: EpisodeLimits) -> None:
+        self._make, self._renderer, self._limits = make, renderer, limits
+        self._cpu = ThreadPoolExecutor(1, "chat template")
+
+    async def __call__(self, group: list[Sample], context: GenerateContext) -> None:
+        # A group that was interrupted comes again: of an episode that was cut off the environment has gone.
+        begun = [sample for sample in group if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
+        await all_of(self._run(sample, context) for sample in begun)
+
+    async def _run(self, sample: Sample, context: GenerateContext) -> None:
+        sample.clear()
+        environment: Environment | None = None
+        try:
+            environment = self._made()
+            await self._play(sample, environment, context)
+        except EpisodeFailed as error:
+            sample.fail(str(error))
+        finally:
+            if environment is not None:
+                await self._close(environment)
+
+    def _made(self) -> Environment:
+        try:
+            return self._make()
+        except UsageError:
+            raise
+        except Exception as error:
+            raise EpisodeFailed(f"the environment could not be made: {describe(error)}") from error
+
+    async def _play(self, sample: Sample, environment: Environment, context: GenerateContext) -> None:
+        start: Start = await self._call("reset", environment.reset(task_of(sample, context.prompt)))
+        talk = Conversation(tuple(start.messages), tuple(start.tools))
+        shown = await self._on_cpu(self._renderer.prompt, talk)
+        self._begin(sample, shown, context)
+        for turn in range(self._limits.turns):
+            reply, stop_id = await self._turn(sample, talk, turn, shown.reasoning_open, context)
+            if sample.status is SampleStatus.ABORTED:
+                return
+            step: Step = await self._call("step", environment.step(reply))
+            if step.done or sample.status is SampleStatus.TRUNCATED:
+                break
+            talk, shown = await self._next(talk, reply, step, stop_id)
+            no_room = len(sample.response_ids) + len(shown.token_ids) >= context.sampling.max_tokens
+            if no_room or turn + 1 == self._limits.turns:
+                sample.status = SampleStatus.TRUNCATED
+                break
+            sample.append_environment_tokens(list(shown.token_ids))
+        sample.episode_reward = await self._reward(environment)
+
+    def _begin(self, sample: Sample, prompt: Suffix, context: GenerateContext) -> None:
+        most = self._limits.prompt_tokens
+        if len(prompt.token_ids) > most:
+            raise EpisodeFailed(
+                f"the environment's first prompt has more than sampling.max_prompt_tokens = {most} tokens"
+            )
+        sample.prompt_ids = list(prompt.token_ids)
+        check_prompt(sample, context.vocab_size)
+
+    async def _turn(
+        self, sample: Sample, talk: Conversation, turn: int, reasoning_open: bool, context: GenerateContext
+    ) -> tuple[Message, int | None]:
+        """The model's reply, and the stop token that ends it, None where it was cut."""
+        began = len(sample.response_ids)
+        limit = context.sampling.max_tokens
+        if self._limits.turn_tokens is not None:
+            limit = min(limit, began + self._limits.turn_tokens)
+        await continue_response(sample, replace(context, sampling=replace(context.sampling, max_tokens=limit)))
+        ids = sample.response_ids[began:]
+        name = f"{sample.seed or 0:x}t{turn}n"
+        reply = await self._on_cpu(self._read, ids, name, bool(talk.tools), reasoning_open)
+        return reply, ids[-1] if ids and ids[-1] in self._renderer.stop_ids else None
+
+    def _read(self, token_ids: list[int], name: str, tools: bool, reasoning_open: bool) -> Message:
+        said = self._renderer.said(token_ids)
+        return self._renderer.message(said, turn=name, tools=tools, reasoning_open=reasoning_open)
+
+    async def _next(
+        self, talk: Conversation, reply: Message, step: Step, stop_id: int | None
+    ) -> tuple[Conversation, Suffix]:
+        if not step.messages:
+            raise EpisodeFailed("step: neither done nor a message: nothing would be said to the model")
+        recorded = (*talk.messages, reply)
+        following = replace(talk, messages=(*recorded, *step.messages))
+        return following, await self._on_cpu(self._renderer.observation, recorded, following, stop_id)
+
+    async def _reward(self, environment: Environment) -> float | None:
+        reward = await self._call("reward", environment.reward())
+        try:
+            return None if reward is None else finite(reward)
+        except ValueError as error:
+            raise EpisodeFailed(f"reward: {error}") from error
+
+    async def _close(self, environment: Environment) -> None:
+        try:
+            await self._call("close", environment.close())
+        except EpisodeFailed as error:
+            logger.warning("environment: %s", error)
+
+    async def _call(self, name: str, work: Awaitable[T]) -> T:
+        """What the environment gives. EpisodeFailed for what it raises and where it is late; UsageError as it is."""
+        seconds = self._limits.call_seconds
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                return await work
+        except UsageError:
+            raise
+        except Exception as error:
+            late = isinstance(error, TimeoutError) and deadline.expired()
+            reason = f"took longer than deadlines.environment = {seconds:g} s" if late else describe(error)
+            raise EpisodeFailed(f"{name}: {reason}") from error
+
+    async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._cpu, function, *arguments)

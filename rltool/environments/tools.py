@@ -1,0 +1,120 @@
+"""Tools for the model: plain typed Python functions, with a JSON schema made from their signature."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic.errors import PydanticUserError
+
+from rltool.config.import_path import load_callable
+from rltool.errors import UsageError
+
+MAX_RESULT_CHARACTERS = 8192
+"""Of what the model reads of one result; the rest is cut, and the text says so."""
+_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. arguments: a pydantic model of its parameters."""
+
+    name: str
+    description: str
+    function: Callable[..., Any]
+    arguments: type[BaseModel]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """OpenAI's form, which chat templates take."""
+        parameters = _without_titles(self.arguments.model_json_schema())
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+        }
+
+    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
+        """The result as text. What is wrong with the arguments, what the function raises, and that it was late is text
+        too, for the model to read; a UsageError, which is the user's to mend, is raised.
+
+        A plain function runs in a thread, which nothing ends: one that may hang belongs into a process (sandbox.py).
+        """
+        try:
+            given = self.arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            return "error: " + "; ".join(_complaint(item) for item in error.errors())
+        named = {name: getattr(given, name) for name in self.arguments.model_fields}
+        try:
+            async with asyncio.timeout(seconds):
+                if inspect.iscoroutinefunction(self.function):
+                    result = await self.function(**named)
+                else:
+                    result = await asyncio.to_thread(self.function, **named)
+        except UsageError:
+            raise
+        except TimeoutError:
+            return f"error: no result within {seconds:g} s"
+        except Exception as error:
+            return _cut(f"error: {type(error).__name__}: {error}")
+        return _cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+
+
+def make_tool(function: Callable[..., Any] | str) -> Tool:
+    """A tool of a function, or of its import path. Its name, docstring and type hints are what the model is told;
+    `Annotated[int, "what it is"]` describes a parameter. UsageError for a signature that is no JSON schema."""
+    if isinstance(function, str):
+        function = load_callable(function, setting="tools")
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise UsageError(f"tool {name}: its type hints cannot be read: {error}") from error
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in _KINDS or parameter.name not in hints:
+            raise UsageError(f"tool {name}: parameter {parameter} needs a name of its own and a type hint")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (_described(hints[parameter.name]), default)
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        arguments.model_json_schema()
+    except PydanticUserError as error:
+        raise UsageError(f"tool {name}: its parameters cannot be written as a JSON schema: {error}") from error
+    return Tool(name, inspect.getdoc(function) or "", function, arguments)
+
+
+def _described(hint: Any) -> Any:
+    """A text in Annotated is the description of the parameter."""
+    texts = [text for text in getattr(hint, "__metadata__", ()) if isinstance(text, str)]
+    return Annotated[hint, Field(description=texts[0])] if texts else hint
+
+
+def _without_titles(schema: Any) -> Any:
+    """pydantic's titles repeat the names, and every token of a schema is read in every episode."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: {name: _without_titles(part) for name, part in value.items()}
+        if key in ("properties", "$defs")
+        else _without_titles(value)
+        for key, value in schema.items()
+        if key != "title" or not isinstance(value, str)
+    }
+
+
+def _complaint(item: Any) -> str:
+    place = ".".join(map(str, item["loc"]))
+    return f"{place}: {item['msg']}" if place else item["msg"]
+
+
+def _cut(text: str) -> str:
+    over = len(text) - MAX_RESULT_CHARACTERS
+    return text if over <= 0 else f"{text[:MAX_RESULT_CHARACTERS]} ... ({over} characters were cut)"

@@ -1,0 +1,132 @@
+"""How a run's samples come about: the built-in generation, a function, episodes with an environment, or agents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from rltool.agents.episodes import AgentEpisodes, AgentLimits
+from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
+from rltool.agents.pool import Agents, load_agents
+from rltool.agents.sessions import GatewayClient
+from rltool.config.gateway import GatewayConfig
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import EngineInfo
+from rltool.environments.loading import load_episodes
+from rltool.errors import RltoolError
+from rltool.gateway.parts import Parts
+from rltool.processes.keys import make_key, read_key
+from rltool.rollout.generate import GenerateFunction, load_generate
+
+PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
+"""For a gateway that is being started again; GATEWAY_SECONDS end it."""
+GATEWAY_SECONDS = 60.0
+"""For a session to be opened or ended, a restart of the gateway in between included."""
+
+
+class Generation:
+    """What a run generates with, and what must run for it. function: None for the built-in generation."""
+
+    def __init__(
+        self, config: TrainConfig, place: GatewayPlace | None, *, refusal: Callable[[str], str | None],
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """place: for the gateway, where agents are run. Imports what is configured: UsageError for what is wrong."""
+        self._config, self._place, self._say = config, place, say
+        self._client: EngineClient | None = None
+        self._process: GatewayProcess | None = None
+        self._gateway: GatewayClient | None = None
+        self._agents: Agents | None = None
+        self._episodes: AgentEpisodes | None = None
+        self.function: GenerateFunction | None = load_episodes(config) or load_generate(config.rollout)
+        if config.rollout.agent is not None:
+            self.function = self._episodes = self._agent_episodes(config.rollout.agent, refusal)
+
+    def _agent_episodes(self, agent: str | tuple[str, ...], refusal: Callable[[str], str | None]) -> AgentEpisodes:
+        config = self._config
+        self._agents = load_agents(agent, workers=config.rollout.agent_workers)
+        limits = AgentLimits(
+            at_once=config.rollout.agents_at_once,
+            seconds=config.deadlines.agent,
+            retries=config.rollout.agent_retries,
+            max_tokens=config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
+        )
+        return AgentEpisodes(self._agents, self._opened, limits, refusal)
+
+    def _opened(self) -> GatewayClient:
+        if self._gateway is None:
+            raise RltoolError("agents were asked for before the gateway was started")
+        return self._gateway
+
+    async def start(
+        self, endpoints: Iterable[EngineEndpoint], infos: Mapping[str, EngineInfo], router: EngineEndpoint | None
+    ) -> None:
+        """Connect with the gateway, or start one in front of these engines."""
+        if self._episodes is None:
+            return
+        rollout = self._config.rollout
+        self._client = await EngineClient(retry=PATIENCE).__aenter__()
+        if rollout.gateway is not None:
+            assert rollout.gateway_key_file is not None  # validate.py
+            url, key_file = rollout.gateway.rstrip("/"), rollout.gateway_key_file
+        else:
+            assert self._place is not None
+            self._place.sessions.mkdir(parents=True, exist_ok=True)
+            key_file = make_key(self._place.key_file)
+            parts = self._parts(tuple(endpoints), infos, router, self._place.sessions, key_file)
+            self._process = GatewayProcess(self._gateway_config(), parts, self._place.log, self._client, say=self._say)
+            url = self._process.url
+            await self._process.start()
+            self._say(f"gateway: {url}, log {self._place.log}")
+        self._gateway = GatewayClient(self._client, url, read_key(key_file, url), seconds=GATEWAY_SECONDS)
+
+    def _parts(
+        self, endpoints: tuple[EngineEndpoint, ...], infos: Mapping[str, EngineInfo], router: EngineEndpoint | None,
+        sessions: Path, key_file: Path,
+    ) -> Parts:  # fmt: skip
+        sampling = self._config.sampling
+        lengths = [info.max_model_len for info in infos.values() if info.max_model_len is not None]
+        return Parts(
+            served_name=next((info.model_id for info in infos.values()), "policy"),
+            # Agents are told by the gateway when a conversation becomes longer than the trainer could take.
+            max_model_len=min([*lengths, sampling.max_prompt_tokens + sampling.max_response_tokens]),
+            tokenizer=self._config.model.path.absolute(),
+            endpoints=(router,) if router is not None else endpoints,
+            sessions=sessions.absolute(),
+            key_file=key_file.absolute(),
+            stop_token_ids=sampling.stop_token_ids,
+            trust_remote_code=self._config.model.trust_remote_code,
+        )
+
+    def _gateway_config(self) -> GatewayConfig:
+        sampling, rollout = self._config.sampling, self._config.rollout
+        return GatewayConfig(
+            tool_parser=rollout.tool_parser,
+            template_arguments=rollout.template_arguments,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_response_tokens=rollout.max_turn_tokens or sampling.max_response_tokens,
+            max_turns=rollout.max_turns,
+            turn_timeout=self._config.deadlines.generate,
+            idle_timeout=2 * self._config.deadlines.agent,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Counts since the start, for runs with agents."""
+        if self._episodes is None:
+            return {}
+        counts = {"agent_episodes": 0, "agent_retries": 0, "agent_failures": 0, "agent_branches": 0}
+        counts |= self._episodes.counts
+        counts["gateway_restarts"] = self._process.counts["gateway_restarts"] if self._process is not None else 0
+        return {f"rollout/{name}_total": float(count) for name, count in counts.items()}
+
+    async def close(self) -> None:
+        if self._agents is not None:
+            await self._agents.close()
+        if self._process is not None:
+            await self._process.close()
+        if self._client is not None:
+            await self._client.__aexit__(None, None, None)

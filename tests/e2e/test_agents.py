@@ -1,0 +1,111 @@
+"""`rltool train` on episodes of several turns, with the real vLLM: what was recorded is what the trainer computes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rltool.engines.endpoints import Endpoints, ModelEndpoints
+from rltool.rollout.dump import read_dump
+from rltool.rollout.sample import Sample
+from tests.e2e.agents import FURTHER
+from tests.e2e.engines import start_vllm, wait_ready
+from tests.e2e.job import Job
+from tests.e2e.taught import ANSWER, CALL, QUESTION, taught
+from tests.gateway_models import Words, gateway_tokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+
+BY = {
+    "environment": 'environment = "tests.e2e.agents:Sums"',
+    "agent": 'agent = "tests.e2e.agents:with_openai"\nagent_workers = 1',
+}
+PARITY = 1e-5
+"""Of each token, in fp32 on both sides."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> Job:
+    root = tmp_path_factory.mktemp("agents")
+    model = taught(root / "model")
+    rows = [{"prompt": QUESTION["content"], "label": "5"}] * 8
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    engine = start_vllm(model, tmp_path_factory.mktemp("agents-vllm"), max_model_len=1024)
+    try:
+        wait_ready(engine)
+        Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(root / "endpoints.json")
+        yield Job(root, model, f"@{root}/endpoints.json")
+    finally:
+        engine.stop()
+
+
+def write_config(job: Job, how: str) -> None:
+    (job.root / "run.toml").write_text(f"""
+seed = 3
+steps = 2
+[model]
+path = "{job.model}"
+[trainer]
+torch_threads = 1
+[optimizer]
+lr = 1e-6
+[data]
+train = ["{job.root}/rows.jsonl"]
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_turns = 4
+max_turn_tokens = 90
+dump = true
+{BY[how]}
+[sampling]
+max_prompt_tokens = 400
+max_response_tokens = 400
+[monitor]
+logprob_difference_limit = 1e-6
+""")
+
+
+def texts(sample: Sample, words: Words) -> list[tuple[int, str]]:
+    """The response in stretches of equal mask."""
+    found: list[tuple[int, list[int]]] = []
+    for token, mask in zip(sample.response_ids, sample.response_mask, strict=True):
+        if not found or found[-1][0] != mask:
+            found.append((mask, []))
+        found[-1][1].append(token)
+    return [(mask, words.text(ids)) for mask, ids in found]
+
+
+@pytest.mark.parametrize("how", list(BY))
+def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, how):
+    write_config(job, how)
+    job("train", how)
+    steps = job.steps(how)
+    assert len(steps) == 2
+    for record in steps:
+        assert record["train/logprob_abs_diff_max"] < PARITY and record["train/logprob_compared_tokens"] > 500
+        assert record["rollout/turns_mean"] > 2 and record["train/grad_norm"] > 0
+    words = Words(gateway_tokenizer())
+    samples = read_dump(job.runs / how / "rollouts", 1).samples
+    said = [texts(sample, words) for sample in samples]
+    called = [stretches for stretches in said if CALL in stretches[0][1]]
+    assert called  # the model is nearly sure of it
+    for stretches in called:
+        assert [mask for mask, _ in stretches[:4]] == [1, 0, 1, 0]
+        assert "<tool_response>\n5\n" in stretches[1][1] and FURTHER in stretches[3][1]
+    assert any(ANSWER in stretches[2][1] for stretches in called)
+    version = steps[1]["weight_versions"]
+    for sample in samples:
+        covered = [i for span in sample.versions for i in range(span.start, span.end)]
+        assert covered == [i for i, mask in enumerate(sample.response_mask) if mask]
+        assert {span.version for span in sample.versions} == set(version)
+
+
+def test_agents_run_without_a_trainer(job, tmp_path):
+    write_config(job, "agent")
+    job("debug rollout-only", "without-a-trainer", "--steps", "1", "--out", str(tmp_path / "out"))
+    samples = read_dump(tmp_path / "out", 0).samples
+    assert len(samples) == 16 and all(sample.turns >= 1 and sample.reward is not None for sample in samples)
+    assert len(list(Path(tmp_path / "out" / "sessions").glob("*.jsonl"))) == 16

@@ -1,0 +1,263 @@
+"""Records of sessions as samples; episodes with agents that fail, gateways that go away, weights that are foreign."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.agents.episodes import AgentEpisodes, AgentLimits
+from rltool.agents.pool import AgentFailed, CommandAgents, check_agent, load_agents
+from rltool.agents.recorded import samples_of
+from rltool.agents.sessions import OpenSession
+from rltool.agents.task import AgentTask, row_of
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.engines.types import SamplingParams, VersionSpan
+from rltool.errors import EngineUnreachable, UsageError
+from rltool.rollout.batching import samples_to_batch
+from rltool.rollout.data import Prompt
+from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.metrics import eval_metrics
+from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.scoring import Scorer
+from rltool.training.advantages import estimate_advantages
+
+PLACE = "tests.contract.agents"
+
+
+def trajectory(mask: str, *, first: int = 10, finish: str = "stop", version: str = "run:0:1") -> dict[str, Any]:
+    """mask: such as "0011011"; token ids count from `first`."""
+    loss_mask = [int(character) for character in mask]
+    return {
+        "token_ids": list(range(first, first + len(mask))),
+        "loss_mask": loss_mask,
+        "logprobs": [-0.25 * m for m in loss_mask],
+        "versions": [{"version": version, "start": i, "end": i + 1} for i, m in enumerate(loss_mask) if m],
+        "finish_reasons": [finish],
+    }
+
+
+def pending(index: int = 0, group: int = 4) -> Sample:
+    return Sample(group, index, 2, [1, 2], prompt_text="question", label="x", metadata={"a": 1}, seed=9)
+
+
+def test_a_trajectory_is_a_sample_from_its_first_sampled_token_on():
+    [sample] = samples_of({"trajectories": [trajectory("0011011")]}, pending(), reward=0.5, max_tokens=7)
+    assert (sample.prompt_ids, sample.response_ids) == ([10, 11], [12, 13, 14, 15, 16])
+    assert sample.response_mask == [1, 1, 0, 1, 1] and sample.response_logprobs == [-0.25, -0.25, 0, -0.25, -0.25]
+    assert sample.versions == [VersionSpan("run:0:1", i, i + 1) for i in (0, 1, 3, 4)]
+    assert (sample.status, sample.episode_reward, sample.turns) == (SampleStatus.COMPLETED, 0.5, 2)
+    assert (sample.group_id, sample.index, sample.label, sample.metadata) == (4, 0, "x", {"a": 1})
+
+
+def test_every_trajectory_is_one_and_what_was_not_sampled_is_none():
+    record = {"trajectories": [trajectory("01"), trajectory("00"), trajectory("001", finish="length")]}
+    first, second = samples_of(record, pending(), reward=None, max_tokens=9)
+    assert (first.trajectory, second.trajectory) == (0, 1)
+    assert second.status is SampleStatus.TRUNCATED and second.prompt_ids == [10, 11]
+    assert samples_of({"trajectories": []}, pending(), reward=1.0, max_tokens=9) == []
+
+
+def test_a_trajectory_that_the_trainer_cannot_take_fails():
+    [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(), reward=1.0, max_tokens=3)
+    assert sample.status is SampleStatus.FAILED and "4 tokens is longer" in sample.failure
+
+
+def test_the_row_is_what_the_data_set_has():
+    assert row_of(pending(), None)["prompt"] == "question"
+    messages = ({"role": "user", "content": "hi"},)
+    row = row_of(pending(), Prompt(2, (1,), "rendered", response="r", messages=messages))
+    assert (row["prompt"], row["messages"], row["response"], row["index"]) == (None, list(messages), "r", 2)
+
+
+class Gateway:
+    """Records what the script says, one session after another; `broken`: calls that fail first."""
+
+    def __init__(self, *records: dict[str, Any] | Exception) -> None:
+        self.records, self.opened, self.ended = list(records), 0, []
+
+    async def open(self, metadata: Any) -> OpenSession:
+        self.opened += 1
+        return OpenSession(str(self.opened), "key", "policy", "http://g/v1", "http://g")
+
+    async def end(self, session_id: str) -> dict[str, Any]:
+        self.ended.append(session_id)
+        record = self.records[int(session_id) - 1]
+        if isinstance(record, Exception):
+            raise record
+        return record
+
+
+class Scripted:
+    """Agents that end as told: a reward, or an error."""
+
+    def __init__(self, *outcomes: float | Exception | None) -> None:
+        self.outcomes, self.tasks = list(outcomes), []
+        self.hang = asyncio.Event()
+
+    async def run(self, task: AgentTask) -> float | None:
+        self.tasks.append(task)
+        outcome = self.outcomes[len(self.tasks) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def close(self) -> None: ...
+
+
+def episodes_of(gateway: Any, agents: Any, *, retries: int = 1, refusal=lambda _: None) -> AgentEpisodes:
+    return AgentEpisodes(agents, lambda: gateway, AgentLimits(2, 60.0, retries, 100), refusal)
+
+
+def fill(group: list[Sample], episodes: AgentEpisodes) -> list[Sample]:
+    async def no_engine(request):
+        raise AssertionError("agents go through the gateway")
+
+    asyncio.run(fill_group(group, GenerateContext(no_engine, SamplingParams(max_tokens=9), 100), episodes))
+    return group
+
+
+def test_an_episode_replaces_its_sample_by_its_trajectories():
+    gateway = Gateway({"trajectories": [trajectory("01"), trajectory("0101")]}, {"trajectories": [trajectory("01")]})
+    agents = Scripted(0.5, None)
+    group = fill([pending(0), pending(1)], episodes_of(gateway, agents))
+    assert [(s.index, s.trajectory, s.episode_reward) for s in group] == [(0, 0, 0.5), (0, 1, 0.5), (1, 0, None)]
+    assert agents.tasks[0].base_url == "http://g/v1" and agents.tasks[0].row["label"] == "x"
+    assert gateway.ended == ["1", "2"]
+
+
+def test_a_failed_episode_is_tried_again_in_a_new_session():
+    gateway = Gateway({"trajectories": []}, {"trajectories": [trajectory("01")]})
+    episodes = episodes_of(gateway, Scripted(AgentFailed("boom"), 1.0))
+    [sample] = fill([pending()], episodes)
+    assert sample.status is SampleStatus.COMPLETED and gateway.opened == 2 and "1" in gateway.ended
+    assert episodes.counts["agent_retries"] == 1 and episodes.counts["agent_failures"] == 0
+
+
+@pytest.mark.parametrize(
+    ("record", "outcome", "said"),
+    [
+        ({"trajectories": []}, AgentFailed("boom"), "boom"),
+        ({"trajectories": []}, 1.0, "without asking the model"),
+        (EngineUnreachable("gateway: no answer"), 1.0, "no answer"),
+        ({"trajectories": [trajectory("01", version="other:0:1")]}, 1.0, "'other:0:1', which are foreign"),
+    ],
+)
+def test_an_episode_that_fails_to_the_end_is_a_failed_sample_with_its_reason(record, outcome, said):
+    def refusal(version: str) -> str | None:
+        return "foreign" if version.startswith("other") else None
+
+    episodes = episodes_of(Gateway(record, record), Scripted(outcome, outcome), refusal=refusal)
+    [sample] = fill([pending()], episodes)
+    assert sample.status is SampleStatus.FAILED and said in sample.failure
+    assert episodes.counts["agent_failures"] == 1
+
+
+def test_the_session_of_an_agent_that_is_cancelled_is_ended():
+    class Hanging(Scripted):
+        async def run(self, task):
+            self.tasks.append(task)
+            self.hang.set()
+            await asyncio.Event().wait()
+
+    async def go() -> Gateway:
+        gateway, agents = Gateway({"trajectories": []}), Hanging()
+        episodes = episodes_of(gateway, agents)
+        context = GenerateContext(lambda request: asyncio.sleep(0), SamplingParams(max_tokens=9), 100)
+        running = asyncio.ensure_future(episodes([pending()], context))
+        await agents.hang.wait()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return gateway
+
+    assert asyncio.run(go()).ended == ["1"]
+
+
+def test_no_more_agents_run_at_once_than_allowed():
+    class Counting(Scripted):
+        now = most = 0
+
+        async def run(self, task):
+            Counting.now += 1
+            Counting.most = max(Counting.most, Counting.now)
+            await asyncio.sleep(0)
+            Counting.now -= 1
+            return 1.0
+
+    records = [{"trajectories": [trajectory("01")]}] * 6
+    fill([pending(i) for i in range(6)], episodes_of(Gateway(*records), Counting()))
+    assert Counting.most == 2
+
+
+# -- several trajectories of one episode
+
+
+def scored(*samples: tuple[int, int, float | None]) -> list[Sample]:
+    """(index, trajectory, episode's reward) of one group."""
+    made = []
+    for index, number, reward in samples:
+        [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(index), reward=reward, max_tokens=9)
+        sample.trajectory, sample.reward = number, reward
+        made.append(sample)
+    return made
+
+
+def test_a_group_s_baseline_counts_episodes_and_not_their_trajectories():
+    samples = scored((0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, 0.0))
+    batch = samples_to_batch(samples)
+    assert batch.episode_ids is not None and batch.episode_ids.tolist() == [0, 0, 0, 1]
+    values = estimate_advantages(batch, AlgorithmConfig(advantage="grpo", normalize_std=False))
+    sampled = values[batch.loss_mask > 0]
+    assert torch.allclose(sampled, torch.tensor([0.5] * 6 + [-0.5] * 2))  # a mean over samples would give 0.25, -0.75
+
+
+def test_without_branches_nothing_changes():
+    assert samples_to_batch(scored((0, 0, 1.0), (1, 0, 0.0))).episode_ids is None
+
+
+def test_an_evaluation_counts_each_episode_once():
+    metrics = eval_metrics("a", scored((0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, 0.0)))
+    assert (metrics["eval/a/accuracy"], metrics["eval/a/samples"]) == (0.5, 2.0)
+
+
+class Rewards:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def score(self, samples, texts):
+        self.asked += texts
+        return [float(len(text)) for text in texts]
+
+
+def test_what_is_left_to_the_reward_function_is_asked_of_the_last_trajectory():
+    samples = scored((0, 0, None), (0, 1, None), (1, 0, 0.5))
+    samples[1].append_environment_tokens([1, 1])
+    rewards = Rewards()
+    scorer = Scorer(rewards, lambda ids: "x" * len(ids))
+    assert asyncio.run(scorer.finish(samples)) is None
+    assert rewards.asked == ["xxxx"] and [sample.reward for sample in samples] == [4.0, 4.0, 0.5]
+
+
+def test_failed_episodes_are_counted_with_their_reason():
+    samples = scored((0, 0, 1.0), (1, 0, 1.0))
+    samples[0].fail("agent: boom")
+    scorer = Scorer(Rewards(), lambda ids: "")
+    assert asyncio.run(scorer.finish(samples)) is None
+    assert len(samples) == 1 and scorer.stats.failed == 1 and "1 x agent: boom" in scorer.stats.describe()
+
+
+# -- what is no agent
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [(f"{PLACE}:not_async", "must be `async def`"), (f"{PLACE}:talk_", "has no 'talk_'")]
+)
+def test_what_is_no_agent_is_found_before_anything_starts(path, said):
+    with pytest.raises(UsageError, match=said):
+        check_agent(path)
+
+
+def test_a_list_is_a_command_line():
+    assert isinstance(load_agents(["python", "agent.py"], workers=1), CommandAgents)

@@ -1,0 +1,144 @@
+"""Functions as tools: schemas from signatures, calls, the calculator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+import pytest
+
+from rltool.chat.conversation import Message
+from rltool.environments import tools
+from rltool.environments.calculator import calculate
+from rltool.environments.protocol import Task
+from rltool.environments.scores import exact_answer, reasoning_gym_answer
+from rltool.environments.tools import make_tool
+from rltool.errors import UsageError
+from tests.unit.environments import add
+
+
+def test_the_schema_is_made_from_the_signature():
+    assert make_tool(add).schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer"},
+                    "b": {"type": "integer", "default": 1, "description": "what is added"},
+                    "how": {"type": "string", "enum": ["plain", "loud"], "default": "plain"},
+                },
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+
+
+def test_a_parameter_may_be_called_title():
+    def publish(title: str, tags: list[str]) -> None: ...
+
+    properties = make_tool(publish).schema["function"]["parameters"]["properties"]
+    assert properties == {"title": {"type": "string"}, "tags": {"type": "array", "items": {"type": "string"}}}
+
+
+def untyped(a): ...
+
+
+def spread(*numbers: int) -> None: ...
+
+
+def of_objects(a: asyncio.Event) -> None: ...
+
+
+@pytest.mark.parametrize("function", [untyped, spread, of_objects])
+def test_a_signature_that_is_no_schema_is_refused(function):
+    with pytest.raises(UsageError, match=f"tool {function.__name__}"):
+        make_tool(function)
+
+
+def called(function, **arguments) -> str:
+    return asyncio.run(make_tool(function).call(arguments, seconds=5.0))
+
+
+def test_results_are_text():
+    def some(kind: Literal["dict", "none"]) -> object:
+        return {"ü": 1} if kind == "dict" else None
+
+    async def later(a: float) -> float:
+        return a / 2
+
+    assert called(add, a=2, how="loud") == "3!"
+    assert (called(some, kind="dict"), called(some, kind="none"), called(later, a=3)) == ('{"ü": 1}', "null", "1.5")
+
+
+def test_what_the_model_did_wrong_is_told_to_it():
+    def breaks(a: Annotated[int, "x"]) -> None:
+        raise KeyError(a)
+
+    assert called(add, a=1, c=2) == "error: c: Extra inputs are not permitted"
+    assert called(add) == "error: a: Field required"
+    assert called(breaks, a=3) == "error: KeyError: 3"
+
+
+def test_a_late_tool_is_told_to_the_model():
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    assert asyncio.run(make_tool(hangs).call({}, seconds=0.01)) == "error: no result within 0.01 s"
+
+
+def test_what_only_the_user_can_mend_is_raised():
+    def unusable() -> None:
+        raise UsageError("no namespaces here")
+
+    with pytest.raises(UsageError):
+        called(unusable)
+
+
+def test_long_results_are_cut(monkeypatch):
+    monkeypatch.setattr(tools, "MAX_RESULT_CHARACTERS", 5)
+
+    def long() -> str:
+        return "x" * 7
+
+    assert called(long) == "xxxxx ... (2 characters were cut)"
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [("2+3*4", "14"), ("-(2 - 5)", "3"), ("7//2 + 7%4", "6"), ("2**10", "1024"), ("1/4", "0.25"), (" 012.5 ", "12.5")],
+)
+def test_the_calculator_calculates(expression, value):
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+     "", "2+", "x", "__import__('os')", "True", "'a'*3", "[1]", "9**9**9", "2**-1**99999", "(-8)**0.5", "1/0",
+     "1" * 201, "(" * 150, "10**300*10**300*10**300", "1e308*10 or 2", "1 if 1 else 2"],
+)  # fmt: skip
+def test_the_calculator_refuses_the_rest(expression):
+    if expression == "2**-1**99999":
+        assert calculate(expression) == "0.5"
+        return
+    with pytest.raises((ValueError, ArithmeticError)):
+        calculate(expression)
+
+
+def test_scores():
+    task = Task(0, (Message("user", "2 + 3?"),), " 5\n", {}, 0)
+    assert (exact_answer("5", task), exact_answer("6", task)) == (1.0, 0.0)
+    with pytest.raises(ValueError, match="no label"):
+        exact_answer("5", Task(0, (), None, {}, 0))
+
+
+def test_reasoning_gym_scores_its_own_entries():
+    reasoning_gym = pytest.importorskip("reasoning_gym")
+    entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
+    task = Task(0, (Message("user", entry["question"]),), entry["answer"], entry["metadata"], 0)
+    assert reasoning_gym_answer(entry["answer"], task) == 1.0
+    assert reasoning_gym_answer("no", task) < 0.1
