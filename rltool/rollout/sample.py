@@ -26,9 +26,9 @@ class Sample:
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
-    sample, while its reward still counts in its group's baseline. episode_reward: what an
-    environment or an agent gave, None: [reward] does. trajectory: an agent's episode may leave several samples, with one
-    index and one reward; numbered from 0. failure: why it is FAILED.
+    sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave,
+    None: [reward] does. trajectory: an agent's episode may leave several samples, with one index and one reward;
+    numbered from 0. failure: why it is FAILED.
     """
 
     group_id: int

@@ -42,8 +42,8 @@ class Rollouts:
         evals_dir: Path, log_file: Path | None, endpoints_file: Path, gateway: GatewayPlace, console: Console,
         stop: StopSignal,
     ) -> None:  # fmt: skip
-        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump. gateway: where that of a run
-        with agents keeps its files."""
+        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump. gateway: where that of a
+        run with agents keeps its files."""
         self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
