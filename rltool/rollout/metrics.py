@@ -41,8 +41,8 @@ def eval_metrics(
     name: str, samples: Sequence[Sample], *, pass_at: Sequence[int] = (), pass_reward: float = 1.0
 ) -> dict[str, float]:
     """eval/<name>/accuracy is the mean reward over all samples, each episode of an agent once;
-    eval/<name>/pass_at_<k> is pass@k with what reaches pass_reward. Both with <...>_low and <...>_high, the ends of their
-    95 % interval (eval_statistics.estimate).
+    eval/<name>/pass_at_<k> is pass@k with what reaches pass_reward. Both with <...>_low and <...>_high, the ends of
+    their 95 % interval (eval_statistics.estimate).
 
     A sample whose reward failed counts 0, has not passed, and is reported as well. All prompts have the same number of
     samples.
