@@ -24,6 +24,7 @@ from rltool.rollout.data import load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
+from rltool.rollout.evaluation import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
 from rltool.rollout.own_metrics import load_metrics
@@ -197,11 +198,15 @@ def check_agents(config: TrainConfig) -> None:
             "rollout.partial_rollout = true has no effect on agents: one that is interrupted cannot be taken up where "
             "it was; leave it out"
         )
-    if config.eval.sets and config.eval.temperature != config.sampling.temperature:
-        raise UsageError(
-            f"eval.temperature = {config.eval.temperature:g}, but with rollout.agent the gateway samples every turn at "
-            f"sampling.temperature = {config.sampling.temperature:g}: set both to one value"
-        )
+    for name in config.eval.sets:
+        settings = eval_settings(config.eval, config.sampling, name, pass_reward=config.monitor.pass_reward)
+        for key in ("temperature", "top_p", "top_k"):
+            wanted, sampled = getattr(settings, key), getattr(config.sampling, key)
+            if wanted != sampled:
+                raise UsageError(
+                    f"eval set {name}: {key} = {wanted:g}, but with rollout.agent the gateway samples every turn at "
+                    f"sampling.{key} = {sampled:g}: set both to one value"
+                )
 
 
 def check_batch_arithmetic(config: TrainConfig) -> None:
