@@ -133,6 +133,11 @@ class TrainedModel(ABC):
 
     # -- memory
 
+    @property
+    def away(self) -> Sequence[Part]:
+        """What `offload` has put away."""
+        return self._offloader.away
+
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Give these parts' memory on the device to others, until `onload`. No collective; parts that are away stay
         so."""
