@@ -78,7 +78,7 @@ class Offloader:
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Their bytes move to the host, and the device's memory is given back to it. Parts that are away stay away."""
-        wanted = [part for part in parts if part not in self._away]
+        wanted: list[Part] = [part for part in parts if part not in self._away]
         found = self._storages()
         moving = {part: self._copied(part, found[part]) for part in wanted}
         if self._device.type == "cuda":
@@ -92,7 +92,9 @@ class Offloader:
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
         """As they were before `offload`. Raises DeviceFull where they do not fit; then they are still away."""
-        for part in [part for part in parts if part in self._away]:
+        for part in parts:
+            if part not in self._away:
+                continue
             self._bring_back(self._away[part])
             if self._device.type == "cuda":  # before the copy in the host's memory may be written again
                 torch.cuda.current_stream(self._device).synchronize()

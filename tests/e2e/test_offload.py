@@ -29,7 +29,7 @@ def digests(model) -> dict[str, str]:
                 for name, value in each.optimizer.state[parameter].items():
                     found[f"{name} {number} {group} {i}"] = value
     return {
-        name: hashlib.sha256(tensor.detach().clone().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+        name: hashlib.sha256(tensor.detach().to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, tensor in found.items()
     }
 
@@ -38,6 +38,11 @@ def held(model) -> int:
     """Bytes below the tensors of all parts."""
     storages = [t.untyped_storage() for part in tensors_of(model.ddp, model.optimizer).values() for t in part]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def on_gpu() -> int:
+    """Bytes that tensors have there, where there is one."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def step(trainer, batch):
@@ -64,9 +69,10 @@ def case_round_trip(place, path, settings, batch):
     with closing(make_trainer(place, path, **settings)) as trainer:
         for _ in range(2):
             step(trainer, batch)
-        before, size = digests(trainer), held(trainer)
+        before, size, allocated = digests(trainer), held(trainer), on_gpu()
         trainer.offload(PARTS)
         empty = held(trainer)
+        assert not allocated or allocated - on_gpu() >= size
         trainer.onload(PARTS)
         assert digests(trainer) == before
         trainer.discard_gradients()
