@@ -82,8 +82,7 @@ class Fleet:
         return tuple(m.url for m in self.members() if m.takes_weights and m.state in free)
 
     def to_probe(self) -> tuple[str, ...]:
-        """Engines whose health matters, to be probed every `probe_seconds`.
-        The paused, the sleeping and the leaving are left alone."""
+        """Engines to be probed every `probe_seconds`. The paused, the sleeping and the leaving are left alone."""
         return tuple(m.url for m in self.members() if m.state not in QUIET | {State.DRAINING})
 
     def canaries_due(self) -> tuple[str, ...]:
@@ -114,14 +113,12 @@ class Fleet:
         self._transitions.append(Transition(now, url, None, State.STARTING, "added"))
 
     def drain(self, url: str, reason: str) -> None:
-        """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first:
-        its requests are frozen and would never finish."""
+        """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first, for its requests are frozen."""
         self._require(url, "drain", State.READY, State.STALE, State.SUSPECT)
         self._move(url, State.DRAINING, reason)
 
     def remove(self, url: str, reason: str) -> None:
-        """Forget an engine. Not from READY (drain it first),
-        and not from PAUSED (a transfer group still counts on it)."""
+        """Forget an engine. Not from READY (drain it first), nor from PAUSED (a transfer group counts on it)."""
         member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
         del self._members[url]
         if self._in_group(member):
@@ -139,8 +136,8 @@ class Fleet:
     # -- commands: GPUs that engines and trainer use in turns
 
     def fall_asleep(self, url: str) -> None:
-        """READY or STALE -> ASLEEP, before the engine is told to free its GPUs. Its process lives, and so does its
-        connection with the trainer. Its weights are gone: only a sync of all of them wakes it up."""
+        """READY or STALE -> ASLEEP, before the engine is told to free its GPUs: its weights go, its process and its
+        connection with the trainer stay."""
         self._require(url, "put to sleep", State.READY, State.STALE)
         self._move(url, State.ASLEEP, "its GPUs are the trainer's")
 
@@ -167,13 +164,11 @@ class Fleet:
         self._update(self._require(url, "begin an update of", State.PAUSED), version=None)
 
     def update_finished(self, url: str, version: WeightVersion) -> None:
-        """The engine has acknowledged all of `version`. It serves once the fleet is at that version and it is
-        resumed."""
+        """It has acknowledged all of `version`, and serves once the fleet is at that version and it is resumed."""
         self._update(self._require(url, "finish an update of", State.PAUSED), version=version)
 
     def update_failed(self, url: str, reason: str) -> None:
-        """PAUSED -> STALE, and its transfer group counts as broken:
-        other ranks of it may wait in a half-done broadcast."""
+        """PAUSED -> STALE, and its transfer group is broken: others may wait in a half-done broadcast."""
         member = self._require(url, "fail an update of", State.PAUSED)
         self._abandon_pause(member, reason)
 
@@ -196,8 +191,7 @@ class Fleet:
                 self._move(member.url, State.STALE, f"missed the sync to {version}")
 
     def resume(self, url: str) -> None:
-        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE.
-        After the engine was told to resume."""
+        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE. It was told to resume."""
         member = self._require(url, "resume", State.PAUSED)
         if self._is_current(member):
             self._move(url, State.READY, f"resumed at {self.version}")
@@ -209,8 +203,7 @@ class Fleet:
     def probe_succeeded(
         self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None
     ) -> None:
-        """The engine answered its probe. boot_id and version are what it says of itself,
-        None where its kind does not tell."""
+        """The engine answered. boot_id and version are what it says of itself, None where its kind does not tell."""
         member = self._observable(url, sent_at)
         if member is None:
             return
@@ -231,8 +224,7 @@ class Fleet:
             self._rejoin(member, "answers probes again")
 
     def probe_failed(self, url: str, reason: str, *, sent_at: float) -> None:
-        """No healthy answer. While STARTING that is expected, until `start_seconds`;
-        while PAUSED or ASLEEP it is our own doing."""
+        """No healthy answer. Expected while STARTING, until `start_seconds`; our doing while PAUSED or ASLEEP."""
         member = self._observable(url, sent_at)
         if member is None or member.state in QUIET | {State.STARTING}:
             return
@@ -344,8 +336,7 @@ class Fleet:
         return member
 
     def _check_identity(self, member: Member, boot_id: str | None, version: str | None) -> Member:
-        """Forget the weights of an engine that cannot be shown to be the process, with the weights,
-        that we last synced."""
+        """Forget the weights of an engine that cannot be shown to be the process, and to hold what it was sent."""
         rebooted = member.boot_id is not None and boot_id != member.boot_id
         relabelled = version is not None and member.version is not None and version != str(member.version)
         # An engine that was out of sight and tells neither its boot id nor its version may have been restarted

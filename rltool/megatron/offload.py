@@ -2,7 +2,8 @@
 
 Only the storages below the tensors are emptied: every tensor, and every view that Megatron has of a buffer, stays the
 object that it is and finds its bytes again after `onload`, at another address. In between none of them may be touched.
-On the CPU it works alike: the bytes move to another buffer.
+On the CPU it works alike: the bytes move to another buffer. There numpy may have borrowed a storage (`Tensor.numpy`),
+which torch then refuses to empty: its bytes are overwritten, so that whoever touches them meets NaN.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from rltool.megatron.host_memory import room_for
 
 Part = Literal["parameters", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = get_args(Part)
+
+
+BORROWED = 0xFF
+"""Each byte of a storage that could not be emptied: NaN in every floating-point format."""
 
 
 class DeviceFull(RltoolError):
@@ -73,7 +78,7 @@ class Offloader:
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Their bytes move to the host, and the device's memory is given back to it. Parts that are away stay away."""
-        wanted = [part for part in parts if part not in self._away]
+        wanted: list[Part] = [part for part in parts if part not in self._away]
         found = self._storages()
         moving = {part: self._copied(part, found[part]) for part in wanted}
         if self._device.type == "cuda":
@@ -81,21 +86,23 @@ class Offloader:
         for part, away in moving.items():
             self._away[part] = away
             for storage in away.storages:
-                storage.resize_(0)
+                _empty(storage)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
         """As they were before `offload`. Raises DeviceFull where they do not fit; then they are still away."""
-        for part in [part for part in parts if part in self._away]:
+        for part in parts:
+            if part not in self._away:
+                continue
             self._bring_back(self._away[part])
             if self._device.type == "cuda":  # before the copy in the host's memory may be written again
                 torch.cuda.current_stream(self._device).synchronize()
             del self._away[part]
 
     def _storages(self) -> dict[Part, list[UntypedStorage]]:
-        """Each storage once, with the first part that it belongs to; those that are away already are empty."""
-        seen: set[int] = set()
+        """Each storage once, with the first part that it belongs to, but for those that are away."""
+        seen = {storage.data_ptr() for away in self._away.values() for storage in away.storages}
         found: dict[Part, list[UntypedStorage]] = {part: [] for part in PARTS}
         tensors = self._tensors()
         for part in PARTS:
@@ -122,10 +129,11 @@ class Offloader:
     def _bring_back(self, away: _Away) -> None:
         try:
             for storage, size in zip(away.storages, away.sizes, strict=True):
-                storage.resize_(size)
+                if storage.nbytes() != size:
+                    storage.resize_(size)
         except torch.OutOfMemoryError as error:
             for storage in away.storages:
-                storage.resize_(0)
+                _empty(storage)
             raise DeviceFull(
                 f"the trainer's memory ({sum(away.sizes):,} bytes) does not fit on {self._device} again: {error}. What "
                 "else is on that GPU? Engines that share it must sleep while the trainer works, and while they do not, "
@@ -137,6 +145,13 @@ class Offloader:
                 _bytes(storage).zero_()
             else:
                 _bytes(storage).copy_(copy, non_blocking=True)
+
+
+def _empty(storage: UntypedStorage) -> None:
+    if storage.resizable():
+        storage.resize_(0)
+    else:
+        _bytes(storage).fill_(BORROWED)
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

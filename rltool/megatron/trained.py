@@ -133,6 +133,11 @@ class TrainedModel(ABC):
 
     # -- memory
 
+    @property
+    def away(self) -> Sequence[Part]:
+        """What `offload` has put away."""
+        return self._offloader.away
+
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Give these parts' memory on the device to others, until `onload`. No collective; parts that are away stay
         so."""
@@ -283,7 +288,8 @@ class TrainedModel(ABC):
         digest = hashlib.sha256()
         for name, parameter in sorted(global_names(self.gpt).items()):
             digest.update(name.encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            copy = parameter.detach().to("cpu", copy=True)  # numpy keeps what it borrows from being offloaded
+            digest.update(copy.contiguous().view(torch.uint8).numpy().tobytes())
         own = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(self.runtime.device)
         everyone = [torch.empty_like(own) for _ in range(self.coordinates.layout.world_size)]
         dist.all_gather(everyone, own)

@@ -15,7 +15,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UsageError
 from rltool.rollout.dump import write_dump
 from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
@@ -155,10 +155,12 @@ class Rollouts:
         return self._manager_status()["engines"]
 
     def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
+        self._refuse_change()
         endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
         return self._change_engines(self._actor.add_engine.remote(endpoint))
 
     def remove_engine(self, url: str) -> EngineStatus:
+        self._refuse_change()
         return self._change_engines(self._actor.remove_engine.remote(url.rstrip("/")))
 
     def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
@@ -176,6 +178,13 @@ class Rollouts:
             self.console.print(f"[yellow]closing the rollout manager: {error}[/yellow]", highlight=False)
 
     # -- the rest is private
+
+    def _refuse_change(self) -> None:
+        if self._shares_gpus:
+            raise UsageError(
+                'engines join and leave a run whose engines have GPUs of their own; with engines.mode = "colocate" '
+                "they are on the trainer's: change engines.groups, and go on with --resume"
+            )
 
     def _take_gpus(self) -> None:
         """Engines that sleep have lost their weights: they wake up in a sync, of the weights that they had."""

@@ -155,7 +155,10 @@ class TrainerActor:
     # -- memory that engines on the same GPUs take in turns
 
     def offload(self, parts: Sequence[Part]) -> None:
+        """Between two steps: gradients are of no use then, and zeros need no room on the host."""
         for model in self._models():
+            if "gradients" in parts and "gradients" not in model.away:
+                model.discard_gradients()
             model.offload(parts)
 
     def onload(self, parts: Sequence[Part]) -> None:

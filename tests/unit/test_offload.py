@@ -95,6 +95,18 @@ def test_what_an_optimizer_makes_later_moves_with_it_and_room_on_the_host_is_kep
     assert torch.equal(held.moment, before)
 
 
+def test_memory_that_numpy_has_borrowed_is_overwritten_meanwhile():
+    held = Held()
+    held.buffer.numpy()
+    before = held.buffer.clone()
+    offloader = Offloader(held.tensors, CPU)
+    offloader.offload(("parameters",))
+    assert held.buffer.isnan().all() and held.second.isnan().all()
+    offloader.offload(("optimizer",))  # which names the parameters too
+    offloader.onload()
+    assert torch.equal(held.buffer, before)
+
+
 def test_a_device_that_has_become_too_small_is_an_error_that_says_what_to_do(monkeypatch):
     held = Held()
     before = held.buffer.clone()
