@@ -31,13 +31,13 @@ ComparedRow = tuple[str, str, bool, list[str]]
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Only roll out (no trainer), only train (no engine), or compare weights.",
+    help="Look at the data, only roll out (no trainer), only train (no engine), or compare weights.",
 )
 
 
 @app.callback()
 def _debug() -> None:
-    """Only roll out (no trainer), only train (no engine), or compare weights."""
+    """Look at the data, only roll out (no trainer), only train (no engine), or compare weights."""
 
 
 @app.command("rollout-only")
@@ -181,6 +181,26 @@ def train_only(
         from rltool.training.prepare import Replay, prepare
 
         finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)), lock)
+
+
+@app.command()
+def data(
+    config: Config = None,
+    set_: Sets = None,
+    show: Annotated[int, typer.Option(min=0, help="So many prompts are printed, as the model reads them.")] = 2,
+) -> None:
+    """Read the data as a run would, and print what it holds and what its prompts look like. Starts nothing."""
+    from rltool.config.loader import load_config
+    from rltool.config.train import TrainConfig
+    from rltool.models.hub import with_local_models
+    from rltool.training.show_data import describe_data
+    from rltool.training.validate import check_files
+
+    settings = with_local_models(load_config(TrainConfig, config or [], set_ or []).config)
+    check_files(settings)
+    console = Console()
+    for line in describe_data(settings, show=show):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -23,7 +23,6 @@ import queue
 import signal
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -109,7 +108,3 @@ def _receive(connection: socket.socket, frames: queue.SimpleQueue[bytes]) -> Non
 
 def _send(connection: socket.socket, value: Any) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3] == "True")

@@ -35,7 +35,7 @@ def load_inputs(config: TrainConfig, models: Models) -> RolloutInputs:
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )  # fmt: skip
-    train, prompts = _prompts(config, tokenizer)
+    train, prompts = load_train_prompts(config, tokenizer)
     evals = {
         name: load_prompts(
             [held_out], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens,
@@ -48,7 +48,8 @@ def load_inputs(config: TrainConfig, models: Models) -> RolloutInputs:
     return RolloutInputs(tokenizer, prompts, eval_sets, rewards, scorer, data_summary(train, evals))
 
 
-def _prompts(config: TrainConfig, tokenizer: Tokenizer) -> tuple[PromptSet | None, PromptSupply]:
+def load_train_prompts(config: TrainConfig, tokenizer: Tokenizer) -> tuple[PromptSet | None, PromptSupply]:
+    """What data.train or data.source gives: what was read (None of a source of the user's own), and its order."""
     data, limit = config.data, config.sampling.max_prompt_tokens
     if data.source is not None:
         return None, load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)

@@ -158,15 +158,22 @@ def test_every_relative_link_leads_somewhere(page):
 
 def test_every_page_is_linked_from_the_readme():
     assert {page for page in PAGES if page.startswith("docs/")} == set(
-        re.findall(r"\]\((docs/[a-z]+\.md)\)", PAGES["README.md"])
+        re.findall(r"\]\((docs/[a-z-]+\.md)\)", PAGES["README.md"])
     )
+
+
+def about_us(page: str) -> str:
+    """The page without what it says of others: the left column of the tables of coming-from.md."""
+    if page != "docs/coming-from.md":
+        return PAGES[page]
+    return re.sub(r"^\| .*? \|(?= .* \|$)", "|", PAGES[page], flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_setting_that_is_named_exists(page):
     known = set(generator().keys(TrainConfig))
     sections = {key.partition(".")[0] for key in known if "." in key}
-    for code in inline_code(PAGES[page]):
+    for code in inline_code(about_us(page)):
         match = re.match(r"([a-z]+)\.[a-z_]+(?=$| = |=)", code)
         if match and match[1] in sections:
             assert match[0] in known, f"{page}: {code}"
