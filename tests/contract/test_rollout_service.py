@@ -37,6 +37,7 @@ from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.metric_names import undocumented
 from tests.ranks import SenderRanks
 
 EOS = 1
@@ -285,6 +286,24 @@ def test_two_runs_and_a_resume_are_bit_equal_when_synchronous(serve, settings, s
         assert_equal(ours, theirs)
     for ours, theirs in zip(first[3:], asyncio.run(resumed(3, 6)), strict=True):
         assert_equal(ours, theirs)
+
+
+def test_every_metric_of_a_batch_and_of_an_evaluation_is_explained_in_the_docs(serve, settings, spellers):
+    async def run():
+        config = settings(eval={"pass_at": [1, 2]}, monitor={"category_key": "source_dataset", "samples_per_step": 3})
+        async with serve(config, spellers) as service:
+            synced = await service.sync_weights(0)
+            rollout = await service.next_batch(0)
+            return rollout, {**synced.metrics(), **rollout.metrics, **(await service.evaluate()).metrics}
+
+    rollout, metrics = asyncio.run(run())
+    assert undocumented(metrics) == [] and len(metrics) > 50
+    assert metrics["rollout/tokens_per_second_per_gpu"] == pytest.approx(metrics["rollout/tokens_per_second"] / 2)
+    kept, all_rewards = sorted(r.reward for r in rollout.kept.values()), rollout.batch.rewards
+    assert len(kept) == 3 and (kept[0], kept[-1]) == (all_rewards.min(), all_rewards.max())
+    for row, record in rollout.kept.items():
+        end = int(rollout.batch.lengths[: row + 1].sum())
+        assert rollout.batch.tokens[end - len(record.token_ids) : end].tolist() == list(record.token_ids)
 
 
 def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(serve, settings, spellers, data_file):
