@@ -22,7 +22,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import FleetPolicy
 from rltool.engines.weight_version import Lineage, WeightVersion
-from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine, UsageError
+from rltool.errors import EngineConflict, EngineError, RltoolError, TrainingStopped, UnknownEngine, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.dump import dumped_steps, read_dump
@@ -32,6 +32,7 @@ from rltool.rollout.sample import SampleStatus
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
+from rltool.training.engine_benchmark import simulate_sync
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
@@ -990,3 +991,24 @@ def test_eval_refuses_what_names_no_model(config_file, tmp_path, arguments, mess
     done = evaluation(config_file, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_rollout_only_is_a_benchmark_of_engines_that_pauses_them_as_a_trainer_would(config_file, spellers, tmp_path):
+    addresses = ",".join(engine.url for engine in spellers)
+    arguments = ("--rollout-external", addresses, "--steps", "3", "--out", "dumps", "--simulate-sync", "0")
+    done = rollout_only(config_file, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for engine in spellers:
+        paths = [recorded.path for recorded in engine.requests]
+        assert paths.count("/pause") == paths.count("/resume") == 2 and not engine.paused
+        assert not [path for path in paths if "weight_transfer" in path or "weight_update" in path]
+    assert "tokens of 48 samples" in done.stdout and "simulated syncs: 2," in done.stdout
+
+
+def test_a_simulated_sync_that_an_engine_refuses_lets_the_others_go_on(serve, spellers):
+    endpoints = [endpoint_of(engine, serve.key) for engine in spellers]
+    spellers[0].fail("/pause", 500)
+
+    with pytest.raises(EngineError):
+        asyncio.run(simulate_sync(endpoints, seconds=0.0, mode="keep", timeout=LONG))
+    assert not spellers[1].paused
