@@ -64,6 +64,7 @@ VERBS: dict[str, Verb] = {
 EXTRA_OF_PACKAGE = {
     "jinja2": "train",
     "megatron": "train",
+    "mlflow": "mlflow",
     "numpy": "train",
     "pyarrow": "train",
     "ray": "train",
@@ -75,6 +76,7 @@ EXTRA_OF_PACKAGE = {
     "torch": "train",
     "transformers": "train",
     "vllm": "vllm",
+    "wandb": "wandb",
 }
 """Which optional dependency of rltool brings a package, for the message when it is missing."""
 
@@ -112,14 +114,22 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
-    if wanted:
-        print(__version__)
-        raise typer.Exit
+    """rltool's version on the first line, for scripts, and those of its parts as they are installed here."""
+    if not wanted:
+        return
+    from rltool.report.page import installed_versions
+
+    parts = {"rltool": __version__} | {name: v for name, v in installed_versions().items() if name != "rltool"}
+    for name, version in parts.items():
+        print(f"{name} {version}")
+    raise typer.Exit
 
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the versions of rltool and its parts."
+    ),
 ) -> None:
     pass
 

@@ -54,6 +54,13 @@ def rollout_only(
     out: Annotated[
         Path | None, typer.Option(help="Directory for the rollouts; without it that of a run, runs/NAME/rollouts.")
     ] = None,
+    simulate_sync: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Pause the engines for so many seconds between two rollouts, as a trainer would, and send nothing.",
+        ),
+    ] = None,
 ) -> None:
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
@@ -103,8 +110,9 @@ def rollout_only(
             fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint(), models=models
         )
         record_rollouts(
-            settings, engines, directory, say=lambda line: console.print(line, highlight=False, soft_wrap=True)
-        )
+            settings, engines, directory, simulated_sync=simulate_sync,
+            say=lambda line: console.print(line, highlight=False, soft_wrap=True),
+        )  # fmt: skip
     console.print(
         f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}",
         highlight=False,
@@ -138,6 +146,16 @@ def train_only(
     record: Annotated[
         Path | None, typer.Option(help="With --fake-data: write the samples to this directory, for --rollouts.")
     ] = None,
+    recorded_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A:B",
+            help="With --rollouts: only recorded steps A to B - 1, or 3,7,9; counted from 0 as in the files' names.",
+        ),
+    ] = None,
+    subsample: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="With --rollouts: only this share of each step's prompt groups.")
+    ] = 1.0,
     config: Config = None,
     set_: Sets = None,
     run: ReplayRun = None,
@@ -159,6 +177,7 @@ def train_only(
     from rltool.processes.run_lock import RunLock
     from rltool.rollout.dump import dumped_steps
     from rltool.rollout.record import check_directory
+    from rltool.rollout.replay_choice import chosen_steps
 
     if (rollouts is not None) == fake_data:
         raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
@@ -167,20 +186,27 @@ def train_only(
             raise UsageError("--record writes what --fake-data makes; --rollouts is recorded already")
         if not resume:
             check_directory(record, "--record")
-    recorded = len(dumped_steps(rollouts)) if rollouts is not None and rollouts.is_dir() else 0
+    if rollouts is None and (recorded_steps is not None or subsample != 1.0):
+        raise UsageError("--recorded-steps and --subsample choose from --rollouts; synthetic samples are not recorded")
+    if subsample == 0.0:
+        raise UsageError("--subsample 0 leaves nothing to train on; give a share above 0")
+    there = dumped_steps(rollouts) if rollouts is not None and rollouts.is_dir() else []
+    chosen = None if recorded_steps is None else tuple(chosen_steps(recorded_steps, there))
+    recorded = len(there if chosen is None else chosen)
     flags = {
         **recording_flags(profile_steps, memory_snapshot),
         "steps": ("--steps", steps if steps is not None else recorded or None),
     }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
     if rollouts is not None and steps is not None and steps > recorded:
-        raise UsageError(f"--steps {steps}: {rollouts} holds {recorded} recorded steps")
+        of = "holds" if chosen is None else "has with --recorded-steps"
+        raise UsageError(f"--steps {steps}: {rollouts} {of} {recorded} recorded steps")
     directory = named_run(run, resume=resume)
     with RunLock(directory) as lock:
         # Ray and torch: not before what is quickly found to be wrong.
         from rltool.training.prepare import Replay, prepare
 
-        finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record)), lock)
+        finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record, chosen, subsample)), lock)
 
 
 @app.command()

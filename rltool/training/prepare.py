@@ -53,17 +53,20 @@ ASK_AGAIN_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Replay:
-    """Rollouts without engines. recorded: directory with a dump; None: synthetic samples, also written to `record` if
-    given."""
+    """Rollouts without engines. recorded: directory with a dump, of which `steps` are taken one after the other (None:
+    each under its own number), and of each step this share of its groups; None: synthetic samples, also written to
+    `record` if given."""
 
     recorded: Path | None
     record: Path | None = None
+    steps: tuple[int, ...] | None = None
+    share: float = 1.0
 
     def source(self, config: TrainConfig) -> BatchSource:
         """Raises UsageError when there is nothing to replay."""
-        return (
-            RecordedRollouts(config, self.recorded) if self.recorded is not None else FakeRollouts(config, self.record)
-        )
+        if self.recorded is None:
+            return FakeRollouts(config, self.record)
+        return RecordedRollouts(config, self.recorded, steps=self.steps, share=self.share)
 
 
 @dataclass(frozen=True)

@@ -4,36 +4,55 @@ Ray."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.rollout.dump import write_dump
+from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line
 from rltool.training.rollout_service import Engines, RolloutService
 
 
-def record_rollouts(config: TrainConfig, engines: Engines, directory: Path, *, say: Callable[[str], None]) -> None:
-    """Write config.steps dumps, from step 0. say(line): one line per step, once it is on disk.
+def record_rollouts(
+    config: TrainConfig, engines: Engines, directory: Path, *, simulated_sync: float | None = None,
+    say: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Write config.steps dumps, from step 0. say(line): one line per step, once it is on disk, and what the engines
+    have done in all. simulated_sync: seconds for which they are paused before each rollout but the first, as a trainer
+    would pause them to send weights.
 
     The engines' weights are whoever's they are: a version is recorded where there is one, and not demanded.
     """
     recorded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dump": True})})
-    asyncio.run(_record(recorded, engines, directory, say))
+    asyncio.run(_record(recorded, engines, directory, simulated_sync, say))
 
 
-async def _record(config: TrainConfig, engines: Engines, directory: Path, say: Callable[[str], None]) -> None:
+async def _record(
+    config: TrainConfig, engines: Engines, directory: Path, simulated_sync: float | None, say: Callable[[str], None]
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     place = GatewayPlace(directory / "sessions", directory / "gateway.key", directory / "gateway.log")
-    service = RolloutService(config, engines, log=say, gateway=place)
+    service, totals = RolloutService(config, engines, log=say, gateway=place), Totals()
     try:
         await service.start()
         for step in range(config.steps):
+            if simulated_sync is not None and step > 0:
+                paused = await simulate_sync(
+                    engines.endpoints, seconds=simulated_sync, mode=config.weights.pause_mode,
+                    timeout=config.deadlines.sync_step,
+                )  # fmt: skip
+                totals.pauses.append(paused)
+            started = time.perf_counter()
             rollout = await service.next_batch(step)
+            totals.add(rollout.metrics, time.perf_counter() - started)
             write_dump(
                 directory, step=step, seed=config.seed, samples=rollout.samples, info={"metrics": rollout.metrics}
             )
             say(step_line(step, config.steps, rollout.metrics))
+        for line in totals.lines(gpus=sum(info.world_size for info in engines.infos.values())):
+            say(line)
     finally:
         await service.close()

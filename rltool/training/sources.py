@@ -20,6 +20,7 @@ from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
 from rltool.rollout.dump import dumped_steps, read_dump, write_dump
 from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.replay_choice import subsample
 from rltool.rollout.sample import Sample
 from rltool.rollout.sample_metrics import all_sample_metrics
 from rltool.rollout.sample_records import records_to_keep
@@ -73,10 +74,15 @@ def _dated(batch: TrainBatch, step: int) -> TrainBatch:
 
 
 class RecordedRollouts(Stateless):
-    """Replays dumps, step by step. No engine takes part."""
+    """Replays dumps, step by step. No engine takes part.
 
-    def __init__(self, config: TrainConfig, directory: Path) -> None:
-        self._config = config
+    steps: the recorded one of each training step, None: that of the same number. share: of each step's prompt groups.
+    """
+
+    def __init__(
+        self, config: TrainConfig, directory: Path, *, steps: tuple[int, ...] | None = None, share: float = 1.0
+    ) -> None:
+        self._config, self._chosen, self._share = config, steps, share
         self._tokenizer: Tokenizer | None = None
         self.directory = directory
         self.steps = dumped_steps(directory) if directory.is_dir() else []
@@ -87,14 +93,15 @@ class RecordedRollouts(Stateless):
             )
 
     def next_batch(self, step: int) -> SourcedBatch:
-        dump = read_dump(self.directory, step)
-        batch = _dated(samples_to_batch(dump.samples, mask_truncated=self._config.rollout.mask_truncated), step)
-        metrics = rollout_metrics(dump.samples, seconds=None, dropped={})
+        dump = read_dump(self.directory, step if self._chosen is None else self._chosen[step])
+        samples = subsample(dump.samples, self._share, seed=self._config.seed)
+        batch = _dated(samples_to_batch(samples, mask_truncated=self._config.rollout.mask_truncated), step)
+        metrics = rollout_metrics(samples, seconds=None, dropped={})
         monitor = self._config.monitor
         metrics |= all_sample_metrics(
-            dump.samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
+            samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key
         )
-        return SourcedBatch(batch, metrics, tuple(dump.weight_versions), self._kept(dump.samples))
+        return SourcedBatch(batch, metrics, tuple(dump.weight_versions), self._kept(samples))
 
     def _kept(self, samples: list[Sample]) -> Mapping[int, SampleRecord]:
         count, model = self._config.monitor.samples_per_step, self._config.model

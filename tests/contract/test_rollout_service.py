@@ -22,7 +22,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import FleetPolicy
 from rltool.engines.weight_version import Lineage, WeightVersion
-from rltool.errors import EngineConflict, RltoolError, TrainingStopped, UnknownEngine, UsageError
+from rltool.errors import EngineConflict, EngineError, RltoolError, TrainingStopped, UnknownEngine, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.dump import dumped_steps, read_dump
@@ -32,11 +32,13 @@ from rltool.rollout.sample import SampleStatus
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
+from rltool.training.engine_benchmark import simulate_sync
 from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.metric_names import undocumented
 from tests.ranks import SenderRanks
 
 EOS = 1
@@ -285,6 +287,24 @@ def test_two_runs_and_a_resume_are_bit_equal_when_synchronous(serve, settings, s
         assert_equal(ours, theirs)
     for ours, theirs in zip(first[3:], asyncio.run(resumed(3, 6)), strict=True):
         assert_equal(ours, theirs)
+
+
+def test_every_metric_of_a_batch_and_of_an_evaluation_is_explained_in_the_docs(serve, settings, spellers):
+    async def run():
+        config = settings(eval={"pass_at": [1, 2]}, monitor={"category_key": "source_dataset", "samples_per_step": 3})
+        async with serve(config, spellers) as service:
+            synced = await service.sync_weights(0)
+            rollout = await service.next_batch(0)
+            return rollout, {**synced.metrics(), **rollout.metrics, **(await service.evaluate()).metrics}
+
+    rollout, metrics = asyncio.run(run())
+    assert undocumented(metrics) == [] and len(metrics) > 50
+    assert metrics["rollout/tokens_per_second_per_gpu"] == pytest.approx(metrics["rollout/tokens_per_second"] / 2)
+    kept, all_rewards = sorted(r.reward for r in rollout.kept.values()), rollout.batch.rewards
+    assert len(kept) == 3 and (kept[0], kept[-1]) == (all_rewards.min(), all_rewards.max())
+    for row, record in rollout.kept.items():
+        end = int(rollout.batch.lengths[: row + 1].sum())
+        assert rollout.batch.tokens[end - len(record.token_ids) : end].tolist() == list(record.token_ids)
 
 
 def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(serve, settings, spellers, data_file):
@@ -1020,3 +1040,24 @@ def test_eval_refuses_what_names_no_model(config_file, tmp_path, arguments, mess
     done = evaluation(config_file, *arguments, cwd=tmp_path)
     assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_rollout_only_is_a_benchmark_of_engines_that_pauses_them_as_a_trainer_would(config_file, spellers, tmp_path):
+    addresses = ",".join(engine.url for engine in spellers)
+    arguments = ("--rollout-external", addresses, "--steps", "3", "--out", "dumps", "--simulate-sync", "0")
+    done = rollout_only(config_file, *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for engine in spellers:
+        paths = [recorded.path for recorded in engine.requests]
+        assert paths.count("/pause") == paths.count("/resume") == 2 and not engine.paused
+        assert not [path for path in paths if "weight_transfer" in path or "weight_update" in path]
+    assert "tokens of 48 samples" in done.stdout and "simulated syncs: 2," in done.stdout
+
+
+def test_a_simulated_sync_that_an_engine_refuses_lets_the_others_go_on(serve, spellers):
+    endpoints = [endpoint_of(engine, serve.key) for engine in spellers]
+    spellers[0].fail("/pause", 500)
+
+    with pytest.raises(EngineError):
+        asyncio.run(simulate_sync(endpoints, seconds=0.0, mode="keep", timeout=LONG))
+    assert not spellers[1].paused

@@ -1,9 +1,15 @@
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from rltool import __version__
 from rltool.cli import EXTRA_OF_PACKAGE, VERBS, load_command, main
 from rltool.errors import RltoolError, UsageError
 
@@ -143,3 +149,36 @@ def test_a_file_that_this_user_may_not_read_is_one_line_and_wrong_usage(monkeypa
     monkeypatch.setattr("rltool.cli.app", refuse)
     code, output = run_main([], capsys)
     assert code == 2 and "no permission: /secret/config.json" in output and "Traceback" not in output
+
+
+def test_the_version_names_all_parts_that_are_installed(capsys):
+    code, output = run_main(["--version"], capsys)
+    lines = dict(line.split(" ", 1) for line in output.splitlines())
+    assert code == 0 and output.startswith(f"rltool {__version__}\n")
+    assert lines["torch"] == importlib.metadata.version("torch") and lines["python"] == platform.python_version()
+
+
+def test_the_version_stands_in_one_place():
+    root = Path(__file__).resolve().parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "rltool.__version__"}
+    assert f"## {__version__}" in (root / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["tra"], "train"),
+        (["train", "--resu"], "--resume"),
+        (["debug", "rollout-"], "rollout-only"),
+        (["samples", "--so"], "--sort"),
+    ],
+)
+def test_the_shell_completes_verbs_and_their_options(words, expected):
+    environment = {
+        **os.environ, "_RLTOOL_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(["rltool", *words]),
+        "COMP_CWORD": str(len(words)),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-m", "rltool"], capture_output=True, text=True, timeout=60, env=environment)
+    assert expected in done.stdout.split(), done.stderr
