@@ -74,8 +74,13 @@ class FunctionAgents:
         self._workers: list[_Worker | None] = [None] * workers
 
     async def run(self, task: AgentTask) -> float | None:
-        worker = await self._least_busy()
-        outcome = await worker.run(task)
+        worker = self._least_busy()
+        worker.episodes += 1  # before it is ready: else all that wait for the first would wait for the same one
+        try:
+            await worker.ready()
+            outcome = await worker.run(task)
+        finally:
+            worker.episodes -= 1
         if "failed" in outcome:
             raise AgentFailed(outcome["failed"])
         return outcome["reward"]
@@ -85,7 +90,7 @@ class FunctionAgents:
             if worker is not None:
                 await worker.end("the run is ending")
 
-    async def _least_busy(self) -> _Worker:
+    def _least_busy(self) -> _Worker:
         def busy(place: int) -> int:
             worker = self._workers[place]
             return worker.episodes if worker is not None and worker.alive else 0
@@ -94,7 +99,6 @@ class FunctionAgents:
         worker = self._workers[place]
         if worker is None or not worker.alive:
             worker = self._workers[place] = _Worker(self._path)
-        await worker.ready()
         return worker
 
 
@@ -109,6 +113,8 @@ class _Worker:
                 [sys.executable, "-u", "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )  # fmt: skip
+        self.episodes = 0
+        """That it has been given and that have not ended."""
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ended: str | None = None
@@ -118,10 +124,6 @@ class _Worker:
     @property
     def alive(self) -> bool:
         return self._ended is None and self._process.poll() is None
-
-    @property
-    def episodes(self) -> int:
-        return len(self._waiting)
 
     async def ready(self) -> None:
         """Raises UsageError if it cannot import its function, AgentFailed if it ends."""

@@ -111,6 +111,22 @@ def test_a_worker_that_dies_fails_its_episodes_and_is_replaced(gateway):
     assert asyncio.run(run()) == ["the agent's process ended (exit code 3)", 1.0]
 
 
+def test_episodes_are_shared_out_before_the_workers_are_ready(gateway):
+    async def run() -> list[int]:
+        agents, session = FunctionAgents(f"{PLACE}:misbehaves", workers=2), gateway.open()
+        running = [asyncio.ensure_future(outcome(agents, task_of(session, "hangs"))) for _ in range(4)]
+        await asyncio.sleep(0)
+        shares = [worker.episodes for worker in agents._workers if worker is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        left = [worker.episodes for worker in agents._workers if worker is not None]
+        await agents.close()
+        return shares + left
+
+    assert asyncio.run(run()) == [2, 2, 0, 0]
+
+
 def test_a_function_that_cannot_be_imported_in_its_process_is_an_error(gateway):
     with pytest.raises(UsageError, match="no_such_function"):
         outcomes(lambda: FunctionAgents(f"{PLACE}:no_such_function", workers=1), task_of(gateway.open()))
