@@ -198,7 +198,8 @@ class RealChaos:
     def _add_fault(self, url: str, name: str, fault: Fault) -> None:
         self.counts[name] += 1
         self._note(f"event: {url} {name}")
-        self._invariants.strikes(name)
+        if url != DRIVER:
+            self._invariants.strikes(name)
         self._faults[url] = fault
 
     def _is_stopped(self, engine: RunningEngine, share: float) -> Fault:
@@ -235,6 +236,8 @@ class RealChaos:
         """Ray, ranks and rollout manager live on without it; --resume is all that is done about them."""
         self._train.kill()
         self._train.wait()
+        yield  # steps that were recorded until now are no sign of life
+        self._invariants.strikes("driver_is_killed")
         attempt = self._invariants.attempt
         yield from _wait(share * LONGEST_ABSENCE)
         self._start_training("--resume")

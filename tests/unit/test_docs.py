@@ -15,6 +15,7 @@ import pytest
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.cli import VERBS, load_command
 from rltool.config.gateway import GatewayConfig
+from rltool.config.rollout import DeadlinesConfig
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
@@ -273,3 +274,25 @@ def test_the_examples_keep_their_contracts(name, check, monkeypatch, tmp_path):
     (tmp_path / f"{module}.py").write_text(python_example(f"def {name}("))
     monkeypatch.syspath_prepend(str(tmp_path))
     check(f"{module}:{name}")
+
+
+def texts_that_people_read() -> str:
+    """Every string of the package that is no docstring: what errors and progress lines are made of."""
+    found = []
+    for file in (ROOT / "rltool").rglob("*.py"):
+        if file.name == "renamed.py":
+            continue
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone
+        ]
+    return "\n".join(found)
+
+
+def test_every_deadline_is_named_by_what_tells_that_it_has_passed():
+    said = texts_that_people_read()
+    unnamed = [name for name in DeadlinesConfig.model_fields if not re.search(rf"deadlines\.{name}\b", said)]
+    assert unnamed == []

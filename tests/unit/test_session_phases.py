@@ -70,7 +70,8 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     monkeypatch.setattr(session, "describe_devices", lambda *_: "cpu")
     monkeypatch.setattr(session, "Rollouts", Manager)
     monkeypatch.setattr(session, "Engines", lambda *_, **__: None)
-    fleet = SimpleNamespace(endpoints=SimpleNamespace(engines=(), data_endpoint=lambda: None), infos={}, takers={})
+    nobody = SimpleNamespace(engines=(), data_endpoint=lambda: None)
+    fleet = SimpleNamespace(endpoints=nobody, infos={}, takers={}, absent={})
     run = RunDirectory(tmp_path / "runs" / "a")
     prepared = Prepared(
         loaded, run, plan_placement(loaded.config, gpu=False), "cpu", fleet, None,
