@@ -411,6 +411,8 @@ class RolloutService:
         if unknown:
             raise UnknownEngine(f"{unknown[0]} is no engine of this run that takes weights")
         verdicts = await updates.compare(urls or sorted(members))
+        if not verdicts:
+            raise RltoolError("the run has no engine now that takes weights, so nothing was compared")
         rows = [ComparedEngine(url=url, equal=one.equal, lines=one.lines) for url, one in verdicts.items()]
         return ComparedWeights(weight_version=(await self.status())["weight_version"], engines=rows)
 

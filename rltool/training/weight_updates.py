@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet_state import Member
 from rltool.errors import RltoolError
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.engine_guard import EngineGuard
@@ -143,17 +144,18 @@ class WeightUpdates:
         self._wake.clear()
         while self._asked:
             asked = self._asked.pop(0)
-            serving = self._fleet.serving()
-            verdicts = {
-                url: Verdict(False, [f"it is {(member := self._fleet.member(url)).state.value}: {member.reason}"])
-                for url in asked.urls
-                if url not in serving
-            }
+            members = {member.url: member for member in self._fleet.members()}
+            there = [url for url in asked.urls if url in members]  # one may have left since
+            serving = [url for url in there if members[url].state is State.READY]
             try:
-                verdicts |= await self._comparison.compare([url for url in asked.urls if url in serving])
-                asked.settle({url: verdicts[url] for url in asked.urls})
+                verdicts = await self._comparison.compare(serving)
+                asked.settle({url: verdicts.get(url) or _not_serving(members[url]) for url in there})
             except Exception as error:  # of a rank: the driver meets it by itself
                 asked.settle(error)
+
+
+def _not_serving(member: Member) -> Verdict:
+    return Verdict(False, [f"it is {member.state.value}: {member.reason}"])
 
 
 @dataclass(frozen=True)

@@ -395,6 +395,13 @@ def test_nobody_waits_for_ever_for_a_comparison(serve, settings, spellers):
             with pytest.raises(UnknownEngine, match="no engine of this run"):
                 await service.compare_weights(["http://127.0.0.1:9"])
             await service.sync_weights(0)
+            left = asyncio.create_task(service.compare_weights([spellers[1].url]))
+            await asyncio.sleep(0)
+            service.fleet.drain(spellers[1].url, "told to leave")
+            service.fleet.remove(spellers[1].url, "left")
+            await service.next_batch(0)
+            with pytest.raises(RltoolError, match="nothing was compared"):
+                await left
             asked = asyncio.create_task(service.compare_weights([]))
             await asyncio.sleep(0)
         with pytest.raises(RltoolError, match="the run ended"):

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from rltool.cli import main
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.weights.transports.disk import version_directory
 from tests.e2e.engines import RunningEngine
 from tests.e2e.job import Job, write_job
 from tests.e2e.weights import Sender
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 RUN = "living"
 NORM = "model.layers.1.input_layernorm.weight"
@@ -28,7 +29,7 @@ SETTINGS = [
     "trainer.max_tokens_per_micro_batch=2048", "rollout.dump=false", "optimizer_steps_per_rollout=1",
     'weights.transport="disk"',
 ]  # fmt: skip
-READY_SECONDS = 240.0
+READY_SECONDS = 400.0
 ATTEMPTS = 20
 """The trainer syncs every few seconds, which mends what this test breaks: then it is broken again."""
 
@@ -99,5 +100,10 @@ async def with_one_tensor_off(engine: RunningEngine, directory: Path, scratch: P
         tensors |= load_file(file)
     tensors[NORM] = tensors[NORM] + 1e-6
     async with EngineClient(run=info.lease.holder.run) as client:
-        await Sender(client, engine).disk(tensors, info.weight_version, scratch)
+        sender, speaks = Sender(client, engine), dialect("vllm")
+        await sender.control(speaks.pause("keep"))  # an engine that computes while it loads dies of it
+        try:
+            await sender.disk(tensors, info.weight_version, scratch)
+        finally:
+            await sender.control(speaks.resume())
     return info.weight_version
