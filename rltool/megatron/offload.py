@@ -101,8 +101,8 @@ class Offloader:
             del self._away[part]
 
     def _storages(self) -> dict[Part, list[UntypedStorage]]:
-        """Each storage once, with the first part that it belongs to, but for those that are away."""
-        seen = {storage.data_ptr() for away in self._away.values() for storage in away.storages}
+        """Each storage once, with the first part that it belongs to, whatever is away; empty ones are left out."""
+        seen: set[int] = set()
         found: dict[Part, list[UntypedStorage]] = {part: [] for part in PARTS}
         tensors = self._tensors()
         for part in PARTS:
