@@ -80,7 +80,7 @@ class Offloader:
         """Their bytes move to the host, and the device's memory is given back to it. Parts that are away stay away."""
         wanted: list[Part] = [part for part in parts if part not in self._away]
         found = self._storages()
-        moving = {part: self._copied(part, found[part]) for part in wanted}
+        moving: dict[Part, _Away] = {part: self._copied(part, found[part]) for part in wanted}
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         for part, away in moving.items():
