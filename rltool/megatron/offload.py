@@ -80,7 +80,7 @@ class Offloader:
         """Their bytes move to the host, and the device's memory is given back to it. Parts that are away stay away."""
         wanted: list[Part] = [part for part in parts if part not in self._away]
         found = self._storages()
-        moving = {part: self._copied(part, found[part]) for part in wanted}
+        moving: dict[Part, _Away] = {part: self._copied(part, found[part]) for part in wanted}
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         for part, away in moving.items():
@@ -101,8 +101,8 @@ class Offloader:
             del self._away[part]
 
     def _storages(self) -> dict[Part, list[UntypedStorage]]:
-        """Each storage once, with the first part that it belongs to, but for those that are away."""
-        seen = {storage.data_ptr() for away in self._away.values() for storage in away.storages}
+        """Each storage once, with the first part that it belongs to, whatever is away; empty ones are left out."""
+        seen: set[int] = set()
         found: dict[Part, list[UntypedStorage]] = {part: [] for part in PARTS}
         tensors = self._tensors()
         for part in PARTS:

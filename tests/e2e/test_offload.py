@@ -28,10 +28,8 @@ def digests(model) -> dict[str, str]:
                 found[f"master {number} {group} {i}"] = parameter
                 for name, value in each.optimizer.state[parameter].items():
                     found[f"{name} {number} {group} {i}"] = value
-    return {
-        name: hashlib.sha256(tensor.detach().to("cpu", copy=True).reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-        for name, tensor in found.items()
-    }
+    copies = {name: tensor.detach().to("cpu", copy=True).reshape(-1) for name, tensor in found.items()}
+    return {name: hashlib.sha256(copy.view(torch.uint8).numpy()).hexdigest() for name, copy in copies.items()}
 
 
 def held(model) -> int:

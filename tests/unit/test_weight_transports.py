@@ -220,6 +220,15 @@ def test_a_trainer_on_a_gpu_sends_over_nccl_to_whoever_has_one_too(changes, want
 
 
 @pytest.mark.parametrize(
+    ("changes", "chosen"), [({}, "gloo"), (SGLANG, "gloo"), ({**SGLANG, "dp_size": 2}, "disk")]
+)
+def test_on_a_gpu_that_trainer_and_engine_share_nobody_is_reached_over_nccl(changes, chosen):
+    assert choose(info(**changes), WeightsConfig(), "cuda", shares_gpus=True) == chosen
+    with pytest.raises(UsageError, match="NCCL joins no two ranks on one GPU"):
+        choose(info(**changes), WeightsConfig(transport="nccl"), "cuda", shares_gpus=True)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"device": "cpu"}, "runs on the CPU, where there is no NCCL"),

@@ -1,0 +1,111 @@
+"""The driver's part of colocated engines: it tells the rollout manager whose turn it is, and nothing twice."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from rltool.config.train import TrainConfig
+from rltool.engines.weight_version import Lineage
+from rltool.errors import RltoolError, UsageError
+from rltool.training import rollouts
+from rltool.training.rollout_batch import Rollout
+from rltool.training.rollouts import Rollouts
+from rltool.training.stopping import StopSignal
+from rltool.weights.sync_report import SyncReport
+
+
+class Manager:
+    """The rollout manager's actor: what was asked of it, in order. fails: a call that does not succeed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails = ""
+
+    def __getattr__(self, name: str):
+        return SimpleNamespace(remote=lambda *arguments: (name, arguments))
+
+    def answer(self, refs, *_, **__):
+        ((name, arguments),) = refs
+        if name == "events":
+            return [[]]
+        self.calls.append(" ".join([name, *map(str, arguments)]))
+        if name == self.fails:
+            raise RltoolError("no engine took the weights")
+        answers = {"sync_weights": SyncReport("v", 1, 0.1), "next_batch": Rollout(None, {}, ()), "evaluate": {}}
+        return [answers.get(name)]
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    made = Manager()
+    monkeypatch.setattr(rollouts, "RolloutActor", SimpleNamespace(remote=lambda *_, **__: made))
+    monkeypatch.setattr(rollouts, "get_all", made.answer)
+    return made
+
+
+def driver(tmp_path, mode: str) -> Rollouts:
+    config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)})
+    return Rollouts(
+        config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
+        vocab_size=8, dump_dir=None, log_file=None, endpoints_file=tmp_path / "endpoints.json",
+        console=Console(file=io.StringIO()), stop=StopSignal(),
+    )  # fmt: skip
+
+
+def test_the_trainer_gets_the_gpus_once_and_a_sync_gives_them_back(manager, tmp_path):
+    it = driver(tmp_path, "colocate")
+    it.sync_weights(0)
+    it.next_batch(0)
+    for _ in range(3):  # log-probabilities, gradients, the optimizer
+        it.free_gpus()
+    it.sync_weights(1)
+    it.next_batch(1)
+    it.free_gpus()
+    assert manager.calls == [
+        "sync_weights 0", "next_batch 0", "free_gpus", "sync_weights 1", "next_batch 1", "free_gpus"
+    ]  # fmt: skip
+
+
+def test_engines_that_slept_since_their_sync_are_synced_before_they_generate(manager, tmp_path):
+    it = driver(tmp_path, "colocate")
+    it.sync_weights(3)
+    it.free_gpus()  # a checkpoint
+    it.next_batch(3)
+    it.free_gpus()
+    it.evaluate()
+    assert manager.calls == [
+        "sync_weights 3", "free_gpus", "sync_weights 3", "next_batch 3", "free_gpus", "sync_weights 3", "evaluate"
+    ]  # fmt: skip
+    assert it.weight_version.endswith(":3")
+
+
+def test_after_a_sync_that_failed_the_trainer_gets_its_memory_back(manager, tmp_path):
+    it = driver(tmp_path, "colocate")
+    it.sync_weights(0)
+    it.free_gpus()
+    manager.fails = "sync_weights"
+    with pytest.raises(RltoolError):
+        it.sync_weights(1)
+    it.free_gpus()  # for the checkpoint that is written then
+    assert manager.calls[-1] == "free_gpus"
+
+
+def test_engines_with_gpus_of_their_own_keep_them(manager, tmp_path):
+    it = driver(tmp_path, "managed")
+    it.sync_weights(0)
+    it.free_gpus()
+    it.next_batch(0)
+    assert manager.calls == ["sync_weights 0", "next_batch 0"]
+
+
+def test_engines_of_others_do_not_join_those_on_the_trainers_gpus(manager, tmp_path):
+    it = driver(tmp_path, "colocate")
+    with pytest.raises(UsageError, match="change engines.groups"):
+        it.add_engine("http://h:1", None)
+    with pytest.raises(UsageError, match="change engines.groups"):
+        it.remove_engine("http://h:1")
+    assert manager.calls == []
