@@ -7,12 +7,15 @@ import datasets
 import pytest
 
 from rltool.config.data import DataConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.data import Prompt, PromptSource, data_summary
 from rltool.rollout.data.gym import check_held_out, seeds
 from rltool.rollout.data.own import MAX_TOO_LONG_IN_A_ROW, load_own_source
 from rltool.rollout.data.prompt import PromptStore
 from rltool.rollout.data.spec import DataSpec, parse_spec
+from rltool.training.sources import SupervisedData
 from tests.unit.test_data import LetterTokenizer, indices, jsonl, load
 
 
@@ -367,3 +370,19 @@ def test_a_source_that_breaks_its_contract_is_an_error(name, act, message):
 def test_a_checkpoint_of_an_own_source_is_no_checkpoint_of_files():
     with pytest.raises(UsageError, match="made with data.source"):
         mixed().load_state_dict(own().state_dict())
+
+
+def test_supervised_rows_are_mixed_by_weight_too(tmp_path):
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    right = jsonl(tmp_path / "a.jsonl", *({"prompt": f"{w}=", "response": w} for w in ("sun", "a" * 99, "cat")))
+    other = jsonl(tmp_path / "b.jsonl", *({"prompt": f"{w}=", "response": w} for w in ("owl", "bird", "neon")))
+    config = TrainConfig.model_validate({
+        "model": {"path": model}, "data": {"train": [right, other], "weights": [1, 3]},
+        "sampling": {"max_response_tokens": 20}, "rollout": {"prompts_per_step": 8},
+    })  # fmt: skip
+    data = SupervisedData(config)
+    assert len(data.rows.prompts) == 5 and data.rows.num_too_long == 1
+    drawn = [prompt.index for prompt in data._source.next(24)]
+    assert {index for index in drawn if index < 3} == {0, 2}, "the row that is too long is out"
+    assert sum(index < 3 for index in drawn) == 6
+    assert data.next_batch(0).batch.num_samples == 8
