@@ -1,6 +1,7 @@
 """Data sets by name: what is written for them, published layouts, mixtures, generated tasks, stores."""
 
 import json
+import sys
 import tracemalloc
 
 import datasets
@@ -96,6 +97,38 @@ def test_a_directory_of_datasets(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     with pytest.raises(UsageError, match=r"cannot be read as one of `datasets`.*save_to_disk"):
         load(tmp_path / "other")
+
+
+def test_a_name_of_the_hub_is_loaded_with_its_options(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list([GSM8K] * 5)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = load("openai/gsm8k?config=main&split=test&revision=v2[1:4]", "acme/rows")
+    assert found.parts == (3, 5) and found.layouts == ("gsm8k",)
+    assert asked == [
+        (("openai/gsm8k", "main"), {"split": "test", "revision": "v2"}),
+        (("acme/rows", None), {"split": "train", "revision": None}),
+    ]
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_named(monkeypatch):
+    def load_dataset(*arguments, **options):
+        raise ValueError("Config name is missing.\nPlease pick one among: ['main', 'socratic']")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(UsageError, match=r"data set 'openai/gsm8k' cannot be loaded.*pick one among: \['main'"):
+        load("openai/gsm8k")
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"pip install 'rltool\[data\]'"):
+        load("openai/gsm8k")
 
 
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 1,004"}
