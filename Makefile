@@ -34,7 +34,7 @@ unit: venv
 
 # Style and types, as continuous integration checks them before the tests.
 lint: venv
-	.venv/bin/ruff check rltool tests benchmarks docs recipes
+	.venv/bin/ruff check rltool tests benchmarks docs recipes examples
 	.venv/bin/basedpyright --level error
 
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.

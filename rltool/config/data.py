@@ -59,7 +59,7 @@ class DataConfig(Config):
     """None: for `messages` yes, for `prompt` no."""
     chat_template: Path | None = None
     """Jinja file in place of the chat template that comes with the model."""
-    chat_template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    chat_template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the chat template, such as enable_thinking."""
     shuffle: bool = True
     """In an order that depends on the seed and the epoch alone; false: as in the files."""

@@ -37,6 +37,8 @@ def numbers(annotation: Any) -> Iterator[Any]:
             yield from (lambda v, b=before, a=after, put=put: [*b, put(v), *a] for put in numbers(item))
     elif get_origin(annotation) is dict:
         yield from (lambda v, put=put: {"name": put(v)} for put in numbers(get_args(annotation)[1]))
+    elif annotation is Any:
+        return  # an argument of the user's own function or template, which may be whatever that takes
     else:
         assert annotation in (str, bool, NoneType) or get_origin(annotation) is Literal or "Path" in str(annotation)
 

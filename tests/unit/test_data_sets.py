@@ -1,18 +1,22 @@
 """Data sets by name: what is written for them, published layouts, mixtures, generated tasks, stores."""
 
 import json
+import sys
 import tracemalloc
 
 import datasets
 import pytest
 
 from rltool.config.data import DataConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.data import Prompt, PromptSource, data_summary
 from rltool.rollout.data.gym import check_held_out, seeds
 from rltool.rollout.data.own import MAX_TOO_LONG_IN_A_ROW, load_own_source
 from rltool.rollout.data.prompt import PromptStore
 from rltool.rollout.data.spec import DataSpec, parse_spec
+from rltool.training.sources import SupervisedData
 from tests.unit.test_data import LetterTokenizer, indices, jsonl, load
 
 
@@ -93,6 +97,38 @@ def test_a_directory_of_datasets(tmp_path, monkeypatch):
     (tmp_path / "other").mkdir()
     with pytest.raises(UsageError, match=r"cannot be read as one of `datasets`.*save_to_disk"):
         load(tmp_path / "other")
+
+
+def test_a_name_of_the_hub_is_loaded_with_its_options(monkeypatch):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return datasets.Dataset.from_list([GSM8K] * 5)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = load("openai/gsm8k?config=main&split=test&revision=v2[1:4]", "acme/rows")
+    assert found.parts == (3, 5) and found.layouts == ("gsm8k",)
+    assert asked == [
+        (("openai/gsm8k", "main"), {"split": "test", "revision": "v2"}),
+        (("acme/rows", None), {"split": "train", "revision": None}),
+    ]
+
+
+def test_a_data_set_that_the_hub_does_not_give_is_named(monkeypatch):
+    def load_dataset(*arguments, **options):
+        raise ValueError("Config name is missing.\nPlease pick one among: ['main', 'socratic']")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(UsageError, match=r"data set 'openai/gsm8k' cannot be loaded.*pick one among: \['main'"):
+        load("openai/gsm8k")
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"pip install 'rltool\[data\]'"):
+        load("openai/gsm8k")
 
 
 GSM8K = {"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 1,004"}
@@ -367,3 +403,19 @@ def test_a_source_that_breaks_its_contract_is_an_error(name, act, message):
 def test_a_checkpoint_of_an_own_source_is_no_checkpoint_of_files():
     with pytest.raises(UsageError, match="made with data.source"):
         mixed().load_state_dict(own().state_dict())
+
+
+def test_supervised_rows_are_mixed_by_weight_too(tmp_path):
+    model = make_tiny_model(tmp_path / "model", seed=0)
+    right = jsonl(tmp_path / "a.jsonl", *({"prompt": f"{w}=", "response": w} for w in ("sun", "a" * 99, "cat")))
+    other = jsonl(tmp_path / "b.jsonl", *({"prompt": f"{w}=", "response": w} for w in ("owl", "bird", "neon")))
+    config = TrainConfig.model_validate({
+        "model": {"path": model}, "data": {"train": [right, other], "weights": [1, 3]},
+        "sampling": {"max_response_tokens": 20}, "rollout": {"prompts_per_step": 8},
+    })  # fmt: skip
+    data = SupervisedData(config)
+    assert len(data.rows.prompts) == 5 and data.rows.num_too_long == 1
+    drawn = [prompt.index for prompt in data._source.next(24)]
+    assert {index for index in drawn if index < 3} == {0, 2}, "the row that is too long is out"
+    assert sum(index < 3 for index in drawn) == 6
+    assert data.next_batch(0).batch.num_samples == 8

@@ -242,8 +242,9 @@ def compare(judge, size, **options):
     return samples
 
 
-def test_each_response_is_compared_in_both_places():
-    judge = Judge("I like the first [[A]]")
+@pytest.mark.parametrize("place", ["A", "B"])
+def test_each_response_is_compared_in_both_places(place):
+    judge = Judge(f"I like this place [[{place}]]")
     samples = compare(judge, 4)
     assert [one.reward for one in samples] == [0.5] * 4, "a judge that prefers a place favours nobody"
     assert len(judge.asked) == 8
