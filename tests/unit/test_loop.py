@@ -16,7 +16,7 @@ from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.report.samples import SampleRecord, read_samples
 from rltool.training.loop import Loop, Parts, Progress
-from rltool.training.metrics import MetricsWriter
+from rltool.training.metrics import MetricsWriter, progress_line
 from rltool.training.sample_log import SampleLog
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
@@ -506,3 +506,10 @@ def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):
     names = {name for record in run.records() for name in record if "/" in name}
     assert undocumented(names) == []
     assert {"train/effective_sample_fraction", "train/tokens_per_second", "time/non_generation_seconds"} <= names
+
+
+def test_a_long_rollout_says_how_long_it_will_take():
+    line = "rollout: 30 s, 8 of 32 groups ready, 24 running, about 90 s left"
+    assert progress_line(30.0, ready=8, needed=32, running=24) == line
+    assert "left" not in progress_line(30.0, ready=0, needed=32, running=32)
+    assert "left" not in progress_line(30.0, ready=32, needed=32, running=0)
