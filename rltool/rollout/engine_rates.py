@@ -62,9 +62,8 @@ def rates(before: Mapping[str, EngineCounters], now: Mapping[str, EngineCounters
 
 def _share(before: Tally | float | None, now: Tally | float | None) -> float | None:
     """Of a gauge its value; of counts the share since `before`, None where nothing was counted."""
-    if now is None or isinstance(now, float):
+    if not isinstance(now, Tally):
         return now
-    restarted = not isinstance(before, Tally) or now.total < before.total
-    start = Tally(0.0, 0.0) if restarted or not isinstance(before, Tally) else before
+    start = before if isinstance(before, Tally) and before.total <= now.total else Tally(0.0, 0.0)
     total = now.total - start.total
     return (now.hits - start.hits) / total if total > 0 else None

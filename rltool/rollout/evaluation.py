@@ -59,21 +59,15 @@ class Evaluated:
 
 def eval_settings(config: EvalConfig, sampling: SamplingConfig, name: str, *, pass_reward: float) -> EvalSettings:
     """Of the set called `name`: its own where it has some, else those of [eval.sampling], else of [sampling]."""
-    common, own = config.sampling, config.overrides.get(name)
-
-    def of(key: str, default: object) -> object:
-        value = getattr(own, key) if own is not None else None
-        return default if value is None else value
-
-    return EvalSettings(
-        samples_per_prompt=of("samples_per_prompt", config.samples_per_prompt),
-        temperature=of("temperature", common.temperature),
-        top_p=of("top_p", common.top_p),
-        top_k=of("top_k", common.top_k),
-        max_response_tokens=of("max_response_tokens", common.max_response_tokens or sampling.max_response_tokens),
-        pass_at=config.pass_at,
-        pass_reward=pass_reward,
-    )  # pyright: ignore[reportArgumentType]  # each default has the type of its field
+    settings = EvalSettings(
+        config.samples_per_prompt, config.sampling.temperature, config.sampling.top_p, config.sampling.top_k,
+        config.sampling.max_response_tokens or sampling.max_response_tokens, config.pass_at, pass_reward,
+    )  # fmt: skip
+    own = config.overrides.get(name)
+    if own is None:
+        return settings
+    given = own.model_dump(exclude_none=True, exclude={"reward", "max_prompts"})
+    return replace(settings, **given)
 
 
 async def evaluate_set(

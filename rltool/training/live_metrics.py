@@ -6,7 +6,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import cast
 
 from rltool.engines.run_client import History, RunStatus
 
@@ -84,7 +84,7 @@ def _of_status(status: RunStatus) -> Iterator[tuple[str, dict[str, str], float]]
         yield "steps", {}, float(status["steps"])
     if "requests_in_flight" in status:
         yield "requests_in_flight", {}, float(status["requests_in_flight"])
-    groups: Mapping[str, Any] = status.get("groups") or {}
+    groups = cast(Mapping[str, int], status.get("groups") or {})
     for state, count in groups.items():
         yield "prompt_groups", {"state": state}, float(count)
     for engine in status.get("engines") or ():

@@ -102,3 +102,12 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     if metrics.get("train/skipped_steps"):
         parts.append(f"[yellow]skipped {metrics['train/skipped_steps']:.0f}[/yellow]")
     return "  ".join(part for part in parts if part)
+
+
+def progress_line(waited: float, *, ready: int, needed: int, running: int) -> str:
+    """Of a rollout that takes long. The time left is an extrapolation of the groups that are ready: too short where the
+    longest answers come last, and not given before the first."""
+    line = f"rollout: {waited:.0f} s, {ready} of {needed} groups ready, {running} running"
+    if 0 < ready < needed:
+        line += f", about {waited * (needed - ready) / ready:.0f} s left"
+    return line

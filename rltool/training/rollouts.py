@@ -20,6 +20,7 @@ from rltool.rollout.dump import write_dump
 from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.endpoints_follow import EndpointsFollow
+from rltool.training.metrics import progress_line
 from rltool.training.ray_calls import Waiting, get_all
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
@@ -220,10 +221,9 @@ class Rollouts:
                 return
             shown = time.monotonic()
             counts = self._manager_status()["groups"]
+            needed = self.config.rollout.prompts_per_step
             self.console.print(
-                f"rollout: {waited:.0f} s, {counts['ready']} of {self.config.rollout.prompts_per_step} groups ready, "
-                f"{counts['running']} running",
-                highlight=False,
+                progress_line(waited, ready=counts["ready"], needed=needed, running=counts["running"]), highlight=False
             )
             self._show_events()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,7 +84,6 @@ class RecordedRollouts(Stateless):
         self, config: TrainConfig, directory: Path, *, steps: tuple[int, ...] | None = None, share: float = 1.0
     ) -> None:
         self._config, self._chosen, self._share = config, steps, share
-        self._tokenizer: Tokenizer | None = None
         self.directory = directory
         self.steps = dumped_steps(directory) if directory.is_dir() else []
         if not self.steps:
@@ -104,10 +104,17 @@ class RecordedRollouts(Stateless):
         return SourcedBatch(batch, metrics, tuple(dump.weight_versions), self._kept(samples))
 
     def _kept(self, samples: list[Sample]) -> Mapping[int, SampleRecord]:
-        count, model = self._config.monitor.samples_per_step, self._config.model
-        if count and self._tokenizer is None:
-            self._tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        return records_to_keep(samples, count, self._tokenizer)
+        count = self._config.monitor.samples_per_step
+        return records_to_keep(samples, count, self._tokenizer) if count else {}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer | None:
+        """None where the model's directory has none, which training does not need: tokens are shown as their ids."""
+        model = self._config.model
+        try:
+            return load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        except UsageError:
+            return None
 
 
 class FakeRollouts(Stateless):

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from rltool.cli import main
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import FleetPolicy
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineConflict, EngineError, RltoolError, TrainingStopped, UnknownEngine, UsageError
@@ -1068,3 +1069,38 @@ def test_a_simulated_sync_that_an_engine_refuses_lets_the_others_go_on(serve, sp
     with pytest.raises(EngineError):
         asyncio.run(simulate_sync(endpoints, seconds=0.0, mode="keep", timeout=LONG))
     assert not spellers[1].paused
+
+
+SERVES = """
+import sys, pathlib
+from rltool.processes.run_directory import open_run
+words = sys.argv[sys.argv.index("serve-engines"):]
+run = open_run(words[words.index("--run") + 1], create=True)
+assert words[1] == {model!r} and "--detach" in words and words[-2:] == ["--device", "cpu"], words
+run.endpoints_file.write_text(pathlib.Path({endpoints!r}).read_text())
+"""
+
+
+def test_eval_of_a_checkpoint_starts_engines_on_it_and_ends_what_it_started(
+    config_file, spellers, model_dir, data_file, tmp_path, monkeypatch, capsys
+):
+    """serve-engines is replaced: it names engines that run already, and the command's own end is looked at."""
+    config_file.write_text(config_file.read_text() + f'[eval]\nsets = {{ words = "{data_file}" }}\n')
+    endpoints = Endpoints(
+        models={"policy": ModelEndpoints(engines=tuple(endpoint_of(engine, None) for engine in spellers))}
+    )
+    endpoints.save(tmp_path / "endpoints.json")
+    script, stopped, run_command = tmp_path / "serves.py", [], subprocess.run
+    script.write_text(SERVES.format(model=str(model_dir), endpoints=str(tmp_path / "endpoints.json")))
+
+    def serve_engines(command, **options):
+        assert command[1:4] == ["-m", "rltool", "serve-engines"]
+        return run_command([sys.executable, str(script), *command[3:]], **options)
+
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setattr("rltool.commands.evaluate.subprocess.run", serve_engines)
+    monkeypatch.setattr("rltool.processes.stop.stop_processes", stopped.append)
+    words = ["--config", str(config_file), "--checkpoint", str(model_dir), "--serve-flags", "--device cpu"]
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", *words])
+    assert ended.value.code == 0 and "9, 9" in capsys.readouterr().out and len(stopped) == 1

@@ -122,7 +122,7 @@ def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
     for old, new in TrainConfig.renamed.items():
         for key, there in ((old, False), (new, True)):
             *sections, name = key.split(".")
-            config = TrainConfig
+            model = TrainConfig
             for section in sections:
-                config = config.model_fields[section].annotation
-            assert (name in config.model_fields) is there, key
+                model = model.model_fields[section].annotation
+            assert (name in model.model_fields) is there, key

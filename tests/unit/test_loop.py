@@ -14,10 +14,13 @@ from rich.console import Console
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped
+from rltool.report.samples import SampleRecord, read_samples
 from rltool.training.loop import Loop, Parts, Progress
-from rltool.training.metrics import MetricsWriter
+from rltool.training.metrics import MetricsWriter, progress_line
+from rltool.training.sample_log import SampleLog
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
+from tests.metric_names import undocumented
 
 
 def make_batch(groups=(0, 0, 1, 1), version=0) -> TrainBatch:
@@ -472,3 +475,70 @@ def test_a_signal_never_raises_out_of_its_handler_for_inside_a_wait_of_ray_that_
         assert stop.requested == signal.SIGTERM
         with pytest.raises(StopRequested):
             stop.raise_if_requested()
+
+
+# -- samples that are kept
+
+
+def kept_record(row):
+    return SampleRecord(
+        group=row, index=0, prompt="p", text="a", reward=float(row), status="completed", prompt_tokens=1, tokens=("a",),
+        token_ids=(5,), mask=(1,), engine_logprobs=(-1.0,),
+    )  # fmt: skip
+
+
+class WorldWithSamples(World):
+    def next_batch(self, step):
+        sourced = super().next_batch(step)
+        kept = {row: kept_record(row) for row in (0, 3)}
+        return SourcedBatch(sourced.batch, sourced.metrics, sourced.weight_versions, kept)
+
+
+def run_with_samples(tmp_path, world, **settings):
+    run = Run(tmp_path, world, **settings)
+    run.loop.samples = SampleLog(tmp_path / "samples")
+    return run
+
+
+def test_kept_samples_have_the_log_probabilities_of_the_pass_that_was_compared(tmp_path):
+    world = WorldWithSamples()
+    world.trainer_logprob = -1.001
+    run = run_with_samples(tmp_path, world)
+    run.loop.run()
+    found = [read_samples(tmp_path / "samples", step) for step in (0, 1)]
+    assert [(step.of, [r.group for r in step.samples]) for step in found] == [(4, [0, 3])] * 2
+    assert [r.differences[0] for r in found[0].samples] == pytest.approx([-0.001] * 2, abs=1e-6)
+
+
+def test_of_several_optimizer_steps_the_first_ones_samples_have_been_compared(tmp_path):
+    world = WorldWithSamples()
+    run = run_with_samples(
+        tmp_path, world, steps=1, optimizer_steps_per_rollout=2, rollout={"prompts_per_step": 2},
+    )  # fmt: skip
+    run.loop.run()
+    whole_batch = "logprobs" in world.calls  # old log-probabilities in a pass of their own
+    first, last = read_samples(tmp_path / "samples", 0).samples
+    assert first.trainer_logprobs == (-1.0,) and last.trainer_logprobs == ((-1.0,) if whole_batch else None)
+
+
+def test_the_samples_on_which_trainer_and_engines_disagreed_are_kept(tmp_path):
+    world = WorldWithSamples()
+    world.trainer_logprob = -9.0
+    with pytest.raises(TrainingStopped, match="disagree"):
+        run_with_samples(tmp_path, world).loop.run()
+    assert [r.differences for r in read_samples(tmp_path / "samples", 0).samples] == [(-8.0,), (-8.0,)]
+
+
+def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):
+    run = Run(tmp_path, World())
+    run.loop.run()
+    names = {name for record in run.records() for name in record if "/" in name}
+    assert undocumented(names) == []
+    assert {"train/effective_sample_fraction", "train/tokens_per_second", "time/non_generation_seconds"} <= names
+
+
+def test_a_long_rollout_says_how_long_it_will_take():
+    line = "rollout: 30 s, 8 of 32 groups ready, 24 running, about 90 s left"
+    assert progress_line(30.0, ready=8, needed=32, running=24) == line
+    assert "left" not in progress_line(30.0, ready=0, needed=32, running=32)
+    assert "left" not in progress_line(30.0, ready=32, needed=32, running=0)

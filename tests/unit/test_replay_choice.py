@@ -53,10 +53,11 @@ def test_a_subsample_has_whole_groups_and_a_larger_one_all_of_a_smaller_one():
 def test_a_replay_trains_on_the_chosen_steps_and_groups(tmp_path):
     for step in range(4):
         write_dump(tmp_path, step=step, seed=0, samples=samples(8, reward=100.0 * step))
-    config = TrainConfig.model_validate({"model": {"path": "m"}, "monitor": {"samples_per_step": 0}})
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "monitor": {"samples_per_step": 2}})
     source = RecordedRollouts(config, tmp_path, steps=(3, 1), share=0.5)
     first, second = source.next_batch(0), source.next_batch(1)
     assert first.batch.num_samples == second.batch.num_samples == 8 == first.metrics["rollout/samples"]
+    assert [record.tokens for record in first.kept.values()] == [("<3>", "<4>")] * 2, "m has no tokenizer"
     assert first.batch.rewards.min() >= 300 and 100 <= second.batch.rewards.min() < 200
 
 

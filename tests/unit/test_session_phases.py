@@ -68,6 +68,7 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     monkeypatch.setattr(session, "_load", lambda *_: SimpleNamespace(progress=None, lineage=SimpleNamespace(run="r")))
     monkeypatch.setattr(session, "describe_engines", lambda fleet, config: ["engines: 2 x vllm"])
     monkeypatch.setattr(session, "describe_devices", lambda *_: "cpu")
+    monkeypatch.setattr(session, "run_facts", lambda *_: {"device": "cpu"})
     monkeypatch.setattr(session, "Rollouts", Manager)
     monkeypatch.setattr(session, "Engines", lambda *_, **__: None)
     nobody = SimpleNamespace(engines=(), data_endpoint=lambda: None)
