@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
 import re
 import shlex
@@ -13,11 +14,13 @@ from pathlib import Path
 import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
+from rltool.chat.conversation import Message
 from rltool.cli import VERBS, load_command
 from rltool.config.gateway import GatewayConfig
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.environments.protocol import Task
 from rltool.rollout.contracts import check_generate_function, check_reward_function
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -259,9 +262,9 @@ def test_every_metric_that_is_listed_is_measured():
         assert name in measured or (last in measured and room.partition("/")[0] in ("rollout", "eval", "train")), name
 
 
-def python_example(containing: str) -> str:
-    """The indented block of extending.md with this text."""
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", PAGES["docs/extending.md"], re.MULTILINE)
+def python_example(containing: str, page: str = "docs/extending.md") -> str:
+    """The indented block of the page with this text."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", PAGES[page], re.MULTILINE)
     [block] = [block for block in blocks if containing in block]
     return "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
@@ -281,3 +284,17 @@ def test_the_examples_keep_their_contracts(name, check, monkeypatch, tmp_path):
     (tmp_path / f"{module}.py").write_text(python_example(f"def {name}("))
     monkeypatch.syspath_prepend(str(tmp_path))
     check(f"{module}:{name}")
+
+
+def test_the_environment_of_the_docs_can_be_won():
+    names: dict[str, type] = {}
+    exec(python_example("class Guess", "docs/agents.md"), names)
+    game = names["Guess"](limit=10)
+
+    async def play() -> tuple[list[str], float | None]:
+        start = await game.reset(Task(0, (Message("user", "hello"),), None, {}, seed=13))
+        first = await game.step(Message("assistant", "5"))
+        assert (await game.step(Message("assistant", "3"))).done
+        return [message.text for message in (*start.messages, *first.messages)], await game.reward()
+
+    assert asyncio.run(play()) == (["hello", "Guess a number below 10.", "lower"], 1.0)
