@@ -56,10 +56,6 @@ class GatewayProcess:
     def url(self) -> str:
         return http_url(self._config.host, self._config.port)
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
-
     async def start(self) -> None:
         """Return when it serves. RltoolError, with the end of its log, where it does not in time."""
         await self._start_once()

@@ -79,7 +79,7 @@ def rollout_only(
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_service import Engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
-    from rltool.training.validate import check_files, check_mode
+    from rltool.training.validate import check_files, check_generation, check_mode
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
@@ -87,6 +87,7 @@ def rollout_only(
     notes = check_settings(loaded.origins)
     check_files(settings)
     check_mode(settings)
+    check_generation(settings)
     if settings.engines.mode != "external":
         raise UsageError(
             "debug rollout-only samples from engines that run already: start them with `rltool serve-engines --config`,"

@@ -53,11 +53,11 @@ def load_episodes(config: TrainConfig) -> Episodes | None:
         call_seconds=config.deadlines.environment,
     )
     return Episodes(
-        make, Renderer(chat_tokenizer(config), PARSERS[rollout.tool_parser], rollout.template_arguments), limits
+        make, Renderer(_chat_tokenizer(config), PARSERS[rollout.tool_parser], rollout.template_arguments), limits
     )
 
 
-def chat_tokenizer(config: TrainConfig) -> Tokenizer:
+def _chat_tokenizer(config: TrainConfig) -> Tokenizer:
     """UsageError for a model without a chat template."""
     tokenizer = load_tokenizer(
         config.model.path,

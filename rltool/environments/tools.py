@@ -7,7 +7,9 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -18,6 +20,8 @@ from rltool.errors import UsageError
 
 MAX_RESULT_CHARACTERS = 8192
 """Of what the model reads of one result; the rest is cut, and the text says so."""
+_THREADS = ThreadPoolExecutor(32, "tools")
+"""Not asyncio's own: slow tools must not keep the run's other work from its threads."""
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -55,7 +59,8 @@ class Tool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**named)
                 else:
-                    result = await asyncio.to_thread(self.function, **named)
+                    loop = asyncio.get_running_loop()
+                    result = await loop.run_in_executor(_THREADS, partial(self.function, **named))
         except UsageError:
             raise
         except TimeoutError:

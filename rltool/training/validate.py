@@ -151,12 +151,7 @@ def check_models(config: TrainConfig) -> None:
 def check_rollout(config: TrainConfig) -> None:
     """Settings of the collector that would have no effect, or would train on tokens that the bound forbids."""
     rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
-    chosen = [name for name in ("generate_function", "environment", "agent") if getattr(rollout, name) is not None]
-    if len(chosen) > 1:
-        raise UsageError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
-    if rollout.environment_arguments and rollout.environment is None:
-        raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
-    check_agents(config)
+    check_generation(config)
     if rollout.partial_rollout and rollout.oversampling_factor == 1:
         raise UsageError(
             "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with "
@@ -182,9 +177,14 @@ def check_rollout(config: TrainConfig) -> None:
         )
 
 
-def check_agents(config: TrainConfig) -> None:
-    """Settings of rollout.agent and its gateway."""
+def check_generation(config: TrainConfig) -> None:
+    """One way in which samples come about, and the settings of that one."""
     rollout = config.rollout
+    chosen = [name for name in ("generate_function", "environment", "agent") if getattr(rollout, name) is not None]
+    if len(chosen) > 1:
+        raise UsageError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
+    if rollout.environment_arguments and rollout.environment is None:
+        raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
     if rollout.agent is None:
         if rollout.gateway is not None:
             raise UsageError("rollout.gateway has no effect without rollout.agent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
 import re
 import shlex
@@ -13,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
+from rltool.chat.conversation import Message
 from rltool.cli import VERBS, load_command
 from rltool.config.gateway import GatewayConfig
 from rltool.config.rollout import DeadlinesConfig
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.environments.protocol import Task
 from rltool.rollout.contracts import check_generate_function, check_reward_function
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,9 +255,9 @@ def test_every_quoted_error_message_is_one_of_the_code(quoted):
     assert all(piece in strings_of_the_code() for piece in pieces)
 
 
-def python_example(containing: str) -> str:
-    """The indented block of extending.md with this text."""
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", PAGES["docs/extending.md"], re.MULTILINE)
+def python_example(containing: str, page: str = "docs/extending.md") -> str:
+    """The indented block of the page with this text."""
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", PAGES[page], re.MULTILINE)
     [block] = [block for block in blocks if containing in block]
     return "\n".join(line.removeprefix("    ") for line in block.splitlines())
 
@@ -296,3 +299,17 @@ def test_every_deadline_is_named_by_what_tells_that_it_has_passed():
     said = texts_that_people_read()
     unnamed = [name for name in DeadlinesConfig.model_fields if not re.search(rf"deadlines\.{name}\b", said)]
     assert unnamed == []
+
+
+def test_the_environment_of_the_docs_can_be_won():
+    names: dict[str, type] = {}
+    exec(python_example("class Guess", "docs/agents.md"), names)
+    game = names["Guess"](limit=10)
+
+    async def play() -> tuple[list[str], float | None]:
+        start = await game.reset(Task(0, (Message("user", "hello"),), None, {}, seed=13))
+        first = await game.step(Message("assistant", "5"))
+        assert (await game.step(Message("assistant", "3"))).done
+        return [message.text for message in (*start.messages, *first.messages)], await game.reward()
+
+    assert asyncio.run(play()) == (["hello", "Guess a number below 10.", "lower"], 1.0)

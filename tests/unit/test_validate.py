@@ -158,3 +158,32 @@ def test_settings_of_the_collector_that_go_together_pass(base):
     check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "rollout.max_staleness=1")
     check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0")
     check(base, "rollout.max_staleness=2", 'rollout.on_stale="resample"')
+
+
+AGENT = 'rollout.agent="a:run"'
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ([AGENT, 'rollout.environment="a:B"'], "rollout.environment and rollout.agent are each a whole generation"),
+        (['rollout.environment_arguments={"a"=1}'], "no effect without rollout.environment"),
+        (['rollout.gateway="http://h:1"'], "no effect without rollout.agent"),
+        (["rollout.agent=[]"], "words of a command line"),
+        ([AGENT, 'rollout.gateway="http://h:1"'], "gateway_key_file go together"),
+        (
+            [AGENT, "rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1"],
+            "cannot be taken up where it was",
+        ),
+        ([AGENT, 'eval.sets.a="{base}"', "eval.temperature=0"], "set both to one value"),
+    ],
+)
+def test_ways_to_generate_that_contradict_each_other_are_refused(base, sets, message, tmp_path):
+    with pytest.raises(UsageError, match=message):
+        check(base, *(text.replace("{base}", f"{tmp_path}/p.jsonl") for text in sets))
+
+
+def test_agents_and_environments_pass(base):
+    check(base, AGENT, 'rollout.gateway="http://h:1"', 'rollout.gateway_key_file="key"')
+    check(base, 'rollout.agent=["python", "agent.py"]')
+    check(base, 'rollout.environment="a:B"', "rollout.environment_arguments={a=1}")

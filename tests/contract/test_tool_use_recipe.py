@@ -1,0 +1,112 @@
+"""The recipe `tool_use` without training: task, model and configuration, against engines that know the task."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.tool_use import agent
+from recipes.tool_use.task import ASSISTANT, STOP, TOOL, USER, call_of, make_data, make_model
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.training.rollout_service import Engines, Rollout, RolloutService
+from rltool.training.validate import check_inputs, check_rollout
+from tests.contract.fakes.vllm import FakeVllm
+
+HERE = Path(__file__).resolve().parents[2] / "recipes" / "tool_use"
+
+
+class Caller(FakeVllm):
+    """Calls the calculator with what it was asked, and answers with its result; with an odd seed it adds a 1 to it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
+
+    def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
+        text = self.tokenizer.decode_everything(ids)
+        _, is_second, result = text.partition(TOOL)
+        if not is_second:
+            said = call_of(text.removeprefix(USER).partition(STOP)[0])
+        else:
+            said = result.partition(STOP)[0] + "1" * (sampling["seed"] % 2)
+        return self.tokenizer.encode_target(said)[:limit]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("tool-use")
+    make_data(root / "data", seed=0, num_train=40, num_heldout=8)
+    make_model(root / "model", seed=0)
+    return root
+
+
+def config_of(files: Path, how: str) -> TrainConfig:
+    sets = [
+        f'model.path="{files}/model"', f'data.train=["{files}/data/train.jsonl"]',
+        f'eval.sets.heldout="{files}/data/heldout.jsonl"', "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4",
+        "rollout.dump=true",
+    ]  # fmt: skip
+    return load_config(TrainConfig, [HERE / "grpo.toml", HERE / f"{how}.toml"], sets, {}).config
+
+
+@pytest.mark.parametrize("how", ["environment", "agent"])
+def test_its_configuration_passes_the_checks_of_a_run(files, how):
+    config = config_of(files, how)
+    check_rollout(config)
+    check_inputs(config)
+
+
+def test_the_careless_user_is_right_about_a_quarter_of_the_time_and_uses_one_form(files):
+    rows = [json.loads(line) for line in (files / "data" / "warm_start.jsonl").read_text().splitlines()]
+    assert len(rows) == 80 and all(row["prompt"].endswith(ASSISTANT) for row in rows)
+    held_out = {json.loads(line)["prompt"] for line in (files / "data" / "heldout.jsonl").read_text().splitlines()}
+    assert not held_out & {
+        json.loads(line)["prompt"] for line in (files / "data" / "train.jsonl").read_text().splitlines()
+    }
+    tokenizer = load_tokenizer(files / "model")
+    for row in rows:
+        assert tokenizer.decode_everything(tokenizer.encode_prompt(row["prompt"])) == row["prompt"]
+
+
+def test_the_first_steps_by_the_environment(files):
+    tokenizer = load_tokenizer(files / "model")
+
+    async def go(engine: Caller) -> tuple[Rollout, dict[str, float]]:
+        endpoint = EngineEndpoint(url=engine.url, dialect="vllm", plugin=True)
+        async with EngineClient() as client:
+            engines = Engines((endpoint,), {endpoint.url: await client.probe(endpoint)})
+        service = RolloutService(config_of(files, "environment"), engines, log=lambda line: None)
+        try:
+            await service.start()
+            return await service.next_batch(0), await service.evaluate()
+        finally:
+            await service.close()
+
+    with Caller(tokenizer) as engine:
+        rollout, evaluated = asyncio.run(go(engine))
+    assert len(rollout.samples) == 16 and {sample.turns for sample in rollout.samples} == {2}
+    assert {sample.reward for sample in rollout.samples} == {0.0, 1.0}
+    for sample in rollout.samples:
+        said = tokenizer.decode_everything([*sample.prompt_ids, *sample.response_ids])
+        assert said.startswith(f"{USER}{sample.prompt_text}{STOP}{ASSISTANT}{call_of(sample.prompt_text)}{STOP}{TOOL}")
+        assert sample.reward == float(said.endswith(f"{STOP}{TOOL}{sample.label}{STOP}{ASSISTANT}{sample.label}{STOP}"))
+    assert rollout.metrics["rollout/turns_mean"] == 2.0 and 0 < evaluated["eval/heldout/accuracy"] < 1
+
+
+def test_the_agent_tells_the_model_what_was_wrong():
+    class Call:
+        def __init__(self, arguments: str) -> None:
+            self.function = self
+            self.arguments = arguments
+
+    assert agent.result_of(Call('{"expression": "2*3"}')) == "6"
+    assert agent.result_of(Call('{"expression": "2*"}')).startswith("error: ")
+    assert agent.result_of(Call("{}")).startswith("error: ")
