@@ -253,6 +253,9 @@ WALL_CLOCK = {
     "processes/run_directory.py": "names of runs, and when they were made",
     "gateway/registry.py": "sessions outlive the process that measured when they were used last",
     "gateway/turns.py": "when a turn was, for its record",
+    "report/page.py": "when a page was made",
+    "training/loggers.py": "MLflow wants the time of each value",
+    "training/run_facts.py": "when a run was started, for its report",
 }
 
 
