@@ -30,7 +30,8 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.training.preflight import probe_fleet
-from rltool.training.rollout_service import Engines, RolloutService
+from rltool.training.rollout_engines import Engines
+from rltool.training.rollout_service import RolloutService
 
 
 def constant_reward(sample: object, text: str) -> float:

@@ -77,7 +77,7 @@ def rollout_only(
         uncompared,
     )
     from rltool.training.record import record_rollouts
-    from rltool.training.rollout_service import Engines
+    from rltool.training.rollout_engines import Engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
     from rltool.training.validate import check_files, check_generation, check_mode
 

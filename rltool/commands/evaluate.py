@@ -43,7 +43,7 @@ def evaluate(
     from rltool.rollout.evaluation import write_evaluated
     from rltool.training.evaluate import evaluate_alone
     from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
-    from rltool.training.rollout_service import Engines
+    from rltool.training.rollout_engines import Engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
     from rltool.training.validate import check_model_directory
 

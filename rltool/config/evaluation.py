@@ -27,6 +27,8 @@ class EvalSamplingConfig(Config):
     """-1 keeps all tokens."""
     max_response_tokens: int | None = Field(default=None, ge=1)
     """None: sampling.max_response_tokens."""
+    stop: tuple[str, ...] | None = None
+    """None: sampling.stop."""
 
 
 class EvalSetConfig(Config):

@@ -30,14 +30,15 @@ class EvalSettings:
     top_p: float
     top_k: int
     max_response_tokens: int
+    stop: tuple[str, ...] = ()
     pass_at: tuple[int, ...] = ()
     pass_reward: float = 1.0
 
     def applied(self, sampling: SamplingParams) -> SamplingParams:
-        """The same with this temperature, cut and length."""
+        """The same with this temperature, cut, length and stops."""
         return replace(
             sampling, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k,
-            max_tokens=self.max_response_tokens,
+            max_tokens=self.max_response_tokens, stop=self.stop,
         )  # fmt: skip
 
 

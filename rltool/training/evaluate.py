@@ -8,7 +8,8 @@ from collections.abc import Callable
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.rollout.evaluation import Evaluated
-from rltool.training.rollout_service import Engines, RolloutService
+from rltool.training.rollout_engines import Engines
+from rltool.training.rollout_service import RolloutService
 
 
 def evaluate_alone(config: TrainConfig, engines: Engines, *, say: Callable[[str], None]) -> Evaluated:

@@ -13,7 +13,8 @@ from rltool.config.train import TrainConfig
 from rltool.rollout.dump import write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line
-from rltool.training.rollout_service import Engines, RolloutService
+from rltool.training.rollout_engines import Engines
+from rltool.training.rollout_service import RolloutService
 
 
 def record_rollouts(

@@ -16,7 +16,8 @@ from rltool.processes.output import redirect_output
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.rollout_batch import Rollout
-from rltool.training.rollout_service import Engines, RolloutService, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_service import RolloutService
 from rltool.weights.sync_report import SyncReport
 
 

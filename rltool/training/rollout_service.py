@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,72 +21,42 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
-from rltool.engines.types import EngineInfo, EngineLoad
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
-from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
 from rltool.rollout.engine_rates import EngineRates
-from rltool.rollout.engine_restarts import EngineProcesses, EngineRestarts, RestartBudget, RestartPolicy
+from rltool.rollout.engine_restarts import EngineRestarts, RestartBudget, RestartPolicy
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.lease import LeaseTerms, Ownership
+from rltool.rollout.lease import Ownership
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_metrics import OwnMetrics
 from rltool.rollout.router_members import RouterMembers
-from rltool.rollout.side_model import SideEngines, SideModels
+from rltool.rollout.side_model import SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
+from rltool.training.adaptive_concurrency import adapt_concurrency
 from rltool.training.eval_sets import EvalSets
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.generation import Generation
 from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.rollout_batch import Rollout, to_rollout
+from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_inputs import load_inputs
 from rltool.training.rollout_work import RolloutWork
 from rltool.training.weight_updates import WeightUpdates
 from rltool.weights.comparison import Comparison
-from rltool.weights.connections import Ranks
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.verify import ValueCheck
 
-LOAD_SECONDS = 1.0
-"""How often engines are asked for their load where the requests in flight adapt to it."""
 GUARD_SECONDS = 1.0
 """How often it is looked whether enough engines are left."""
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its
-    workers follows the fleet. models: beside the policy, by name. processes: of engines that the run has started
-    itself, to be started again when they die; None: there are none. absent: engines that join when they answer, and
-    why they do not."""
-
-    endpoints: tuple[EngineEndpoint, ...]
-    infos: Mapping[str, EngineInfo]
-    router: EngineEndpoint | None = None
-    models: Mapping[str, SideEngines] = field(default_factory=dict)
-    processes: EngineProcesses | None = None
-    absent: Mapping[EngineEndpoint, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Syncing:
-    """What a run needs to send weights: lineage names them; trainer_device: cpu or cuda; directory: of this run alone.
-    lease: how it takes the engines; None: without a lease."""
-
-    ranks: Ranks
-    lineage: Lineage
-    trainer_device: str
-    directory: Path
-    lease: LeaseTerms | None = None
 
 
 class RolloutService:
@@ -192,7 +161,11 @@ class RolloutService:
         await self._generation.start(self._engines.endpoints, self._infos, self._engines.router)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
-            self._tasks.append(asyncio.create_task(self._adapt_concurrency(), name="adaptive concurrency"))
+            adapting = adapt_concurrency(
+                self._client, self.fleet, self._endpoints, self._plane, clock=self._clock,
+                requests_per_engine=config.rollout.requests_per_engine,
+            )  # fmt: skip
+            self._tasks.append(asyncio.create_task(adapting, name="adaptive concurrency"))
         return summary
 
     def _load(self) -> str:
@@ -430,23 +403,6 @@ class RolloutService:
     def _say(self, line: str) -> None:
         self._events.append(line)
         self._log(line)
-
-    async def _adapt_concurrency(self) -> None:
-        """Requests in flight by the engines' own queues and KV caches (rollout/concurrency.py)."""
-        controller = ConcurrencyController(
-            ConcurrencyPolicy(start=self._config.rollout.requests_per_engine), clock=self._clock
-        )
-        while True:
-            await asyncio.sleep(LOAD_SECONDS)
-            serving = self.fleet.serving()
-            replies = await asyncio.gather(
-                *(self._client.load(self._endpoints[url]) for url in serving), return_exceptions=True
-            )
-            loads = [reply for reply in replies if isinstance(reply, EngineLoad)]
-            controller.observe(loads, in_flight=self._plane.in_flight)
-            if serving:
-                self._plane.limit = controller.limit(len(serving))
-                self._plane.changed()
 
     async def _guard_engines(self) -> None:
         """Ends the waits of a run that has had too few engines for too long."""

@@ -24,7 +24,7 @@ from rltool.training.metrics import progress_line
 from rltool.training.ray_calls import Waiting, get_all
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
-from rltool.training.rollout_service import Engines, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 

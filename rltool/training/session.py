@@ -47,7 +47,7 @@ from rltool.training.preflight import (
 from rltool.training.prepare import Prepared, resume_point, with_engines
 from rltool.training.profiling import StepRecording
 from rltool.training.ray_calls import Waiting
-from rltool.training.rollout_service import Engines, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollouts import Rollouts
 from rltool.training.run_facts import run_facts
 from rltool.training.run_server import run_server

@@ -24,7 +24,8 @@ from rltool.errors import UsageError
 from rltool.rollout.dump import read_dump
 from rltool.rollout.sample import Sample
 from rltool.training import record
-from rltool.training.rollout_service import Engines, RolloutService
+from rltool.training.rollout_engines import Engines
+from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import Gateway
 from tests.gateway_models import Words, gateway_tokenizer, write_gateway_tokenizer

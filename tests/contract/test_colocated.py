@@ -22,7 +22,8 @@ from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout import engine_restarts
 from rltool.rollout.side_model import SideEngines
 from rltool.training import gpu_turns
-from rltool.training.rollout_service import Engines, RolloutService, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

@@ -21,7 +21,8 @@ from rltool.rollout.tokenizer import load_tokenizer
 from rltool.router.launch import running_router, start_router
 from rltool.router.workers import add_worker, list_workers
 from rltool.training import fleet_membership, weight_updates
-from rltool.training.rollout_service import Engines, RolloutService, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import GENERATE, RUN, Ranks, Speller, generated, there, until
 

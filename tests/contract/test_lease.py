@@ -25,7 +25,8 @@ from rltool.errors import EngineConflict, EngineRejected, UsageError
 from rltool.rollout import lease as lease_module
 from rltool.rollout.lease import EngineTaken, LeaseTerms, Ownership
 from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
-from rltool.training.rollout_service import Engines, RolloutService, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import (  # noqa: F401  (fixtures)

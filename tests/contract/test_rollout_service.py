@@ -34,7 +34,8 @@ from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
 from rltool.training.engine_benchmark import simulate_sync
-from rltool.training.rollout_service import Engines, Rollout, RolloutService, Syncing
+from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_service import Rollout, RolloutService
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang

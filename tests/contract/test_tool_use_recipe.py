@@ -16,7 +16,8 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training.rollout_service import Engines, Rollout, RolloutService
+from rltool.training.rollout_engines import Engines
+from rltool.training.rollout_service import Rollout, RolloutService
 from rltool.training.validate import check_inputs, check_rollout
 from tests.contract.fakes.vllm import FakeVllm
 

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rltool.config.rollout import EvalConfig, SamplingConfig
+from rltool.engines.types import SamplingParams
 from rltool.report.eval_table import by_set, result, result_table
 from rltool.rollout.eval_statistics import estimate, pass_at_k, wilson
 from rltool.rollout.evaluation import eval_settings
@@ -76,6 +77,19 @@ def test_a_set_takes_what_it_does_not_set_from_the_sections_around_it():
     assert (a.samples_per_prompt, a.temperature, a.top_p, a.top_k, a.max_response_tokens) == (4, 1.0, 0.5, -1, 77)
     assert (b.samples_per_prompt, b.temperature, b.top_p, b.top_k, b.max_response_tokens) == (2, 0.0, 0.5, -1, 9)
     assert a.pass_at == (2,) and b.pass_reward == 0.5
+    asked = SamplingParams(max_tokens=5, temperature=1.0, stop=("trained",))
+    ends = EvalConfig.model_validate({"sets": {"a": "a.jsonl"}, "sampling": {"stop": ["evaluated"]}})
+    for settings, stop in ((a, ()), (eval_settings(ends, sampling, "a", pass_reward=1.0), ("evaluated",))):
+        assert settings.applied(asked).stop == stop
+
+
+def test_an_own_reward_of_a_set_has_options_and_options_need_one():
+    own = EvalConfig.model_validate(
+        {"sets": {"a": "a.jsonl"}, "overrides": {"a": {"reward": "regex", "reward_options": {"pattern": "x"}}}}
+    ).overrides["a"]
+    assert own.rewards().function == "regex" and own.rewards().options == {"pattern": "x"}
+    with pytest.raises(ValidationError, match="reward_options has no effect without reward"):
+        EvalConfig.model_validate({"sets": {"a": "a.jsonl"}, "overrides": {"a": {"reward_options": {"pattern": "x"}}}})
 
 
 @pytest.mark.parametrize(
