@@ -60,14 +60,21 @@ class Evaluated:
 
 def eval_settings(config: EvalConfig, sampling: SamplingConfig, name: str, *, pass_reward: float) -> EvalSettings:
     """Of the set called `name`: its own where it has some, else those of [eval.sampling], else of [sampling]."""
+    common = config.sampling
     settings = EvalSettings(
-        config.samples_per_prompt, config.sampling.temperature, config.sampling.top_p, config.sampling.top_k,
-        config.sampling.max_response_tokens or sampling.max_response_tokens, config.pass_at, pass_reward,
-    )  # fmt: skip
+        samples_per_prompt=config.samples_per_prompt,
+        temperature=common.temperature,
+        top_p=common.top_p,
+        top_k=common.top_k,
+        max_response_tokens=common.max_response_tokens or sampling.max_response_tokens,
+        stop=sampling.stop if common.stop is None else common.stop,
+        pass_at=config.pass_at,
+        pass_reward=pass_reward,
+    )
     own = config.overrides.get(name)
     if own is None:
         return settings
-    given = own.model_dump(exclude_none=True, exclude={"reward", "max_prompts"})
+    given = own.model_dump(exclude_none=True, exclude={"reward", "reward_options", "max_prompts"})
     return replace(settings, **given)
 
 
