@@ -45,7 +45,7 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
         victim = engines_of(job, "turns")["engine-0"].pid
         os.kill(victim, signal.SIGKILL)
         until(lambda: started_anew(job, "turns", "engine-0", victim))
-        until(lambda: steps()[-1]["engines/restarts_total"] >= 1 and steps()[-1]["rollout/engines_serving"] == 2)
+        until(lambda: steps()[-1].get("engines/restarts_total", 0) >= 1 and steps()[-1]["rollout/engines_serving"] == 2)
         back = len(steps())
         until(lambda: len(steps()) >= back + 2)
         process.send_signal(signal.SIGINT)
