@@ -38,7 +38,9 @@ def numbers(annotation: Any) -> Iterator[Any]:
     elif get_origin(annotation) is dict:
         yield from (lambda v, put=put: {"name": put(v)} for put in numbers(get_args(annotation)[1]))
     else:
-        assert annotation in (str, bool, NoneType) or get_origin(annotation) is Literal or "Path" in str(annotation)
+        # Any: arguments that are handed on to a class of the user's, or to a chat template.
+        plain = annotation in (str, bool, NoneType, Any) or get_origin(annotation) is Literal
+        assert plain or "Path" in str(annotation)
 
 
 def numeric_keys(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
