@@ -40,7 +40,9 @@ def numbers(annotation: Any) -> Iterator[Any]:
     elif annotation is Any:
         return  # an argument of the user's own function or template, which may be whatever that takes
     else:
-        assert annotation in (str, bool, NoneType) or get_origin(annotation) is Literal or "Path" in str(annotation)
+        # Any: arguments that are handed on to a class of the user's, or to a chat template.
+        plain = annotation in (str, bool, NoneType, Any) or get_origin(annotation) is Literal
+        assert plain or "Path" in str(annotation)
 
 
 def numeric_keys(model: type[Config], prefix: str = "") -> Iterator[tuple[str, Any]]:
