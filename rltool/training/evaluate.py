@@ -17,7 +17,7 @@ def evaluate_alone(config: TrainConfig, engines: Engines, *, say: Callable[[str]
     if not config.eval.sets:
         raise UsageError("eval.sets names no set: give one with --set eval.sets.NAME=prompts.jsonl")
     # Training data is not read: the service wants prompts, and these are there anyway.
-    data = config.data.model_copy(update={"train": tuple(config.eval.sets.values())})
+    data = config.data.model_copy(update={"train": tuple(config.eval.sets.values()), "weights": (), "source": None})
     return asyncio.run(_evaluate(config.model_copy(update={"data": data}), engines, say))
 
 
