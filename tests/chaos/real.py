@@ -322,7 +322,9 @@ def run_real(seed: int, minutes: float) -> list[str]:
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
         chaos = RealChaos(seed, Path(directory).resolve(), 60 * minutes)
         lines = chaos.run()
-        left = [*processes_in(Path(directory).resolve()), *chaos.listening()]
+        ends = time.monotonic() + STOP_SECONDS  # an engine's helper processes end when they see that it has
+        while (left := [*processes_in(Path(directory).resolve()), *chaos.listening()]) and time.monotonic() < ends:
+            time.sleep(TICK)
         if left:
             raise Violation(f"left when everything was ended: {left}")
         return lines
