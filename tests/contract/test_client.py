@@ -157,7 +157,7 @@ def test_an_abort_of_many_requests_tries_all_of_them_and_then_tells_of_the_one_t
 
 def test_an_abort_has_one_deadline_for_all_its_requests(fake_vllm, engine):
     fake_vllm.hang("/inference/v1/abort_requests")
-    with pytest.raises(EngineUnreachable, match=r"within 0.2 s"):
+    with pytest.raises(EngineUnreachable, match=r"no answer within 0\.\d+ s"):  # what is left of the 0.2 s
         run(lambda client: client.abort(engine, ["a" * 32], timeout=0.2))
 
 

@@ -15,6 +15,7 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.rollout_engines import Engines
 from rltool.training.rollout_service import Rollout, RolloutService
@@ -80,7 +81,7 @@ def test_the_careless_user_is_right_about_a_quarter_of_the_time_and_uses_one_for
 def test_the_first_steps_by_the_environment(files):
     tokenizer = load_tokenizer(files / "model")
 
-    async def go(engine: Caller) -> tuple[Rollout, dict[str, float]]:
+    async def go(engine: Caller) -> tuple[Rollout, Evaluated]:
         endpoint = EngineEndpoint(url=engine.url, dialect="vllm", plugin=True)
         async with EngineClient() as client:
             engines = Engines((endpoint,), {endpoint.url: await client.probe(endpoint)})
@@ -99,7 +100,7 @@ def test_the_first_steps_by_the_environment(files):
         said = tokenizer.decode_everything([*sample.prompt_ids, *sample.response_ids])
         assert said.startswith(f"{USER}{sample.prompt_text}{STOP}{ASSISTANT}{call_of(sample.prompt_text)}{STOP}{TOOL}")
         assert sample.reward == float(said.endswith(f"{STOP}{TOOL}{sample.label}{STOP}{ASSISTANT}{sample.label}{STOP}"))
-    assert rollout.metrics["rollout/turns_mean"] == 2.0 and 0 < evaluated["eval/heldout/accuracy"] < 1
+    assert rollout.metrics["rollout/turns_mean"] == 2.0 and 0 < evaluated.metrics["eval/heldout/accuracy"] < 1
 
 
 def test_the_agent_tells_the_model_what_was_wrong():

@@ -55,7 +55,7 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
             process.kill()
         stop(job, "turns")
     output, records = job.output("turns"), steps()
-    assert "placement: 1 bundles (1 trainer, 0 engine): colocated engines share the trainer's bundles" in output
+    assert "placement: 1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles" in output
     assert "model judge: 1 engines, weights not updated" in output
     assert max(record["train/logprob_abs_diff_mean"] for record in records) < PARITY, output[-4000:]
     assert len({record["weight_version"] for record in records}) == len(records)
@@ -66,5 +66,5 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
 
 def test_a_dry_run_shows_whose_gpus_the_engines_are_on(job):
     out = job("train", "dry", "--dry-run", sets=['engines.mode="colocate"', "engines.groups=[{}]", "eval.sets={}"])
-    assert "1 bundles (1 trainer, 0 engine): colocated engines share the trainer's bundles, in turns" in out
+    assert "1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles, in turns" in out
     assert "engine-0: vllm regular, group default, cpu, http://127.0.0.1:20000" in out

@@ -43,7 +43,7 @@ GROUPS = ({"count": 2, "tp": 2},)
 
 def test_one_host_external():
     assert dry_run(ONE, ranks=4) == [
-        "placement: 4 bundles (4 trainer, 0 engine), 4 GPUs: engines are external: the trainer's world size and "
+        "placement: 4 Ray bundles (4 trainer, 0 engine), 4 GPUs: engines are external: the trainer's world size and "
         "nothing more",
         "GPUs of this host: 0,1,2,3 for the trainer",
     ]
@@ -51,7 +51,7 @@ def test_one_host_external():
 
 def test_one_host_managed():
     assert dry_run(ONE, ranks=4, mode="managed", groups=GROUPS) == [
-        "placement: 6 bundles (4 trainer, 2 engine), 8 GPUs: managed engines have their own bundles",
+        "placement: 6 Ray bundles (4 trainer, 2 engine), 8 GPUs: managed engines have their own bundles",
         "GPUs of this host: 0,1,2,3 for the trainer, 4,5,6,7 for engines",
         "engines that train starts (ports are found then):",
         "  engine-0: vllm regular, group default, GPUs 4,5, http://127.0.0.1:20000",
@@ -61,7 +61,8 @@ def test_one_host_managed():
 
 def test_one_host_colocate():
     assert dry_run(ONE, ranks=8, mode="colocate", groups=GROUPS) == [
-        "placement: 8 bundles (8 trainer, 0 engine), 8 GPUs: colocated engines share the trainer's bundles, in turns",
+        "placement: 8 Ray bundles (8 trainer, 0 engine), 8 GPUs: "
+        "colocated engines share the trainer's bundles, in turns",
         "GPUs of this host: 0,1,2,3,4,5,6,7 for the trainer",
         "engines that train starts (ports are found then):",
         "  engine-0: vllm regular, group default, GPUs 0,1, http://127.0.0.1:20000",
@@ -73,14 +74,14 @@ def test_one_host_colocate():
 
 def test_four_hosts_external():
     assert dry_run(FOUR, ranks=32) == [
-        "placement: 32 bundles (32 trainer, 0 engine), 32 GPUs: engines are external: the trainer's world size and "
+        "placement: 32 Ray bundles (32 trainer, 0 engine), 32 GPUs: engines are external: the trainer's world size and "
         "nothing more"
     ]
 
 
 def test_four_hosts_managed():
     assert dry_run(FOUR, ranks=16, mode="managed", groups=({"engine": "sglang", "tp": 16},)) == [
-        "placement: 18 bundles (16 trainer, 2 engine), 32 GPUs: managed engines have their own bundles",
+        "placement: 18 Ray bundles (16 trainer, 2 engine), 32 GPUs: managed engines have their own bundles",
         "engines that train starts (ports are found then):",
         "  engine-0: sglang regular, group default, host 10.0.0.2, GPUs 0,1,2,3,4,5,6,7, http://10.0.0.2:20000, "
         "node 0 of 2, dist-init 10.0.0.2:20001",
@@ -91,7 +92,7 @@ def test_four_hosts_managed():
 
 def test_four_hosts_colocate():
     assert dry_run(FOUR, ranks=32, mode="colocate", groups=({"count": 4, "tp": 8},)) == [
-        "placement: 32 bundles (32 trainer, 0 engine), 32 GPUs: colocated engines share the trainer's bundles, in "
+        "placement: 32 Ray bundles (32 trainer, 0 engine), 32 GPUs: colocated engines share the trainer's bundles, in "
         "turns",
         "engines that train starts (ports are found then):",
         *(

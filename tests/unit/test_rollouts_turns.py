@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError
+from rltool.rollout.evaluation import Evaluated
 from rltool.training import rollouts
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollouts import Rollouts
@@ -26,7 +28,7 @@ class Manager:
         self.fails = ""
 
     def __getattr__(self, name: str):
-        return SimpleNamespace(remote=lambda *arguments: (name, arguments))
+        return SimpleNamespace(remote=lambda *arguments, **_: (name, arguments))
 
     def answer(self, refs, *_, **__):
         ((name, arguments),) = refs
@@ -35,7 +37,9 @@ class Manager:
         self.calls.append(" ".join([name, *map(str, arguments)]))
         if name == self.fails:
             raise RltoolError("no engine took the weights")
-        answers = {"sync_weights": SyncReport("v", 1, 0.1), "next_batch": Rollout(None, {}, ()), "evaluate": {}}
+        answers = {
+            "sync_weights": SyncReport("v", 1, 0.1), "next_batch": Rollout(None, {}, ()), "evaluate": Evaluated({}, {}),
+        }  # fmt: skip
         return [answers.get(name)]
 
 
@@ -51,7 +55,8 @@ def driver(tmp_path, mode: str) -> Rollouts:
     config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)})
     return Rollouts(
         config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
-        vocab_size=8, dump_dir=None, log_file=None, endpoints_file=tmp_path / "endpoints.json",
+        vocab_size=8, dump_dir=None, evals_dir=tmp_path / "evals", log_file=None,
+        endpoints_file=tmp_path / "endpoints.json", gateway=GatewayPlace(tmp_path, tmp_path / "key", tmp_path / "log"),
         console=Console(file=io.StringIO()), stop=StopSignal(),
     )  # fmt: skip
 

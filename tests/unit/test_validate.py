@@ -175,7 +175,7 @@ AGENT = 'rollout.agent="a:run"'
             [AGENT, "rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1"],
             "cannot be taken up where it was",
         ),
-        ([AGENT, 'eval.sets.a="{base}"', "eval.temperature=0"], "set both to one value"),
+        ([AGENT, 'eval.sets.a="{base}"', "eval.sampling.temperature=0"], "set both to one value"),
     ],
 )
 def test_ways_to_generate_that_contradict_each_other_are_refused(base, sets, message, tmp_path):
