@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -46,6 +47,9 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, case(place, *arguments)))
         except BaseException:
             pipe.send((False, f"rank {place.rank}:\n{traceback.format_exc()}"))
+        # A model's references go in circles and hold its process groups, of which each has a gloo thread that wakes up a
+        # hundred times a second: without this, after a hundred cases, idle ranks keep a core busy.
+        gc.collect()
 
 
 class RankPool:
