@@ -47,8 +47,8 @@ def _serve(pipe: Connection) -> None:
             pipe.send((True, case(place, *arguments)))
         except BaseException:
             pipe.send((False, f"rank {place.rank}:\n{traceback.format_exc()}"))
-        # A model's references go in circles and hold its process groups, of which each has a gloo thread that wakes up a
-        # hundred times a second: without this, after a hundred cases, idle ranks keep a core busy.
+        # A model's references go in circles and hold its process groups, and each of these has a gloo thread that wakes
+        # up a hundred times a second: without this, after a hundred cases, idle ranks keep a core busy.
         gc.collect()
 
 
