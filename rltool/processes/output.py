@@ -53,10 +53,9 @@ class BoundedLog:
         kept = self._copy_end(size)
         self._cut += size
         note = f"[rltool: {self._cut} bytes were cut off here so far; the last {kept} are in {self.earlier.name}]\n"
-        with self.file.open("r+b") as stream:
-            stream.truncate(0)
-        with self.file.open("ab") as stream:
+        with self.file.open("r+b") as stream:  # in place: a writer's next line never comes before the note
             stream.write(note.encode())
+            stream.truncate()
 
     def _copy_end(self, size: int) -> int:
         """Copies the last `limit` bytes. Returns how many."""
