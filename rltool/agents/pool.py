@@ -27,6 +27,8 @@ GRACE_SECONDS = 10.0
 """Behind its deadline, for an episode to be reported: then its worker's event loop is blocked, and it is ended."""
 QUOTED_CHARACTERS = 500
 """Of the end of a failed command's output."""
+KEPT_BYTES = 64 * 1024
+"""Of the end of a command's output, however much it prints: the reward stands in its last line."""
 
 BOOTSTRAP = """\
 import sys
@@ -167,9 +169,12 @@ class _Worker:
 
     async def _serve(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE)
-        with contextlib.suppress(ConnectionError):
-            while (line := await reader.readline()).endswith(b"\n"):
-                self._take(json.loads(line))
+        try:
+            with contextlib.suppress(ConnectionError):
+                while (line := await reader.readline()).endswith(b"\n"):
+                    self._take(json.loads(line))
+        finally:  # not the socket alone: the event loop would refuse the next one that gets its descriptor
+            self._writer.close()
         code = await asyncio.to_thread(self._process.wait)
         self._fail(f"the agent's process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})")
 
@@ -217,7 +222,7 @@ class CommandAgents:
             raise UsageError(f"rollout.agent: {self._words[0]} cannot be started: {error.strerror}") from error
         try:
             async with asyncio.timeout(task.deadline):
-                output, _ = await process.communicate(json.dumps(told).encode())
+                output = await _told_and_heard(process, json.dumps(told).encode())
         except TimeoutError:
             raise AgentFailed(f"did not end within deadlines.agent = {task.deadline:g} s") from None
         finally:
@@ -231,6 +236,28 @@ class CommandAgents:
 
     async def close(self) -> None:
         """Every process ends with its `run`."""
+
+
+async def _told_and_heard(process: asyncio.subprocess.Process, data: bytes) -> bytes:
+    """Give it `data` and wait for its end. Returns the last KEPT_BYTES of its output."""
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+    kept = bytearray()
+
+    async def tell() -> None:
+        with contextlib.suppress(ConnectionError):  # it has ended, or does not read
+            stdin.write(data)
+            await stdin.drain()
+        stdin.close()
+
+    async def hear() -> None:
+        while block := await stdout.read(KEPT_BYTES):
+            kept.extend(block)
+            del kept[:-KEPT_BYTES]
+
+    await asyncio.gather(tell(), hear())
+    await process.wait()
+    return bytes(kept)
 
 
 def _reward_in(text: str) -> float | None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rltool.agents import pool
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.agents.pool import AgentFailed, Agents, CommandAgents, FunctionAgents
 from rltool.agents.task import AgentTask
@@ -112,6 +114,36 @@ def test_a_worker_that_dies_fails_its_episodes_and_is_replaced(gateway):
     assert asyncio.run(run()) == ["the agent's process ended (exit code 3)", 1.0]
 
 
+def test_the_event_loop_takes_the_descriptor_of_a_worker_that_has_ended(gateway):
+    async def run() -> None:
+        agents, session = FunctionAgents(f"{PLACE}:misbehaves", workers=1), gateway.open()
+        try:
+            await outcome(agents, task_of(session, "is fine"))
+            worker = agents._workers[0]
+            assert worker is not None
+            descriptor = worker._socket.fileno()
+            await worker.end("the test wants so")
+            pairs = [socket.socketpair() for _ in range(8)]  # the kernel gives out the lowest free numbers
+            try:
+                [(again, other)] = [
+                    p if p[0].fileno() == descriptor else p[::-1]
+                    for p in pairs
+                    if descriptor in (p[0].fileno(), p[1].fileno())
+                ]
+                again.setblocking(False)
+                receiving = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(again, 1))
+                await asyncio.sleep(0)  # so that the loop has to watch it
+                other.sendall(b"x")
+                assert await receiving == b"x"
+            finally:
+                for one in (one for pair in pairs for one in pair):
+                    one.close()
+        finally:
+            await agents.close()
+
+    asyncio.run(run())
+
+
 def test_episodes_are_shared_out_before_the_workers_are_ready(gateway):
     async def run() -> list[int]:
         agents, session = FunctionAgents(f"{PLACE}:misbehaves", workers=2), gateway.open()
@@ -157,6 +189,15 @@ def test_a_command_line_that_fails_says_why(gateway, at_root):
     assert found == "ended with exit code 4: cannot find my tools"
     with pytest.raises(UsageError, match="no-such-program cannot be started"):
         outcomes(lambda: CommandAgents(["no-such-program"]), task_of(gateway.open()))
+
+
+def test_of_a_command_line_that_floods_the_end_is_kept(gateway, at_root, monkeypatch):
+    monkeypatch.setattr(pool, "KEPT_BYTES", 100)
+    flood = "import sys; print('x' * 4_000_000); print('{\"reward\": 2}'); sys.exit(len(sys.argv) - 1)"
+    tasks = [task_of(gateway.open(), "y" * 1_000_000)]  # which it does not read
+    assert outcomes(lambda: CommandAgents([sys.executable, "-c", flood]), *tasks) == [2.0]
+    [failed] = outcomes(lambda: CommandAgents([sys.executable, "-c", flood, "fails"]), *tasks)
+    assert failed.startswith("ended with exit code 1: xxx") and len(failed) < 150
 
 
 def test_a_command_line_that_is_late_is_ended_with_what_it_started(gateway, at_root):
