@@ -293,7 +293,7 @@ class ChaosRun:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks, timeout=1)
-        await service._pool.close()
+        await service._rewards.close()
         self._ranks.sender.close()
 
     def _nothing_runs(self) -> None:
