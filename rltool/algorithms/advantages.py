@@ -89,6 +89,23 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor)
     return torch.where(count[group] > 1, values - baseline[group], 0.0).to(rewards.dtype)
 
 
+def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
+    """Group reward-decoupled normalisation (Liu et al. 2026, "GDPO", arXiv 2601.05242), [N].
+
+    parts, weights: [N, P], the rewards of each sample one by one, and their weights; 0 and 0 where a part did not score
+    a sample. Each part is normalised within its group as by `group_advantages`, these are summed with their weights,
+    and the sum is brought to mean 0 and unbiased standard deviation 1 (+ 1e-6) over the rollout, so that its size does
+    not grow with P. GRPO normalises the sum: parts of other spreads then drown each other, and sums of different parts
+    that are equal become one advantage. Same errors as `group_advantages`.
+    """
+    if parts.shape != weights.shape or parts.dim() != 2:
+        raise ValueError(f"parts {tuple(parts.shape)} and weights {tuple(weights.shape)} must be equal matrices")
+    normalised = [group_advantages(part, group_ids, normalize_std=True) for part in parts.double().unbind(1)]
+    total = (weights.double() * torch.stack(normalised, 1)).sum(1)
+    std = total.std() if len(total) > 1 else 1.0
+    return ((total - total.mean()) / (std + STD_EPSILON)).to(parts.dtype)
+
+
 def reinforce_pp_advantages(
     rewards: Tensor, token_rewards: Tensor | None, lengths: Tensor, loss_mask: Tensor, *, gamma: float
 ) -> Tensor:

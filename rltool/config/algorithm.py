@@ -33,11 +33,12 @@ class AlgorithmConfig(Config):
     needed."""
 
     advantage: (
-        Literal["grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction
+        Literal["grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"]
+        | OwnFunction
     ) = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic
-    ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or
-    [T] per token; see rltool/algorithms/contracts.py."""
+    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; distill
+    needs model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm:
+    AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     normalize_std_over: Literal["group", "batch"] = "group"
@@ -220,6 +221,11 @@ class AlgorithmConfig(Config):
         """The teacher's log-probabilities are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
         return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+
+    @property
+    def uses_reward_parts(self) -> bool:
+        """Advantages are made of the several rewards of a sample, not of their sum."""
+        return self.loss == "policy" and self.advantage == "gdpo"
 
     @property
     def corrects_mismatch(self) -> bool:

@@ -306,6 +306,11 @@ class TrainConfig(Config):
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt // self.optimizer_steps_per_rollout
 
     @property
+    def part_weights(self) -> dict[str, float] | None:
+        """By name, the weights of reward.parts where the advantages are made of these one by one; else None."""
+        return {part.name: part.weight for part in self.reward.parts} if self.algorithm.uses_reward_parts else None
+
+    @property
     def updates_per_rollout(self) -> int:
         """Optimizer steps on one rollout, all epochs together."""
         return self.optimizer_steps_per_rollout * self.epochs_per_rollout

@@ -38,7 +38,9 @@ def _objective(*names: str) -> Needs:
 
 
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
-_REWARDS = Needs(lambda a: a.advantage != "distill", "an algorithm.advantage that is made from rewards")
+_REWARDS = Needs(
+    lambda a: a.advantage not in ("distill", "gdpo"), "an algorithm.advantage that is made from one reward a sample"
+)
 _WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
 _MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
 _RECOMPUTED = Needs(
@@ -99,7 +101,7 @@ EFFECTIVE: dict[str, Needs] = {
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
-IN_GROUPS = ("grpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
+IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
 SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
@@ -151,6 +153,8 @@ def _check_policy(config: TrainConfig) -> None:
             'algorithm.kl_in = "reward"'
         )
     _check_distillation(config)
+    if algorithm.uses_reward_parts:
+        _check_reward_parts(config)
     if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
@@ -186,6 +190,25 @@ def _check_distillation(config: TrainConfig) -> None:
         raise UsageError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
             'algorithm.kl_in = "loss"'
+        )
+
+
+def _check_reward_parts(config: TrainConfig) -> None:
+    """Several rewards, which reach the advantages as they were scored."""
+    if not config.reward.parts:
+        raise UsageError(
+            'algorithm.advantage = "gdpo" needs [[reward.parts]]: it normalises each of several rewards by itself; '
+            'with one reward use algorithm.advantage = "grpo"'
+        )
+    if config.reward.group != "none":
+        raise UsageError(
+            f'reward.group = "{config.reward.group}" would have no effect: algorithm.advantage = "gdpo" is made of '
+            "[[reward.parts]] as they were scored; leave one of the two out"
+        )
+    if config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward":
+        raise UsageError(
+            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
+            'alone; use algorithm.kl_in = "loss"'
         )
 
 
