@@ -114,7 +114,7 @@ def loaded_recipe(recipe: str, hardware: str | None) -> Loaded[TrainConfig]:
     return loaded._replace(config=config)
 
 
-@pytest.mark.parametrize(("recipe", "hardware", "hosts"), RUNS, ids=str)
+@pytest.mark.parametrize(("recipe", "hardware", "hosts"), RUNS, ids=[f"{recipe} {name}" for recipe, name, _ in RUNS])
 def test_a_recipe_passes_the_checks_and_its_plan_fits_the_hardware(recipe, hardware, hosts, stubbed):
     loaded = loaded_recipe(recipe, hardware)
     config = loaded.config
