@@ -20,7 +20,7 @@ from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
-from rltool.rollout.data import load_prompts
+from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
@@ -345,9 +345,9 @@ def check_files(config: TrainConfig) -> None:
     check_held_out(train, evaluation)
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> str:
     """Read all data and import all functions here, where nothing has been started: a broken line is named by file and
-    number.
+    number. Returns one line on what was read and left out.
 
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
@@ -358,10 +358,15 @@ def check_inputs(config: TrainConfig) -> None:
         chat_template=data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )
-    for name in (*data.train, *config.eval.sets.values()):
-        load_prompts([name], tokenizer, data, max_prompt_tokens=limit)
+    train = None
     if data.source is not None:
         load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)
+    else:
+        train = load_prompts(data.train, tokenizer, data, max_prompt_tokens=limit)
+    held_out = {
+        name: load_prompts([spec], tokenizer, data, max_prompt_tokens=limit, limit=config.eval.max_prompts)
+        for name, spec in config.eval.sets.items()
+    }
     if config.algorithm.loss == "policy" or config.eval.sets:
         check_rewards(config.reward)
         if config.reward.group != "none":
@@ -377,3 +382,4 @@ def check_inputs(config: TrainConfig) -> None:
             check_agent(config.rollout.agent)
         load_filter(config.rollout)
         load_hook(config.rollout)
+    return data_summary(train, held_out)
