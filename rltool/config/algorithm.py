@@ -37,8 +37,9 @@ class AlgorithmConfig(Config):
         | OwnFunction
     ) = "grpo"
     """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; distill
-    needs model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm:
-    AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see rltool/algorithms/contracts.py."""
+    needs model.teacher or model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch:
+    TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
+    rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     normalize_std_over: Literal["group", "batch"] = "group"
@@ -54,7 +55,7 @@ class AlgorithmConfig(Config):
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     distill_coef: float = Field(default=0.0, ge=0)
     """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
-    whitening; needs model.teacher_path. 0: none."""
+    whitening; needs a teacher as well. 0: none."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)

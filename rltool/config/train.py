@@ -35,6 +35,9 @@ class ModelConfig(Config):
     teacher_path: Path | None = None
     """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or
     for your own."""
+    teacher: str | None = None
+    """In place of teacher_path: a model of [models.NAME], of any size, with the model's tokenizer. Its engines score
+    the responses as they come; needs sampling.temperature = 1."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 

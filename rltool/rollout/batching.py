@@ -63,6 +63,7 @@ def samples_to_batch(
         episode_ids=_episode_ids(samples),
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
+        teacher_logprobs=_teacher_logprobs(samples),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
     )
@@ -126,6 +127,15 @@ def _episode_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
         return None
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((s.group_id, s.index), len(numbers)) for s in samples])
+
+
+def _teacher_logprobs(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[T], 0 outside responses; None where no engine's teacher took part."""
+    if not any(sample.teacher_logprobs for sample in samples):
+        return None
+    present = [bool(sample.teacher_logprobs) or not sample.response_ids for sample in samples]
+    _all_or_none(samples, "log-probabilities of the teacher", present)
+    return torch.tensor([v for s in samples for v in [0.0] * len(s.prompt_ids) + s.teacher_logprobs])
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_grou
 from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import Models
 from rltool.rollout.sample import Sample
+from rltool.rollout.scores import add_teacher_logprobs
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
@@ -73,7 +74,11 @@ class RolloutWork:
         return await asyncio.to_thread(lambda: [cut_at_stop(one, request, decode) for one in completions])
 
     async def finish(self, group: Group) -> str | None:
-        return await self._scorer.finish(group.samples)
+        """Rewards and filters; what is left of the group is scored by model.teacher."""
+        reason, teacher = await self._scorer.finish(group.samples), self._config.model.teacher
+        if reason is None and teacher is not None:
+            await add_teacher_logprobs(group.samples, self._context.model(teacher))
+        return reason
 
     async def abort(self, groups: Collection[int]) -> None:
         await self._plane.abort(groups)

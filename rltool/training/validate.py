@@ -31,7 +31,7 @@ from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
-from rltool.rollout.tokenizer import load_tokenizer
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
 
 
@@ -303,6 +303,18 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
         )
 
 
+def check_teachers_tokenizer(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """The engines of model.teacher read the ids that the policy writes. Vocabularies may be padded to other sizes."""
+    path = config.models[config.model.teacher or ""].path
+    assert path is not None  # validate_algorithm
+    differing = tokenizer.differs_from(load_tokenizer(path, trust_remote_code=config.model.trust_remote_code))
+    if differing is not None:
+        raise UsageError(
+            f"model.teacher: the tokenizer of {path} has another id for {differing!r} than the model's, or none; a "
+            "teacher scores the policy's token ids: take one with the same tokenizer"
+        )
+
+
 def check_critic(family: Family, model: Path, critic: Path) -> Family:
     """The critic reads the tokens that the policy writes. Architecture and size are its own."""
     check_model_directory(critic, setting="critic.path")
@@ -358,6 +370,8 @@ def check_inputs(config: TrainConfig) -> str:
         chat_template=data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )
+    if config.model.teacher is not None:
+        check_teachers_tokenizer(config, tokenizer)
     train = None
     if data.source is not None:
         load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)

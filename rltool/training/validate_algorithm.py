@@ -130,8 +130,9 @@ def check_algorithm(config: TrainConfig) -> None:
             f'epochs_per_rollout = {config.epochs_per_rollout} has no meaning with algorithm.loss = "sft": nothing is '
             "rolled out, and steps above the length of the data already go through it again; leave it out"
         )
-    if config.model.teacher_path is not None:
-        _check_teacher_used(algorithm)
+    for name in ("teacher_path", "teacher"):
+        if getattr(config.model, name) is not None:
+            _check_teacher_used(algorithm, f"model.{name}")
 
 
 def changed(algorithm: AlgorithmConfig) -> list[str]:
@@ -180,16 +181,35 @@ def _check_policy(config: TrainConfig) -> None:
 def _check_distillation(config: TrainConfig) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
-    if config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
+    if config.model.teacher is not None:
+        _check_served_teacher(config)
+    elif config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
         setting = "advantage" if algorithm.advantage == "distill" else "distill_coef"
         raise UsageError(
             f"algorithm.{setting} = {_toml(getattr(algorithm, setting))} needs model.teacher_path: weights of the same "
-            "architecture and shape as the model"
+            "architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
     if algorithm.advantage == "distill" and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         raise UsageError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
             'algorithm.kl_in = "loss"'
+        )
+
+
+def _check_served_teacher(config: TrainConfig) -> None:
+    """The teacher is a model of the run, and its log-probabilities mean what the trainer's do."""
+    name, temperature = config.model.teacher, config.sampling.temperature
+    if config.model.teacher_path is not None:
+        raise UsageError("model.teacher and model.teacher_path are each a whole teacher: keep one of them")
+    if name not in config.models:
+        known = ", ".join(config.models) or "none"
+        raise UsageError(f'model.teacher = "{name}" is no model of the run ({known}): name its path in [models.{name}]')
+    if config.models[name].path is None:
+        raise UsageError(f"model.teacher needs models.{name}.path: its tokenizer is compared with the model's")
+    if temperature != 1:
+        raise UsageError(
+            f"model.teacher scores at temperature 1, and sampling.temperature is {temperature:g}: the trainer's "
+            "log-probabilities would be those of another distribution; set it to 1, or use model.teacher_path"
         )
 
 
@@ -240,10 +260,10 @@ def _check_critic(config: TrainConfig) -> None:
         )
 
 
-def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
+def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
     if not algorithm.uses_teacher:
         raise UsageError(
-            'model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
+            f'{setting} would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
             "algorithm.distill_coef, or leave it out"
         )
 

@@ -82,6 +82,7 @@ RUNS = [
     ("recipes/dapo_math/grpo.toml", None, ONE_HOST),
     ("recipes/dapo_math/grpo.toml", "two_hosts", TWO_HOSTS),
     ("recipes/judge/grpo.toml", None, ONE_HOST),
+    ("recipes/distill/teacher.toml", None, ONE_HOST),
 ]
 
 

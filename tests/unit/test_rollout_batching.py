@@ -43,6 +43,19 @@ def test_samples_are_laid_out_back_to_back():
     assert torch.equal(batch.loss_weights, batch.loss_mask)
 
 
+def test_the_teachers_log_probabilities_are_those_of_the_responses_and_of_all_samples_or_none():
+    samples = [sample(0, [1, 2], [3, 4]), sample(0, [1], []), sample(1, [5], [6])]
+    assert samples_to_batch(samples).teacher_logprobs is None
+    samples[0].teacher_logprobs, samples[2].teacher_logprobs = [-1.0, -2.0], [-0.5]
+    assert samples_to_batch(samples).teacher_logprobs.tolist() == [0, 0, -1.0, -2.0, 0, 0, -0.5]
+    samples[2].teacher_logprobs = []
+    with pytest.raises(ValueError, match="log-probabilities of the teacher: 2 of 3 samples have it"):
+        samples_to_batch(samples)
+    samples[0].teacher_logprobs = [-1.0]
+    with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities of the teacher"):
+        samples_to_batch(samples)
+
+
 def test_reward_parts_are_columns_in_the_order_of_their_weights_and_zero_where_one_did_not_score():
     samples = [sample(0, [1], [2]), sample(0, [1], [2]), sample(1, [1], [2, 3])]
     samples[1].index = samples[2].index = 1

@@ -47,6 +47,7 @@ def check(*sets: str) -> None:
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
+        ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
     ],
     ids=str,
 )
@@ -115,6 +116,20 @@ def test_combinations_that_make_sense_pass(sets):
         (
             ["algorithm.advantage=distill", "model.teacher_path=teacher", "algorithm.reward_clip=[-1.0, 1.0]"],
             r"algorithm.reward_clip = \[-1.0, 1.0\] would have no effect: it needs an algorithm.advantage that is made",
+        ),
+        (["algorithm.advantage=distill", "model.teacher=big"], r'"big" is no model of the run \(none\): name its path'),
+        (["model.teacher=big", "models.big.path=big"], "model.teacher would have no effect"),
+        (
+            ["algorithm.advantage=distill", "model.teacher=big", "models.big.external=['h:1']"],
+            "model.teacher needs models.big.path",
+        ),
+        (
+            ["algorithm.distill_coef=0.1", "model.teacher=big", "models.big.path=big", "sampling.temperature=0.7"],
+            "model.teacher scores at temperature 1, and sampling.temperature is 0.7",
+        ),
+        (
+            ["algorithm.distill_coef=0.1", "model.teacher=big", "models.big.path=big", "model.teacher_path=t"],
+            "each a whole teacher: keep one of them",
         ),
         (["algorithm.advantage=gdpo"], r"needs \[\[reward.parts\]\]: it normalises each of several rewards"),
         (["algorithm.advantage=gdpo", PARTS, "reward.group=rank"], 'reward.group = "rank" would have no effect'),
