@@ -83,6 +83,9 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
                 value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
                 if a.normalize_std and len(others) > 1:
                     value /= statistics.stdev(whole if a.normalize_std_over == "batch" else others) + 1e-6
+            elif a.advantage == "remax":
+                limits = a.reward_clip or (-1e9, 1e9)
+                value = whole[i] - min(max(float(batch.baselines[i]), limits[0]), limits[1])
             elif a.advantage == "gdpo":
                 totals = [gdpo_total(batch, group[j], j) for j in range(count)]
                 value = (totals[i] - statistics.fmean(totals)) / (statistics.stdev(totals) + 1e-6)

@@ -75,6 +75,17 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (alpha * torch.where((highest > lowest)[group], centred, 0.0)).to(rewards.dtype)
 
 
+def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """ReMax (Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
+    Large Language Models", section 4): reward minus that of the greedy response to the same prompt, [N].
+
+    baselines: [N], of the policy as it was when the group was complete. It needs no group: one sample a prompt will do.
+    """
+    if rewards.shape != baselines.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and baselines {tuple(baselines.shape)} must be equal vectors")
+    return rewards - baselines
+
+
 def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
     """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with
     Optimal Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.

@@ -12,7 +12,7 @@ from rltool.algorithms.ragged import sum_per_sample
 
 MATRICES = frozenset({"reward_parts", "part_weights"})
 """Fields of a TrainBatch with a row of several numbers a sample."""
-PER_SAMPLE = MATRICES | {"lengths", "rewards", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"}
+PER_SAMPLE = MATRICES | {"lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"}
 """Fields with one entry a sample; all others have one a token."""
 INTEGERS = frozenset({"tokens", "token_versions", "lengths", "group_ids", "episode_ids"})
 Weights = Literal["policy", "reference", "teacher"]
@@ -41,6 +41,7 @@ class TrainBatch:
     token_versions: [T] int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0;
         None where unknown (recorded by an earlier release, synthetic) and for supervised data
     rewards: [N] float32
+    baselines: [N] float32, reward of a greedy response to each sample's prompt; None unless one was sampled
     reward_parts, part_weights: [N, P] float32, what each of [[reward.parts]] gave the sample, and its weight; 0 and 0
         where it did not score the sample; None unless the advantages are made of them
     group_ids: [N] int64, equal for samples of one prompt
@@ -67,6 +68,7 @@ class TrainBatch:
     rewards: Tensor
     group_ids: Tensor
     loss_weights: Tensor
+    baselines: Tensor | None = None
     reward_parts: Tensor | None = None
     part_weights: Tensor | None = None
     episode_ids: Tensor | None = None

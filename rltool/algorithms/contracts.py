@@ -107,6 +107,7 @@ def example_batch() -> TrainBatch:
         lengths=torch.tensor([len(sample) for sample in masks]),
         loss_mask=mask,
         rewards=torch.tensor([1.0, 0.0, 0.5, 0.25, 1.0, -1.0, 0.0]),
+        baselines=torch.tensor([0.5, 0.0, 0.5, 0.75, 0.75, 0.5, 1.0]),
         reward_parts=torch.tensor([[1, 0], [0, 0], [0, 1], [0, 0.5], [1, 0], [-1, 0], [0, 0]], dtype=torch.float32),
         part_weights=torch.tensor([1.0, 0.5]).repeat(7, 1),
         group_ids=torch.tensor([4, 9, 4, 2, 2, 4, 7]),

@@ -33,13 +33,15 @@ class AlgorithmConfig(Config):
     needed."""
 
     advantage: (
-        Literal["grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"]
+        Literal[
+            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"
+        ]
         | OwnFunction
     ) = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; distill
-    needs model.teacher or model.teacher_path; gae trains a critic ([critic]). `package.module:function`: f(batch:
-    TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
-    rltool/algorithms/contracts.py."""
+    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; remax
+    samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
+    critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per
+    sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     normalize_std_over: Literal["group", "batch"] = "group"
@@ -222,6 +224,11 @@ class AlgorithmConfig(Config):
         """The teacher's log-probabilities are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
         return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """The reward of a greedy response to each prompt is part of the advantages."""
+        return self.loss == "policy" and self.advantage == "remax"
 
     @property
     def uses_reward_parts(self) -> bool:

@@ -58,6 +58,7 @@ def samples_to_batch(
         loss_mask=loss_mask,
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
+        baselines=_baselines(samples),
         reward_parts=parts,
         part_weights=weights,
         episode_ids=_episode_ids(samples),
@@ -127,6 +128,13 @@ def _episode_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
         return None
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((s.group_id, s.index), len(numbers)) for s in samples])
+
+
+def _baselines(samples: Sequence[Sample]) -> torch.Tensor | None:
+    _all_or_none(samples, "baseline reward", [sample.baseline_reward is not None for sample in samples])
+    if samples[0].baseline_reward is None:
+        return None
+    return torch.tensor([sample.baseline_reward for sample in samples], dtype=torch.float32)
 
 
 def _teacher_logprobs(samples: Sequence[Sample]) -> torch.Tensor | None:

@@ -28,7 +28,8 @@ class Sample:
     sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave,
     None: [reward] does. trajectory: an agent's episode may leave several samples, with one index and one reward;
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
-    0.0 where its mask is 0; empty without one.
+    0.0 where its mask is 0; empty without one. baseline_reward: of a greedy response to its prompt, where
+    advantages are relative to that.
     """
 
     group_id: int
@@ -52,6 +53,7 @@ class Sample:
     trajectory: int = 0
     failure: str = ""
     teacher_logprobs: list[float] = field(default_factory=list)
+    baseline_reward: float | None = None
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -76,6 +78,7 @@ class Sample:
         """Forget the response: the sample is PENDING again."""
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
         self.status, self.episode_reward, self.teacher_logprobs = SampleStatus.PENDING, None, []
+        self.baseline_reward = None
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""

@@ -124,6 +124,8 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     its group, with the mean of their rewards (which differ by token_rewards alone) and all their tokens."""
     if algorithm.uses_reward_parts:
         return _of_reward_parts(batch)
+    if algorithm.advantage == "remax":
+        return advantages.remax_advantages(batch.sample_rewards(), _present(batch, "baselines"))
     rewards, groups = batch.sample_rewards(), batch.group_ids
     sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
     if batch.episode_ids is None:
@@ -253,6 +255,8 @@ def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_resp
         clipped = batch.rewards.clamp(low, high)
         metrics["train/reward_clipped_fraction"] = _mean((clipped != batch.rewards).float())
         batch = batch.replace(rewards=clipped)
+        if batch.baselines is not None:
+            batch = batch.replace(baselines=batch.baselines.clamp(low, high))
     if not algorithm.overlong_buffer:
         return batch, metrics
     response = response_lengths(batch.lengths, batch.sampled)

@@ -65,7 +65,10 @@ EFFECTIVE: dict[str, Needs] = {
     "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
     "gae_lambda": _estimator("gae"),
     "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
-    "overlong_buffer": _REWARDS,
+    "overlong_buffer": Needs(
+        lambda a: a.advantage not in ("distill", "gdpo", "remax"),
+        "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
+    ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     "ratio": _objective("ppo", "cispo"),
     "clip_low": _CLIP,
@@ -156,6 +159,8 @@ def _check_policy(config: TrainConfig) -> None:
     _check_distillation(config)
     if algorithm.uses_reward_parts:
         _check_reward_parts(config)
+    if algorithm.needs_greedy_baseline:
+        _check_greedy_baseline(config)
     if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
@@ -193,6 +198,20 @@ def _check_distillation(config: TrainConfig) -> None:
         raise UsageError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
             'algorithm.kl_in = "loss"'
+        )
+
+
+def _check_greedy_baseline(config: TrainConfig) -> None:
+    """A greedy response can be sampled, and its reward is of the same kind as the samples'."""
+    if config.rollout.agent is not None:
+        raise UsageError(
+            'algorithm.advantage = "remax" needs a greedy episode of each prompt, and with rollout.agent the gateway '
+            'samples every turn as [sampling] says; use algorithm.advantage = "rloo"'
+        )
+    if config.reward.group != "none":
+        raise UsageError(
+            f'algorithm.advantage = "remax" and reward.group = "{config.reward.group}" contradict each other: the '
+            "greedy response is in no group, so its reward would be of another kind; leave one of the two out"
         )
 
 

@@ -39,6 +39,8 @@ LONGEST = 6
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
         {"advantage": "gpg"},
         {"advantage": "gdpo"},
+        {"advantage": "remax"},
+        {"advantage": "remax", "reward_clip": (-0.5, 0.6)},
         {"advantage": "opo"},
         {"normalize_std_over": "batch"},
         {"normalize_std": False, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
@@ -46,7 +48,7 @@ LONGEST = 6
         {"advantage": "reinforce_pp", "distill_coef": 0.3, "gamma": 0.9},
         *(
             {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
-            for name in ("grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
+            for name in ("grpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
             for k in ("k1", "k2", "k3")
         ),
     ],

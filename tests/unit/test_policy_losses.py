@@ -152,6 +152,7 @@ LOSSES = [
     {"objective": "gmpo", "clip_low": 1.0, "clip_high": math.inf},
     {"objective": "reinforce", "advantage": "gpg"},
     {"advantage": "gdpo"},
+    {"objective": "reinforce", "advantage": "remax", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
     {"clip_low": 1.0, "clip_high": math.inf},
     {"off_policy_mask_threshold": 0.02},

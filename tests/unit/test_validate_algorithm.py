@@ -48,6 +48,7 @@ def check(*sets: str) -> None:
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
+        ["algorithm.advantage=remax", "rollout.samples_per_prompt=1", "algorithm.reward_clip=[-1, 1]"],
     ],
     ids=str,
 )
@@ -118,6 +119,9 @@ def test_combinations_that_make_sense_pass(sets):
             r"algorithm.reward_clip = \[-1.0, 1.0\] would have no effect: it needs an algorithm.advantage that is made",
         ),
         (["algorithm.advantage=distill", "model.teacher=big"], r'"big" is no model of the run \(none\): name its path'),
+        (["algorithm.advantage=remax", "rollout.agent='a:b'"], "needs a greedy episode of each prompt"),
+        (["algorithm.advantage=remax", "reward.group=rank"], 'reward.group = "rank" contradict each other'),
+        (["algorithm.advantage=remax", "algorithm.overlong_buffer=10"], "of sampled responses alone"),
         (["model.teacher=big", "models.big.path=big"], "model.teacher would have no effect"),
         (
             ["algorithm.advantage=distill", "model.teacher=big", "models.big.external=['h:1']"],
