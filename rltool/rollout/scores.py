@@ -44,6 +44,7 @@ class Scores:
         """
         async with self._slots:
             failed: list[str] = []
+            last: EngineError | None = None
             for _ in range(ATTEMPTS):
                 url, sent_at = await self._serving(failed), self._clock()
                 self._in_flight[url] += 1
