@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-long chaos test-megatron-019 unit lint constraints venv venv-sglang clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 unit lint docs constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -22,6 +22,11 @@ quickstart: venv
 # Two files at a time: the tests wait for starting processes more than they compute. ARGS="-n 0" runs them one after another.
 test: venv venv-sglang
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --durations 30 $(ARGS)
+
+# The same tests on Python 3.12 (PYTHON312 names the interpreter), in environments of their own; SGLang's is the one of `make test`.
+test-312: venv-sglang
+	PYTHON=$(PYTHON312) requirements/setup.sh .venv-312
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadfile --durations 30 $(ARGS)
 
 # The trainer's tests on Megatron-core 0.19, which needs Python 3.12 (PYTHON312 names the interpreter); `make test` has 0.16 and does not run this.
 test-megatron-019:
@@ -36,6 +41,12 @@ unit: venv
 lint: venv
 	.venv/bin/ruff check rltool tests benchmarks docs recipes examples
 	.venv/bin/basedpyright --level error
+
+# The site of docs/ in build/site; a page that is in no menu, or a link or anchor that leads nowhere, is an error.
+docs:
+	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet -r requirements/docs.txt
+	.venv-docs/bin/mkdocs build --strict
 
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
 test-long: venv
@@ -56,4 +67,4 @@ constraints: venv
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:
-	rm -rf .venv .venv-sglang .venv-megatron-019 .venv-benchmark-trl build *.egg-info
+	rm -rf .venv .venv-312 .venv-sglang .venv-megatron-019 .venv-benchmark-trl .venv-docs build *.egg-info

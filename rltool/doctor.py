@@ -7,6 +7,7 @@ doctor down.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 import psutil
 from pydantic import BaseModel
@@ -49,6 +51,8 @@ class Need:
     note: str = ""
     cpu_fix: str = ""
     """What pip installs instead of the extra on a host without GPUs."""
+    apart: tuple[str, str] | None = None
+    """In place of both: what makes an environment of its own for it, on a host with GPUs and on one without."""
 
 
 FEATURES = (
@@ -65,7 +69,12 @@ FEATURES = (
         "serve-engines --engine sglang",
         (("sglang",),),
         "sglang",
-        "wants an environment of its own beside vLLM's: --engine-python",
+        "wants an environment of its own, for its requirements conflict with vLLM's",
+        apart=(
+            "python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install sglang==0.5.23; then "
+            "--engine-python .venv-sglang/bin/python",
+            "tests/sglang_cpu/setup.sh .venv-sglang, in a checkout; then --engine-python .venv-sglang/bin/python",
+        ),
     ),
     Need("router", (("sglang-router",),), "router"),
     Need(
@@ -91,6 +100,8 @@ class Facts(BaseModel):
     rltool: str
     python: str
     executable: Path
+    source: Path | None
+    """The checkout that rltool was installed from; None: a wheel, or whatever pip was given."""
     platform: str
     cpus: int
     memory: int
@@ -119,6 +130,7 @@ def collect() -> Facts:
         rltool=__version__,
         python=platform.python_version(),
         executable=Path(sys.executable),
+        source=_source(),
         platform=platform.platform(),
         cpus=os.cpu_count() or 1,
         memory=psutil.virtual_memory().total,
@@ -153,7 +165,10 @@ def _base(facts: Facts) -> list[Finding]:
     if missing:
         found.append(
             Finding(
-                level="broken", about="base packages", text=f"missing: {', '.join(missing)}", fix=_pip(facts, "rltool")
+                level="broken",
+                about="base packages",
+                text=f"missing: {', '.join(missing)}",
+                fix=_pip(facts, _ours(facts)),
             )
         )
     if facts.can_listen is not None:
@@ -176,7 +191,10 @@ def _feature(need: Need, facts: Facts) -> Finding:
     ]
     if missing:
         note = f" ({need.note})" if need.note else ""
-        fix = _pip(facts, f"'rltool[{need.extra}]'" if facts.gpus or not need.cpu_fix else need.cpu_fix)
+        if need.apart is not None:
+            fix = need.apart[0 if facts.gpus else 1]
+        else:
+            fix = _pip(facts, _ours(facts, need.extra) if facts.gpus or not need.cpu_fix else need.cpu_fix)
         return Finding(level="missing", about=need.feature, text=f"missing: {', '.join(missing)}{note}", fix=fix)
     have = ", ".join(
         f"{name} {facts.versions[name]}" for choices in need.packages for name in choices if facts.versions.get(name)
@@ -242,6 +260,24 @@ def _nccl(facts: Facts) -> list[Finding]:
 
 def _pip(facts: Facts, requirement: str) -> str:
     return f"{facts.executable} -m pip install {requirement}"
+
+
+def _ours(facts: Facts, extras: str = "") -> str:
+    """rltool itself for pip: the checkout, for a package index may not have it."""
+    wanted = f"{facts.source}[{extras}]" if facts.source else f"rltool[{extras}]"
+    option, wanted = "-e " if facts.source else "", wanted.removesuffix("[]")
+    return f"{option}'{wanted}'"
+
+
+def _source() -> Path | None:
+    """By pip's record of a direct URL (PEP 610)."""
+    try:
+        record = json.loads(importlib.metadata.distribution("rltool").read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+    url = str(record.get("url", ""))
+    directory = Path(unquote(urlsplit(url).path))
+    return directory if url.startswith("file:") and (directory / "pyproject.toml").is_file() else None
 
 
 def _version(package: str) -> str | None:

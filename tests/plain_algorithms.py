@@ -83,6 +83,12 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
                 value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
                 if a.normalize_std and len(others) > 1:
                     value /= statistics.stdev(whole if a.normalize_std_over == "batch" else others) + 1e-6
+            elif a.advantage == "remax":
+                limits = a.reward_clip or (-1e9, 1e9)
+                value = whole[i] - min(max(float(batch.baselines[i]), limits[0]), limits[1])
+            elif a.advantage == "gdpo":
+                totals = [gdpo_total(batch, group[j], j) for j in range(count)]
+                value = (totals[i] - statistics.fmean(totals)) / (statistics.stdev(totals) + 1e-6)
             elif a.advantage == "gpg":
                 useless = sum(len({whole[k] for k in group[j]}) == 1 for j in range(count))
                 value = (whole[i] - statistics.fmean(whole[j] for j in members)) * count / (count - useless)
@@ -124,6 +130,17 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             for t in loss_tokens(batch, i):
                 result[i][t] += a.distill_coef * float(teacher[i][t] - old[i][t])
     return torch.tensor([value for sample in result for value in sample])
+
+
+def gdpo_total(batch, members: list[int], i: int) -> float:
+    """Weighted sum of sample i's parts, each normalised within its group."""
+    total = 0.0
+    for part in range(batch.reward_parts.shape[1]):
+        values = [float(batch.reward_parts[j, part]) for j in members]
+        if len(values) > 1:
+            centred = float(batch.reward_parts[i, part]) - statistics.fmean(values)
+            total += float(batch.part_weights[i, part]) * centred / (statistics.stdev(values) + 1e-6)
+    return total
 
 
 def gae(token_rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:

@@ -75,6 +75,17 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (alpha * torch.where((highest > lowest)[group], centred, 0.0)).to(rewards.dtype)
 
 
+def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """ReMax (Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
+    Large Language Models", section 4): reward minus that of the greedy response to the same prompt, [N].
+
+    baselines: [N], of the policy as it was when the group was complete. It needs no group: one sample a prompt will do.
+    """
+    if rewards.shape != baselines.shape:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and baselines {tuple(baselines.shape)} must be equal vectors")
+    return rewards - baselines
+
+
 def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
     """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with
     Optimal Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.
@@ -87,6 +98,23 @@ def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor)
     total = torch.zeros_like(count).index_add(0, group, lengths)
     baseline = torch.zeros_like(count).index_add(0, group, lengths * values) / total.clamp(min=1)
     return torch.where(count[group] > 1, values - baseline[group], 0.0).to(rewards.dtype)
+
+
+def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:
+    """Group reward-decoupled normalisation (Liu et al. 2026, "GDPO", arXiv 2601.05242), [N].
+
+    parts, weights: [N, P], the rewards of each sample one by one, and their weights; 0 and 0 where a part did not score
+    a sample. Each part is normalised within its group as by `group_advantages`, these are summed with their weights,
+    and the sum is brought to mean 0 and unbiased standard deviation 1 (+ 1e-6) over the rollout, so that its size does
+    not grow with P. GRPO normalises the sum: parts of other spreads then drown each other, and sums of different parts
+    that are equal become one advantage. Same errors as `group_advantages`.
+    """
+    if parts.shape != weights.shape or parts.dim() != 2:
+        raise ValueError(f"parts {tuple(parts.shape)} and weights {tuple(weights.shape)} must be equal matrices")
+    normalised = [group_advantages(part, group_ids, normalize_std=True) for part in parts.double().unbind(1)]
+    total = (weights.double() * torch.stack(normalised, 1)).sum(1)
+    std = total.std() if len(total) > 1 else 1.0
+    return ((total - total.mean()) / (std + STD_EPSILON)).to(parts.dtype)
 
 
 def reinforce_pp_advantages(

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from rltool.algorithms.ragged import sum_per_sample
 
-PER_SAMPLE = frozenset({"lengths", "rewards", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"})
+MATRICES = frozenset({"reward_parts", "part_weights"})
+"""Fields of a TrainBatch with a row of several numbers a sample."""
+PER_SAMPLE = MATRICES | {"lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"}
+"""Fields with one entry a sample; all others have one a token."""
 INTEGERS = frozenset({"tokens", "token_versions", "lengths", "group_ids", "episode_ids"})
-"""Fields of a TrainBatch with one entry a sample; all others have one a token."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
 
@@ -39,6 +41,9 @@ class TrainBatch:
     token_versions: [T] int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0;
         None where unknown (recorded by an earlier release, synthetic) and for supervised data
     rewards: [N] float32
+    baselines: [N] float32, reward of a greedy response to each sample's prompt; None unless one was sampled
+    reward_parts, part_weights: [N, P] float32, what each of [[reward.parts]] gave the sample, and its weight; 0 and 0
+        where it did not score the sample; None unless the advantages are made of them
     group_ids: [N] int64, equal for samples of one prompt
     episode_ids: [N] int64, equal for samples of one episode of an agent, which has one reward and counts once in its
         group's baseline; None: each sample is an episode
@@ -63,6 +68,9 @@ class TrainBatch:
     rewards: Tensor
     group_ids: Tensor
     loss_weights: Tensor
+    baselines: Tensor | None = None
+    reward_parts: Tensor | None = None
+    part_weights: Tensor | None = None
     episode_ids: Tensor | None = None
     response_mask: Tensor | None = None
     rollout_logprobs: Tensor | None = None
@@ -86,9 +94,11 @@ class TrainBatch:
             value = getattr(self, item.name)
             if value is None:
                 continue
-            expected = num_samples if item.name in PER_SAMPLE else num_tokens
-            if value.shape != (expected,):
-                raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected ({expected},)")
+            expected: tuple[int, ...] = (num_samples if item.name in PER_SAMPLE else num_tokens,)
+            if item.name in MATRICES:
+                expected += value.shape[1:2]
+            if value.shape != expected or len(expected) != 1 + (item.name in MATRICES):
+                raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected {expected}")
             dtype = torch.int64 if item.name in INTEGERS else torch.float32
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")

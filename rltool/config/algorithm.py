@@ -33,11 +33,15 @@ class AlgorithmConfig(Config):
     needed."""
 
     advantage: (
-        Literal["grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"] | OwnFunction
+        Literal[
+            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"
+        ]
+        | OwnFunction
     ) = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). distill needs model.teacher_path; gae trains a critic
-    ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or
-    [T] per token; see rltool/algorithms/contracts.py."""
+    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; remax
+    samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
+    critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per
+    sample or [T] per token; see rltool/algorithms/contracts.py."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     normalize_std_over: Literal["group", "batch"] = "group"
@@ -53,7 +57,7 @@ class AlgorithmConfig(Config):
     """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     distill_coef: float = Field(default=0.0, ge=0)
     """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
-    whitening; needs model.teacher_path. 0: none."""
+    whitening; needs a teacher as well. 0: none."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)
@@ -220,6 +224,16 @@ class AlgorithmConfig(Config):
         """The teacher's log-probabilities are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
         return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """The reward of a greedy response to each prompt is part of the advantages."""
+        return self.loss == "policy" and self.advantage == "remax"
+
+    @property
+    def uses_reward_parts(self) -> bool:
+        """Advantages are made of the several rewards of a sample, not of their sum."""
+        return self.loss == "policy" and self.advantage == "gdpo"
 
     @property
     def corrects_mismatch(self) -> bool:

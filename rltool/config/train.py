@@ -35,6 +35,9 @@ class ModelConfig(Config):
     teacher_path: Path | None = None
     """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or
     for your own."""
+    teacher: str | None = None
+    """In place of teacher_path: a model of [models.NAME], of any size, with the model's tokenizer. Its engines score
+    the responses as they come; needs sampling.temperature = 1."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 
@@ -304,6 +307,11 @@ class TrainConfig(Config):
     def samples_per_optimizer_step(self) -> int:
         """The global batch size of policy training."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt // self.optimizer_steps_per_rollout
+
+    @property
+    def part_weights(self) -> dict[str, float] | None:
+        """By name, the weights of reward.parts where the advantages are made of these one by one; else None."""
+        return {part.name: part.weight for part in self.reward.parts} if self.algorithm.uses_reward_parts else None
 
     @property
     def updates_per_rollout(self) -> int:

@@ -15,7 +15,9 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 
 
-def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False) -> TrainBatch:
+def samples_to_batch(
+    samples: Sequence[Sample], *, mask_truncated: bool = False, part_weights: Mapping[str, float] | None = None
+) -> TrainBatch:
     """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong
     to an optimizer step, and are set when the batch is split for these.
 
@@ -25,7 +27,8 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
 
     ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples
     have and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a
-    loss.
+    loss, or if an episode has no parts. part_weights: of the rewards that the batch holds one by one, by name; None: it
+    holds their sum alone.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample")
@@ -48,15 +51,20 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
         raise TrainingStopped(_why_no_loss(samples, mask_truncated=mask_truncated))
     versions = _token_versions(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
+    parts, weights = _reward_parts(samples, part_weights) if part_weights is not None else (None, None)
     return TrainBatch(
         tokens=torch.tensor([token for s in samples for token in s.prompt_ids + s.response_ids]),
         lengths=lengths,
         loss_mask=loss_mask,
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
+        baselines=_baselines(samples),
+        reward_parts=parts,
+        part_weights=weights,
         episode_ids=_episode_ids(samples),
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
+        teacher_logprobs=_teacher_logprobs(samples),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
     )
@@ -120,6 +128,38 @@ def _episode_ids(samples: Sequence[Sample]) -> torch.Tensor | None:
         return None
     numbers: dict[tuple[int, int], int] = {}
     return torch.tensor([numbers.setdefault((s.group_id, s.index), len(numbers)) for s in samples])
+
+
+def _baselines(samples: Sequence[Sample]) -> torch.Tensor | None:
+    _all_or_none(samples, "baseline reward", [sample.baseline_reward is not None for sample in samples])
+    if samples[0].baseline_reward is None:
+        return None
+    return torch.tensor([sample.baseline_reward for sample in samples], dtype=torch.float32)
+
+
+def _teacher_logprobs(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[T], 0 outside responses; None where no engine's teacher took part."""
+    if not any(sample.teacher_logprobs for sample in samples):
+        return None
+    present = [bool(sample.teacher_logprobs) or not sample.response_ids for sample in samples]
+    _all_or_none(samples, "log-probabilities of the teacher", present)
+    return torch.tensor([v for s in samples for v in [0.0] * len(s.prompt_ids) + s.teacher_logprobs])
+
+
+def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[N, P] each: values and weights, 0 of parts that did not score the sample. An agent's episode is scored by its
+    last sample."""
+    scored = {(sample.group_id, sample.index): sample.reward_parts for sample in samples if sample.reward_parts}
+    rows = [scored.get((sample.group_id, sample.index)) for sample in samples]
+    if None in rows:
+        lacking = samples[rows.index(None)]
+        raise TrainingStopped(
+            f'algorithm.advantage = "gdpo" is made of [[reward.parts]], and sample {lacking.group_id}/{lacking.index} '
+            "has none: its environment, agent or recording gave one reward for all; use another algorithm.advantage"
+        )
+    values = [[row.get(name, 0.0) for name in weights] for row in rows if row is not None]
+    counted = [[weight * (name in row) for name, weight in weights.items()] for row in rows if row is not None]
+    return torch.tensor(values, dtype=torch.float32), torch.tensor(counted, dtype=torch.float32)
 
 
 def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:

@@ -27,8 +27,13 @@ from rltool.rollout.sample import Sample, SampleStatus
 
 FORMAT_VERSION = 1
 
-RAGGED = {"prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64}
+RAGGED = {
+    "prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64,
+    "teacher_logprobs": np.float64,
+}  # fmt: skip
 """Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
+ADDED = frozenset({"teacher_logprobs"})
+"""Those that files of an earlier rltool lack: empty then."""
 
 
 class DumpError(RltoolError):
@@ -164,6 +169,9 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
         tensors = load_tensors(data)
         columns = {}
         for name in RAGGED:
+            if name in ADDED and name not in tensors:
+                columns[name] = [[] for _ in range(num_samples)]
+                continue
             ends = np.cumsum(tensors[f"{name}.lengths"])
             if len(ends) != num_samples:
                 raise DumpError(f"{path}: {name} covers {len(ends)} samples, the JSON file {num_samples}")

@@ -27,14 +27,18 @@ class Reply:
 
 
 class ModelClient:
-    """One model. generate: sends a request to one of its engines, or its router. tokenizer: None where models.NAME.path
-    is not set; then prompts are token ids."""
+    """One model. generate: sends a request to one of its engines, or its router; score: token ids to one of its
+    engines. tokenizer: None where models.NAME.path is not set; then prompts are token ids."""
 
     def __init__(
-        self, name: str, generate: Callable[[GenerateRequest], Awaitable[list[Completion]]], tokenizer: Tokenizer | None
+        self,
+        name: str,
+        generate: Callable[[GenerateRequest], Awaitable[list[Completion]]],
+        tokenizer: Tokenizer | None,
+        score: Callable[[Sequence[int]], Awaitable[tuple[float, ...]]],
     ) -> None:
         self.name = name
-        self._generate, self._tokenizer = generate, tokenizer
+        self._generate, self._tokenizer, self._score = generate, tokenizer, score
 
     async def generate(
         self, prompt: Prompt, *, max_tokens: int = 256, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
@@ -55,6 +59,11 @@ class ModelClient:
         )  # fmt: skip
         request = GenerateRequest(tuple(ids), sampling, uuid.uuid4().hex, n=n, seed=seed)
         return [self._reply(completion) for completion in await self._generate(request)]
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Log-probabilities of all tokens but the first, each after those before it, at temperature 1, in nats. Errors
+        of rltool.rollout.scores.Scores."""
+        return await self._score(token_ids)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):

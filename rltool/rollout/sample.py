@@ -27,7 +27,9 @@ class Sample:
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
     sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave,
     None: [reward] does. trajectory: an agent's episode may leave several samples, with one index and one reward;
-    numbered from 0. failure: why it is FAILED.
+    numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
+    0.0 where its mask is 0; empty without one. baseline_reward: of a greedy response to its prompt, where
+    advantages are relative to that.
     """
 
     group_id: int
@@ -50,6 +52,8 @@ class Sample:
     episode_reward: float | None = None
     trajectory: int = 0
     failure: str = ""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    baseline_reward: float | None = None
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -73,7 +77,8 @@ class Sample:
     def clear(self) -> None:
         """Forget the response: the sample is PENDING again."""
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
-        self.status, self.episode_reward = SampleStatus.PENDING, None
+        self.status, self.episode_reward, self.teacher_logprobs = SampleStatus.PENDING, None, []
+        self.baseline_reward = None
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
@@ -92,6 +97,11 @@ class Sample:
             raise ValueError(
                 f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.response_mask)} mask entries, "
                 f"{len(self.response_logprobs)} log-probabilities"
+            )
+        if self.teacher_logprobs and len(self.teacher_logprobs) != n:
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.teacher_logprobs)} log-probabilities of "
+                "the teacher"
             )
         last = 0
         for span in self.versions:

@@ -18,6 +18,7 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_restarts import EngineRestarts
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.rollout.model_clients import ModelClient, Models
+from rltool.rollout.scores import Scores
 from rltool.rollout.tokenizer import load_tokenizer
 
 
@@ -53,6 +54,10 @@ class SideModel:
             deadline=deadline,
         )  # fmt: skip
         self.generate = plane.generate
+        self._scores = Scores(
+            name, client, self.fleet, self.endpoints, at_once=requests_per_engine * len(self.endpoints),
+            deadline=deadline,
+        )  # fmt: skip
         self.monitor = FleetMonitor(
             client, self.fleet, self.endpoints, self.infos, restart=restart, on_change=plane.changed,
             log=lambda line: log(f"model {name}: {line}"),
@@ -63,7 +68,7 @@ class SideModel:
         path = self._engines.path
         tokenizer = await asyncio.to_thread(load_tokenizer, path) if path is not None else None
         self.monitor.start()
-        return ModelClient(self.name, self.generate, tokenizer)
+        return ModelClient(self.name, self.generate, tokenizer, self._scores.score)
 
     async def close(self) -> None:
         await self.monitor.close()

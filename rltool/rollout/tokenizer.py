@@ -44,6 +44,11 @@ class Tokenizer:
             ids.pop()
         return ids
 
+    def differs_from(self, other: Tokenizer) -> str | None:
+        """A token that `other` has another id for, or lacks; None: it reads what this one writes."""
+        theirs = other._hf.get_vocab()
+        return next((token for token, number in self._hf.get_vocab().items() if theirs.get(token) != number), None)
+
     @property
     def has_template(self) -> bool:
         return bool(self._hf.chat_template)

@@ -18,11 +18,30 @@ def template_text(name: str) -> str:
     return resources.files(__name__).joinpath(f"{name}.toml").read_text()
 
 
-def write_template(name: str, path: Path) -> None:
-    """Raises UsageError if `path` exists or cannot be written."""
+ON_A_CPU = {
+    "--gpus 0,1 --detach     prints the --rollout-external line; without a GPU: --device cpu":
+        "--device cpu --max-model-len 256 --detach     prints the --rollout-external line",
+    "steps = 100": "steps = 50",
+    "max_prompt_tokens = 1024": "max_prompt_tokens = 64",
+    "max_response_tokens = 1024": "max_response_tokens = 64",
+    "lr = 1e-6": "lr = 3e-4",
+    "#torch_threads = 4": "torch_threads = 1",
+}  # fmt: skip
+"""What the run's template says for a small model on a CPU, which engines and trainer share, in place of what."""
+
+
+def for_cpu(text: str) -> str:
+    for general, small in ON_A_CPU.items():
+        text = text.replace(general, small, 1)
+    return text
+
+
+def write_template(name: str, path: Path, *, cpu: bool = False) -> None:
+    """cpu: the run's template with `ON_A_CPU`. Raises UsageError if `path` exists or cannot be written."""
+    text = template_text(name)
     try:
         with path.open("x") as file:
-            file.write(template_text(name))
+            file.write(for_cpu(text) if cpu else text)
     except FileExistsError:
         raise UsageError(f"{path} exists already and is left as it is: name another file") from None
     except OSError as error:

@@ -122,6 +122,10 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
 def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     """[N], of the estimators that give all tokens of a sample the same. An episode of several samples is one member of
     its group, with the mean of their rewards (which differ by token_rewards alone) and all their tokens."""
+    if algorithm.uses_reward_parts:
+        return _of_reward_parts(batch)
+    if algorithm.advantage == "remax":
+        return advantages.remax_advantages(batch.sample_rewards(), _present(batch, "baselines"))
     rewards, groups = batch.sample_rewards(), batch.group_ids
     sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
     if batch.episode_ids is None:
@@ -133,6 +137,16 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
 
     group = torch.zeros(len(numbers), dtype=groups.dtype).index_put((episode,), groups)
     return _estimated(summed(rewards) / count, group, summed(sampled), algorithm)[episode]
+
+
+def _of_reward_parts(batch: TrainBatch) -> Tensor:
+    """[N]. All samples of an episode have the same parts: it is taken by its first."""
+    parts, weights, groups = _present(batch, "reward_parts"), _present(batch, "part_weights"), batch.group_ids
+    if batch.episode_ids is None:
+        return advantages.gdpo_advantages(parts, weights, groups)
+    numbers, episode = batch.episode_ids.unique(return_inverse=True)
+    first = torch.full((len(numbers),), len(episode)).scatter_reduce(0, episode, torch.arange(len(episode)), "amin")
+    return advantages.gdpo_advantages(parts[first], weights[first], groups[first])[episode]
 
 
 def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: AlgorithmConfig) -> Tensor:
@@ -241,6 +255,8 @@ def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_resp
         clipped = batch.rewards.clamp(low, high)
         metrics["train/reward_clipped_fraction"] = _mean((clipped != batch.rewards).float())
         batch = batch.replace(rewards=clipped)
+        if batch.baselines is not None:
+            batch = batch.replace(baselines=batch.baselines.clamp(low, high))
     if not algorithm.overlong_buffer:
         return batch, metrics
     response = response_lengths(batch.lengths, batch.sampled)

@@ -254,10 +254,9 @@ class Loop:
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
-        teacher = (
-            self.trainer.logprobs(batch, weights="teacher") if self.config.model.teacher_path is not None else None
-        )
-        return batch.replace(ref_logprobs=reference, teacher_logprobs=teacher), metrics
+        if self.config.model.teacher_path is not None:  # else the engines of model.teacher have scored it, or nobody
+            batch = batch.replace(teacher_logprobs=self.trainer.logprobs(batch, weights="teacher"))
+        return batch.replace(ref_logprobs=reference), metrics
 
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""

@@ -77,6 +77,7 @@ class Prepared:
     with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
     gpus: of this host, the ranks' and then those of managed engines; empty: none, or Ray decides. expected: of managed
     engines, which are not there yet, so fleet is None. models: beside the policy, that run already.
+    data: one line on the prompts that were read.
     """
 
     loaded: Loaded[TrainConfig]
@@ -91,6 +92,7 @@ class Prepared:
     gpus: tuple[int, ...] = ()
     expected: EnginePlan | None = None
     models: Mapping[str, SideEngines] = field(default_factory=dict)
+    data: str = ""
 
     @property
     def config(self) -> TrainConfig:
@@ -129,8 +131,7 @@ def prepare(
     resume_from = latest_checkpoint(run.checkpoints_dir) if restarted else resume_point(run, resume)
     check_model(config)
     check_weights(config)
-    if replay is None:
-        check_inputs(config)
+    data = check_inputs(config) if replay is None else ""
     device = trainer_device(config)
     generates = replay is None and needs_engines(config)
     managed = generates and config.engines.started_by_train
@@ -155,7 +156,7 @@ def prepare(
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
     return Prepared(
         loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
-        resources.expected, models,
+        resources.expected, models, data,
     )  # fmt: skip
 
 

@@ -17,20 +17,26 @@ from rltool.training.session import Outcome
 
 
 def print_plan(prepared: Prepared, console: Console) -> None:
-    """The resolved configuration with each value's origin, the placement and the engines found. Nothing was started."""
+    """What was set and where, the data, the placement and the engines found. Nothing was started."""
     table = Table("setting", "value", "from", title=f"run {prepared.run.name} (dry run)", title_justify="left")
-    origins = prepared.loaded.origins
+    origins, defaults = prepared.loaded.origins, 0
 
     def rows(section: dict, prefix: str = "") -> None:
+        nonlocal defaults
         for key, value in section.items():
             name = prefix + key
-            if isinstance(value, dict) and not any(origin == name for origin in origins):
+            if name in origins:
+                table.add_row(name, str(value), origins[name])
+            elif isinstance(value, dict):
                 rows(value, f"{name}.")
             else:
-                table.add_row(name, str(value), origins.get(name, "default"), style=None if name in origins else "dim")
+                defaults += 1
 
     rows(prepared.config.model_dump(mode="json"))
     console.print(table)
+    console.print(f"{defaults} other settings have their defaults (docs/configuration.md)", highlight=False)
+    if prepared.data:
+        console.print(prepared.data, highlight=False, markup=False, soft_wrap=True)
     console.print(f"device: {prepared.device}", highlight=False)
     console.print(f"placement: {prepared.plan.describe()}", highlight=False)
     for index, bundle in enumerate(prepared.plan.bundles):

@@ -44,8 +44,8 @@ async def to_rollout(
     samples = [sample for group in groups for sample in group]
     if not samples:
         raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
-    mask_truncated = config.rollout.mask_truncated
-    batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated)
+    mask_truncated, weights = config.rollout.mask_truncated, config.part_weights
+    batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights)
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
     metrics |= mask_metrics(samples, mask_truncated=mask_truncated)
     monitor = config.monitor

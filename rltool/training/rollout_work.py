@@ -12,9 +12,10 @@ from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
-from rltool.rollout.groups import Group
+from rltool.rollout.groups import Group, new_samples
 from rltool.rollout.model_clients import Models
 from rltool.rollout.sample import Sample
+from rltool.rollout.scores import add_teacher_logprobs
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
@@ -73,7 +74,31 @@ class RolloutWork:
         return await asyncio.to_thread(lambda: [cut_at_stop(one, request, decode) for one in completions])
 
     async def finish(self, group: Group) -> str | None:
-        return await self._scorer.finish(group.samples)
+        """Rewards and filters; what is left of the group gets its baseline and is scored by model.teacher, where the
+        advantages need them."""
+        reason, teacher = await self._scorer.finish(group.samples), self._config.model.teacher
+        if reason is None and self._config.algorithm.needs_greedy_baseline:
+            reason = await self._add_baseline(group)
+        if reason is None and teacher is not None:
+            await add_teacher_logprobs(group.samples, self._context.model(teacher))
+        return reason
+
+    async def _add_baseline(self, group: Group) -> str | None:
+        """The reward of a greedy response to the group's prompt, in all of its samples. Returns why there is none."""
+
+        async def generate(request: GenerateRequest) -> list[Completion]:
+            return await self._ask(request, group=group.id)
+
+        sampling = replace(self._context.sampling, temperature=0.0)
+        context = replace(self._context, generate=generate, sampling=sampling, prompt=group.prompt)
+        [greedy] = new_samples(group.id, group.prompt, count=1, run_seed=self._config.seed)
+        await fill_group([greedy], context, self._function)
+        await self._scorer.rewards_of([greedy])
+        if greedy.reward is None:
+            return "reward_failed"
+        for sample in group.samples:
+            sample.baseline_reward = greedy.reward
+        return None
 
     async def abort(self, groups: Collection[int]) -> None:
         await self._plane.abort(groups)

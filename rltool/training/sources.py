@@ -95,7 +95,11 @@ class RecordedRollouts(Stateless):
     def next_batch(self, step: int) -> SourcedBatch:
         dump = read_dump(self.directory, step if self._chosen is None else self._chosen[step])
         samples = subsample(dump.samples, self._share, seed=self._config.seed)
-        batch = _dated(samples_to_batch(samples, mask_truncated=self._config.rollout.mask_truncated), step)
+        config = self._config
+        batch = samples_to_batch(
+            samples, mask_truncated=config.rollout.mask_truncated, part_weights=config.part_weights
+        )
+        batch = _dated(batch, step)
         metrics = rollout_metrics(samples, seconds=None, dropped={})
         monitor = self._config.monitor
         metrics |= all_sample_metrics(
@@ -137,7 +141,8 @@ class FakeRollouts(Stateless):
         )  # fmt: skip
         if self._record is not None:
             write_dump(self._record, step=step, seed=self._config.seed, samples=samples, info={"synthetic": True})
-        return SourcedBatch(_dated(samples_to_batch(samples), step), rollout_metrics(samples, seconds=None, dropped={}))
+        batch = samples_to_batch(samples, part_weights=self._config.part_weights)
+        return SourcedBatch(_dated(batch, step), rollout_metrics(samples, seconds=None, dropped={}))
 
 
 def _kept_of_each(loaded: PromptSet, rows: SupervisedSet) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
-from rltool.rollout.data import load_prompts
+from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
@@ -31,7 +31,7 @@ from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
-from rltool.rollout.tokenizer import load_tokenizer
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
 
 
@@ -303,6 +303,18 @@ def check_teacher(family: Family, model: Path, teacher: Path) -> None:
         )
 
 
+def check_teachers_tokenizer(config: TrainConfig, tokenizer: Tokenizer) -> None:
+    """The engines of model.teacher read the ids that the policy writes. Vocabularies may be padded to other sizes."""
+    path = config.models[config.model.teacher or ""].path
+    assert path is not None  # validate_algorithm
+    differing = tokenizer.differs_from(load_tokenizer(path, trust_remote_code=config.model.trust_remote_code))
+    if differing is not None:
+        raise UsageError(
+            f"model.teacher: the tokenizer of {path} has another id for {differing!r} than the model's, or none; a "
+            "teacher scores the policy's token ids: take one with the same tokenizer"
+        )
+
+
 def check_critic(family: Family, model: Path, critic: Path) -> Family:
     """The critic reads the tokens that the policy writes. Architecture and size are its own."""
     check_model_directory(critic, setting="critic.path")
@@ -345,9 +357,9 @@ def check_files(config: TrainConfig) -> None:
     check_held_out(train, evaluation)
 
 
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig) -> str:
     """Read all data and import all functions here, where nothing has been started: a broken line is named by file and
-    number.
+    number. Returns one line on what was read and left out.
 
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
@@ -358,10 +370,17 @@ def check_inputs(config: TrainConfig) -> None:
         chat_template=data.chat_template,
         trust_remote_code=config.model.trust_remote_code,
     )
-    for name in (*data.train, *config.eval.sets.values()):
-        load_prompts([name], tokenizer, data, max_prompt_tokens=limit)
+    if config.model.teacher is not None:
+        check_teachers_tokenizer(config, tokenizer)
+    train = None
     if data.source is not None:
         load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)
+    else:
+        train = load_prompts(data.train, tokenizer, data, max_prompt_tokens=limit)
+    held_out = {
+        name: load_prompts([spec], tokenizer, data, max_prompt_tokens=limit, limit=config.eval.max_prompts)
+        for name, spec in config.eval.sets.items()
+    }
     if config.algorithm.loss == "policy" or config.eval.sets:
         check_rewards(config.reward)
         if config.reward.group != "none":
@@ -377,3 +396,4 @@ def check_inputs(config: TrainConfig) -> None:
             check_agent(config.rollout.agent)
         load_filter(config.rollout)
         load_hook(config.rollout)
+    return data_summary(train, held_out)

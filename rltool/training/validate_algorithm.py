@@ -38,7 +38,9 @@ def _objective(*names: str) -> Needs:
 
 
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
-_REWARDS = Needs(lambda a: a.advantage != "distill", "an algorithm.advantage that is made from rewards")
+_REWARDS = Needs(
+    lambda a: a.advantage not in ("distill", "gdpo"), "an algorithm.advantage that is made from one reward a sample"
+)
 _WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
 _MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
 _RECOMPUTED = Needs(
@@ -63,7 +65,10 @@ EFFECTIVE: dict[str, Needs] = {
     "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
     "gae_lambda": _estimator("gae"),
     "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
-    "overlong_buffer": _REWARDS,
+    "overlong_buffer": Needs(
+        lambda a: a.advantage not in ("distill", "gdpo", "remax"),
+        "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
+    ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     "ratio": _objective("ppo", "cispo"),
     "clip_low": _CLIP,
@@ -99,7 +104,7 @@ EFFECTIVE: dict[str, Needs] = {
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
-IN_GROUPS = ("grpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
+IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
 SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
@@ -128,8 +133,9 @@ def check_algorithm(config: TrainConfig) -> None:
             f'epochs_per_rollout = {config.epochs_per_rollout} has no meaning with algorithm.loss = "sft": nothing is '
             "rolled out, and steps above the length of the data already go through it again; leave it out"
         )
-    if config.model.teacher_path is not None:
-        _check_teacher_used(algorithm)
+    for name in ("teacher_path", "teacher"):
+        if getattr(config.model, name) is not None:
+            _check_teacher_used(algorithm, f"model.{name}")
 
 
 def changed(algorithm: AlgorithmConfig) -> list[str]:
@@ -151,6 +157,10 @@ def _check_policy(config: TrainConfig) -> None:
             'algorithm.kl_in = "reward"'
         )
     _check_distillation(config)
+    if algorithm.uses_reward_parts:
+        _check_reward_parts(config)
+    if algorithm.needs_greedy_baseline:
+        _check_greedy_baseline(config)
     if algorithm.overlong_buffer > sampling.max_response_tokens:
         raise UsageError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
@@ -176,16 +186,68 @@ def _check_policy(config: TrainConfig) -> None:
 def _check_distillation(config: TrainConfig) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
-    if config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
+    if config.model.teacher is not None:
+        _check_served_teacher(config)
+    elif config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
         setting = "advantage" if algorithm.advantage == "distill" else "distill_coef"
         raise UsageError(
             f"algorithm.{setting} = {_toml(getattr(algorithm, setting))} needs model.teacher_path: weights of the same "
-            "architecture and shape as the model"
+            "architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
     if algorithm.advantage == "distill" and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         raise UsageError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
             'algorithm.kl_in = "loss"'
+        )
+
+
+def _check_greedy_baseline(config: TrainConfig) -> None:
+    """A greedy response can be sampled, and its reward is of the same kind as the samples'."""
+    if config.rollout.agent is not None:
+        raise UsageError(
+            'algorithm.advantage = "remax" needs a greedy episode of each prompt, and with rollout.agent the gateway '
+            'samples every turn as [sampling] says; use algorithm.advantage = "rloo"'
+        )
+    if config.reward.group != "none":
+        raise UsageError(
+            f'algorithm.advantage = "remax" and reward.group = "{config.reward.group}" contradict each other: the '
+            "greedy response is in no group, so its reward would be of another kind; leave one of the two out"
+        )
+
+
+def _check_served_teacher(config: TrainConfig) -> None:
+    """The teacher is a model of the run, and its log-probabilities mean what the trainer's do."""
+    name, temperature = config.model.teacher, config.sampling.temperature
+    if config.model.teacher_path is not None:
+        raise UsageError("model.teacher and model.teacher_path are each a whole teacher: keep one of them")
+    if name not in config.models:
+        known = ", ".join(config.models) or "none"
+        raise UsageError(f'model.teacher = "{name}" is no model of the run ({known}): name its path in [models.{name}]')
+    if config.models[name].path is None:
+        raise UsageError(f"model.teacher needs models.{name}.path: its tokenizer is compared with the model's")
+    if temperature != 1:
+        raise UsageError(
+            f"model.teacher scores at temperature 1, and sampling.temperature is {temperature:g}: the trainer's "
+            "log-probabilities would be those of another distribution; set it to 1, or use model.teacher_path"
+        )
+
+
+def _check_reward_parts(config: TrainConfig) -> None:
+    """Several rewards, which reach the advantages as they were scored."""
+    if not config.reward.parts:
+        raise UsageError(
+            'algorithm.advantage = "gdpo" needs [[reward.parts]]: it normalises each of several rewards by itself; '
+            'with one reward use algorithm.advantage = "grpo"'
+        )
+    if config.reward.group != "none":
+        raise UsageError(
+            f'reward.group = "{config.reward.group}" would have no effect: algorithm.advantage = "gdpo" is made of '
+            "[[reward.parts]] as they were scored; leave one of the two out"
+        )
+    if config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward":
+        raise UsageError(
+            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
+            'alone; use algorithm.kl_in = "loss"'
         )
 
 
@@ -217,10 +279,10 @@ def _check_critic(config: TrainConfig) -> None:
         )
 
 
-def _check_teacher_used(algorithm: AlgorithmConfig) -> None:
+def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
     if not algorithm.uses_teacher:
         raise UsageError(
-            'model.teacher_path would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
+            f'{setting} would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
             "algorithm.distill_coef, or leave it out"
         )
 

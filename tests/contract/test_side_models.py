@@ -106,6 +106,16 @@ def test_a_judge_that_dies_is_replaced_by_the_other(judges, model_dir):
     assert [len(replies[0].token_ids) for replies in asyncio.run(run())] == [2] * 4
 
 
+def test_given_tokens_are_scored_also_when_an_engine_has_died(judges, model_dir):
+    async def run():
+        async with client_of(judge_config(judges, model_dir)) as models:
+            judges[0].die()
+            return await asyncio.gather(*(models.model("judge").score([5, 6, 7]) for _ in range(4)))
+
+    expected = tuple(judges[1]._scored(at, token)[str(token)]["logprob"] for at, token in ((1, 6), (2, 7)))
+    assert asyncio.run(run()) == [expected] * 4
+
+
 def test_without_a_path_the_judge_takes_token_ids_alone(judges):
     async def run():
         made = config(models={"judge": {"external": [judges[0].url]}})

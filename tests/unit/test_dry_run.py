@@ -20,6 +20,20 @@ ONE = [Host("h0", gpus=tuple(range(8)))]
 FOUR = [Host(f"h{n}", f"10.0.0.{n}", tuple(range(8))) for n in range(4)]
 
 
+def test_what_was_set_is_shown_and_the_rest_is_counted():
+    config = TrainConfig(model={"path": "/m"}, eval={"sets": {"held": "h.jsonl"}})
+    loaded = Loaded(config=config, origins={"model.path": "--set", "eval.sets.held": "run.toml"})
+    plan = plan_placement(config, gpu=False, gpus_per_host=8)
+    prepared = Prepared(loaded, RunDirectory(Path("/runs/a")), plan, "cpu", None, None, data="data: 7 prompts, [3] out")
+    out = io.StringIO()
+    print_plan(prepared, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert len(lines) < 15 and "data: 7 prompts, [3] out" in lines
+    assert [line.split()[1] for line in lines if line.startswith("│")] == ["model.path", "eval.sets.held"]
+    [others] = [line for line in lines if line.endswith("other settings have their defaults (docs/configuration.md)")]
+    assert int(others.split()[0]) > 100
+
+
 def dry_run(hosts: list[Host], *, ranks: int, **engines) -> list[str]:
     """The lines behind the table of settings, without the bundles."""
     config = TrainConfig(
@@ -96,8 +110,7 @@ def test_four_hosts_colocate():
         "turns",
         "engines that train starts (ports are found then):",
         *(
-            f"  engine-{n}: vllm regular, group default, host 10.0.0.{n}, GPUs 0,1,2,3,4,5,6,7, "
-            f"http://10.0.0.{n}:20000"
+            f"  engine-{n}: vllm regular, group default, host 10.0.0.{n}, GPUs 0,1,2,3,4,5,6,7, http://10.0.0.{n}:20000"
             for n in range(4)
         ),
         "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.6 "

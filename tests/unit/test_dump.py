@@ -1,11 +1,13 @@
 """Rollouts on disk come back exactly, or not at all."""
 
 import dataclasses
+import hashlib
 import json
 import random
 import struct
 
 import pytest
+from safetensors.numpy import load, save
 
 from rltool.engines.types import VersionSpan
 from rltool.rollout.dump import RAGGED, DumpError, dump_paths, dumped_steps, read_dump, write_dump
@@ -35,6 +37,7 @@ def random_samples(count, seed=0):
                 status=rng.choice(list(SampleStatus)),
                 reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
                 remove_sample=rng.random() < 0.5,
+                teacher_logprobs=[rng.gauss(-2, 3) if m else 0.0 for m in mask] if i % 2 else [],
             )
         )
     return samples
@@ -56,6 +59,17 @@ def test_a_dump_of_an_earlier_release_says_nothing_of_removed_samples_and_is_rea
     entries = json.loads(path.read_text())["samples"]
     change(tmp_path, samples=[{k: v for k, v in entry.items() if k != "remove_sample"} for entry in entries])
     assert read_dump(tmp_path, 3).samples == [dataclasses.replace(sample, remove_sample=False) for sample in samples]
+
+
+def test_a_dump_of_an_earlier_release_has_no_teacher_and_is_read(tmp_path):
+    samples = random_samples(3)
+    tensors_file, _ = dump_paths(tmp_path, 3)
+    entry = json.loads(write_dump(tmp_path, step=3, seed=0, samples=samples).read_text())["tensors"]
+    kept = {name: value for name, value in load(tensors_file.read_bytes()).items() if "teacher" not in name}
+    data = save(kept)
+    tensors_file.write_bytes(data)
+    change(tmp_path, tensors={**entry, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    assert read_dump(tmp_path, 3).samples == [dataclasses.replace(sample, teacher_logprobs=[]) for sample in samples]
 
 
 def test_logprobs_are_bit_equal(tmp_path):

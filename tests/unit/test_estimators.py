@@ -6,6 +6,7 @@ import torch
 from rltool.algorithms import corrections, ragged
 from rltool.algorithms.advantages import (
     distillation_advantages,
+    gdpo_advantages,
     gpg_advantages,
     group_advantages,
     opo_advantages,
@@ -37,6 +38,9 @@ LONGEST = 6
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
         {"advantage": "gpg"},
+        {"advantage": "gdpo"},
+        {"advantage": "remax"},
+        {"advantage": "remax", "reward_clip": (-0.5, 0.6)},
         {"advantage": "opo"},
         {"normalize_std_over": "batch"},
         {"normalize_std": False, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
@@ -44,7 +48,7 @@ LONGEST = 6
         {"advantage": "reinforce_pp", "distill_coef": 0.3, "gamma": 0.9},
         *(
             {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
-            for name in ("grpo", "rloo", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
+            for name in ("grpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
             for k in ("k1", "k2", "k3")
         ),
     ],
@@ -75,6 +79,41 @@ def test_group_estimators_equal_plain_numbers_in_float64():
 
 def test_gpg_of_groups_without_any_difference_is_zero_and_finite():
     assert gpg_advantages(torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])).tolist() == [0.0] * 4
+
+
+def test_gdpo_tells_apart_what_has_one_sum_and_is_not_led_by_the_part_of_the_largest_range():
+    parts = torch.tensor([[100.0, 0.0], [0.0, 0.0], [0.0, 1.0], [100.0, 1.0]])
+    weights, groups = torch.ones(4, 2), torch.tensor([7, 7, 7, 7])
+    ours = gdpo_advantages(parts, weights, groups)
+    torch.testing.assert_close(ours, torch.tensor([0.0, -1.2247, 0.0, 1.2247]), atol=1e-3, rtol=0)
+    summed = group_advantages(parts.sum(1), groups, normalize_std=True)
+    assert summed[0] > 0.8 and summed[2] < -0.8, "of the sum the second part is one hundredth"
+    doubled = gdpo_advantages(parts, torch.tensor([[1.0, 3.0]]).expand(4, 2), groups)
+    assert doubled[2] > 0 > doubled[0], "weights decide which part counts more"
+
+
+def test_gdpo_of_an_episode_of_several_samples_counts_it_once():
+    parts, weights = torch.tensor([[1.0, 0.5], [0.0, 0.25], [1.0, 1.0], [0.0, 0.0]]), torch.ones(4, 2)
+    groups = torch.tensor([0, 0, 1, 1])
+    expected = gdpo_advantages(parts, weights, groups)
+    batch = example_batch().select([0, 1, 2, 3, 5]).replace(
+        reward_parts=parts[[0, 0, 1, 2, 3]], part_weights=torch.ones(5, 2), group_ids=groups[[0, 0, 1, 2, 3]],
+        episode_ids=torch.tensor([0, 0, 1, 2, 3]), token_rewards=None,
+    )  # fmt: skip
+    found, _ = with_advantages(batch, AlgorithmConfig(advantage="gdpo"), max_response_tokens=LONGEST)
+    starts = [(row > 0).nonzero()[0, 0] for row in batch.loss_mask.split(batch.lengths.tolist())]
+    rows = [row[at] for row, at in zip(found.advantages.split(batch.lengths.tolist()), starts, strict=True)]
+    torch.testing.assert_close(torch.stack(rows), expected[[0, 0, 1, 2, 3]])
+
+
+def test_gdpo_without_any_difference_is_zero_and_finite():
+    found = gdpo_advantages(torch.full((4, 3), 0.1), torch.ones(4, 3), torch.tensor([0, 0, 0, 1]))
+    assert found.abs().max() < 1e-4
+
+
+def test_parts_and_weights_of_unequal_shape_are_refused():
+    with pytest.raises(ValueError, match="equal matrices"):
+        gdpo_advantages(torch.zeros(3, 2), torch.zeros(3, 1), torch.zeros(3, dtype=torch.int64))
 
 
 def test_a_group_of_near_equal_rewards_stays_small_under_the_batchs_deviation():

@@ -52,13 +52,15 @@ class RememberingTrainer:
         return {"train/loss": 0.0, **self.optimizer_step()}
 
 
-def train(*sets: str) -> tuple[RememberingTrainer, dict[str, float], TrainConfig]:
+def train(*sets: str, scored: bool = False) -> tuple[RememberingTrainer, dict[str, float], TrainConfig]:
     common = ["model.path=model", f"sampling.max_response_tokens={RESPONSE}", "monitor.logprob_difference_limit=10.0"]
     config = load_config(TrainConfig, [], [*common, *sets]).config
     trainer = RememberingTrainer()
     nothing: Any = None
     loop = Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(0))
-    fresh = example_batch().replace(old_logprobs=None, ref_logprobs=None, teacher_logprobs=None, token_rewards=None)
+    fresh = example_batch().replace(old_logprobs=None, ref_logprobs=None, token_rewards=None)
+    if not scored:
+        fresh = fresh.replace(teacher_logprobs=None)
     metrics = loop.train(fresh)
     return trainer, metrics, config
 
@@ -107,6 +109,13 @@ def test_one_step_gets_what_the_algorithm_needs_and_no_more(sets, asked, metrics
         torch.testing.assert_close(batch.is_weights[batch.loss_mask > 0], torch.tensor(factors))
     else:
         assert batch.is_weights is None
+
+
+def test_a_batch_that_a_teachers_engines_have_scored_is_not_scored_by_the_trainer():
+    sets = ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"]
+    trainer, _, config = train(*sets, scored=True)
+    assert trainer.asked == ["policy"]
+    torch.testing.assert_close(trainer.trained[0].advantages, expected_advantages(config), rtol=1e-5, atol=1e-6)
 
 
 def test_optimizer_steps_share_one_whitening_and_have_their_own_reduction():

@@ -151,6 +151,8 @@ LOSSES = [
     {"objective": "gmpo", "clip_low": 0.05, "clip_high": 0.1},
     {"objective": "gmpo", "clip_low": 1.0, "clip_high": math.inf},
     {"objective": "reinforce", "advantage": "gpg"},
+    {"advantage": "gdpo"},
+    {"objective": "reinforce", "advantage": "remax", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
     {"clip_low": 1.0, "clip_high": math.inf},
     {"off_policy_mask_threshold": 0.02},
@@ -341,10 +343,12 @@ def test_every_preset_trains(file):
     from rltool.config.loader import load_config
     from rltool.training.validate_algorithm import check_algorithm
 
-    teacher = ["model.teacher_path=teacher"] if file.stem == "distill" else []
-    if file.stem == "clip_cov":
-        teacher = ["algorithm.clip_cov_low=-9.0"]  # the example's advantages are too small for the paper's range
-    config = load_config(TrainConfig, [file], ["model.path=model", *teacher]).config
+    more = {
+        "distill": "model.teacher_path=teacher",
+        "gdpo": 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]',
+        "clip_cov": "algorithm.clip_cov_low=-9.0",  # the example's advantages are too small for the paper's range
+    }
+    config = load_config(TrainConfig, [file], ["model.path=model", more.get(file.stem, "seed=0")]).config
     check_algorithm(config)
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()
     assert (

@@ -43,6 +43,34 @@ def test_samples_are_laid_out_back_to_back():
     assert torch.equal(batch.loss_weights, batch.loss_mask)
 
 
+def test_the_teachers_log_probabilities_are_those_of_the_responses_and_of_all_samples_or_none():
+    samples = [sample(0, [1, 2], [3, 4]), sample(0, [1], []), sample(1, [5], [6])]
+    assert samples_to_batch(samples).teacher_logprobs is None
+    samples[0].teacher_logprobs, samples[2].teacher_logprobs = [-1.0, -2.0], [-0.5]
+    assert samples_to_batch(samples).teacher_logprobs.tolist() == [0, 0, -1.0, -2.0, 0, 0, -0.5]
+    samples[2].teacher_logprobs = []
+    with pytest.raises(ValueError, match="log-probabilities of the teacher: 2 of 3 samples have it"):
+        samples_to_batch(samples)
+    samples[0].teacher_logprobs = [-1.0]
+    with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities of the teacher"):
+        samples_to_batch(samples)
+
+
+def test_reward_parts_are_columns_in_the_order_of_their_weights_and_zero_where_one_did_not_score():
+    samples = [sample(0, [1], [2]), sample(0, [1], [2]), sample(1, [1], [2, 3])]
+    samples[1].index = samples[2].index = 1
+    samples[0].reward_parts, samples[1].reward_parts = {"a": 0.5, "b": 2.0}, {"b": 3.0}
+    last = sample(1, [1], [2, 3])
+    last.index, last.trajectory, last.reward_parts = 1, 1, {"a": 4.0}
+    batch = samples_to_batch([*samples, last], part_weights={"b": 0.1, "a": 1.0})
+    assert batch.reward_parts.tolist() == [[2.0, 0.5], [3.0, 0.0], [0.0, 4.0], [0.0, 4.0]], "an episode has its last's"
+    torch.testing.assert_close(batch.part_weights, torch.tensor([[0.1, 1.0], [0.1, 0.0], [0.0, 1.0], [0.0, 1.0]]))
+    assert samples_to_batch(samples).reward_parts is None
+    samples[1].reward_parts = {}
+    with pytest.raises(TrainingStopped, match="sample 0/1 has none: its environment, agent or recording gave one"):
+        samples_to_batch(samples, part_weights={"a": 1.0})
+
+
 @pytest.mark.parametrize("status", [SampleStatus.PENDING, SampleStatus.ABORTED, SampleStatus.FAILED])
 def test_unfinished_samples_are_refused(status):
     with pytest.raises(ValueError, match="drop it before training"):

@@ -6,6 +6,8 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
 
+PARTS = 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]'
+
 
 def check(*sets: str) -> None:
     check_algorithm(load_config(TrainConfig, [], ["model.path=model", *sets]).config)
@@ -44,6 +46,9 @@ def check(*sets: str) -> None:
         ["algorithm.clip_high=inf", "algorithm.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3", "epochs_per_rollout=2"],
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
+        ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
+        ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
+        ["algorithm.advantage=remax", "rollout.samples_per_prompt=1", "algorithm.reward_clip=[-1, 1]"],
     ],
     ids=str,
 )
@@ -112,6 +117,30 @@ def test_combinations_that_make_sense_pass(sets):
         (
             ["algorithm.advantage=distill", "model.teacher_path=teacher", "algorithm.reward_clip=[-1.0, 1.0]"],
             r"algorithm.reward_clip = \[-1.0, 1.0\] would have no effect: it needs an algorithm.advantage that is made",
+        ),
+        (["algorithm.advantage=distill", "model.teacher=big"], r'"big" is no model of the run \(none\): name its path'),
+        (["algorithm.advantage=remax", "rollout.agent='a:b'"], "needs a greedy episode of each prompt"),
+        (["algorithm.advantage=remax", "reward.group=rank"], 'reward.group = "rank" contradict each other'),
+        (["algorithm.advantage=remax", "algorithm.overlong_buffer=10"], "of sampled responses alone"),
+        (["model.teacher=big", "models.big.path=big"], "model.teacher would have no effect"),
+        (
+            ["algorithm.advantage=distill", "model.teacher=big", "models.big.external=['h:1']"],
+            "model.teacher needs models.big.path",
+        ),
+        (
+            ["algorithm.distill_coef=0.1", "model.teacher=big", "models.big.path=big", "sampling.temperature=0.7"],
+            "model.teacher scores at temperature 1, and sampling.temperature is 0.7",
+        ),
+        (
+            ["algorithm.distill_coef=0.1", "model.teacher=big", "models.big.path=big", "model.teacher_path=t"],
+            "each a whole teacher: keep one of them",
+        ),
+        (["algorithm.advantage=gdpo"], r"needs \[\[reward.parts\]\]: it normalises each of several rewards"),
+        (["algorithm.advantage=gdpo", PARTS, "reward.group=rank"], 'reward.group = "rank" would have no effect'),
+        (["algorithm.advantage=gdpo", PARTS, "algorithm.reward_clip=[-1, 1]"], "made from one reward a sample"),
+        (
+            ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of',
         ),
         (['algorithm.loss="sft"', 'algorithm.old_logprobs="rollout"'], 'has no meaning with algorithm.loss = "sft"'),
         (
