@@ -13,6 +13,7 @@ from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
+from rltool.rollout.turns import turn_tensors
 
 
 def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False) -> TrainBatch:
@@ -47,6 +48,7 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
     if not bool(loss_mask.any()):
         raise TrainingStopped(_why_no_loss(samples, mask_truncated=mask_truncated))
     versions = _token_versions(samples)
+    turns, turn_rewards = turn_tensors(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
     return TrainBatch(
         tokens=torch.tensor([token for s in samples for token in s.prompt_ids + s.response_ids]),
@@ -55,6 +57,8 @@ def samples_to_batch(samples: Sequence[Sample], *, mask_truncated: bool = False)
         rewards=torch.tensor([s.reward for s in samples], dtype=torch.float32),
         group_ids=torch.tensor([s.group_id for s in samples]),
         episode_ids=_episode_ids(samples),
+        turns=turns,
+        turn_rewards=turn_rewards,
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,

@@ -56,6 +56,7 @@ OWNERS = {
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
         "engines/nccl.py": "communicators, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
+        "rollout/turns.py": "so do their turns",
         "quickstart/tiny_model.py": "makes a model",
     },
     "transformers": {
