@@ -22,8 +22,9 @@ BY = {
     "environment": 'environment = "tests.e2e.agents:Sums"',
     "agent": 'agent = "tests.e2e.agents:with_openai"\nagent_workers = 1',
 }
-PARITY = 1e-5
-"""Of each token, in fp32 on both sides."""
+MEAN, LARGEST = 1e-5, 1e-4
+"""Of |log-probability difference| over the tokens of a step, in fp32 on both sides. Over 150,000 tokens of the recipe
+tool_use it was 2.5e-7 in the mean and 2.0e-5 at most: single tokens differ more, for the two sum in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +86,8 @@ def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, ho
     steps = job.steps(how)
     assert len(steps) == 2
     for record in steps:
-        assert record["train/logprob_abs_diff_max"] < PARITY and record["train/logprob_compared_tokens"] > 500
+        assert record["train/logprob_compared_tokens"] > 500
+        assert record["train/logprob_abs_diff_mean"] < MEAN and record["train/logprob_abs_diff_max"] < LARGEST
         assert record["rollout/turns_mean"] > 2 and record["train/grad_norm"] > 0
     words = Words(gateway_tokenizer())
     samples = read_dump(job.runs / how / "rollouts", 1).samples
