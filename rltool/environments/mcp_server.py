@@ -55,6 +55,7 @@ class McpServer:
         self._name = url or " ".join(command)
         self._closing = asyncio.Event()
         self._holding: asyncio.Task[None] | None = None
+        self._connected = False
 
     async def open(self) -> list[McpTool]:
         """RltoolError where the server cannot be reached in time, UsageError for a tool in `only` that it has not."""
@@ -71,9 +72,9 @@ class McpServer:
         if self._holding is None:
             return
         self._closing.set()
-        _, late = await asyncio.wait([self._holding], timeout=CLOSE_SECONDS)
-        for task in late:
-            task.cancel()
+        if self._connected:
+            await asyncio.wait([self._holding], timeout=CLOSE_SECONDS)
+        self._holding.cancel()
         await asyncio.gather(self._holding, return_exceptions=True)
 
     async def _hold(self, listed: asyncio.Future[list[McpTool]]) -> None:
@@ -83,14 +84,15 @@ class McpServer:
                 tools = await self._list(client)
                 if not listed.done():
                     listed.set_result(tools)
+                self._connected = True
                 await self._closing.wait()
         except Exception as error:
-            if not listed.done():
-                listed.set_exception(
-                    error
-                    if isinstance(error, UsageError)
-                    else RltoolError(f"the MCP server {self._name} cannot be used: {describe(_first(error))}")
-                )
+            if listed.done():  # what comes later, calls are told themselves
+                return
+            cause = _first(error)
+            if not isinstance(cause, UsageError):
+                cause = RltoolError(f"the MCP server {self._name} cannot be used: {describe(cause)}")
+            listed.set_exception(cause)
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> Client:
         import httpx2

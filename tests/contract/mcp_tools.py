@@ -7,6 +7,7 @@ import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tools")
 calls = 0
@@ -36,7 +37,7 @@ async def wait() -> str:
 @server.tool()
 def fail() -> str:
     """Raises."""
-    raise ValueError("there is no such page")
+    raise ToolError("there is no such page")
 
 
 @server.tool()

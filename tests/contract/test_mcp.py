@@ -164,6 +164,7 @@ def test_a_tool_that_the_server_has_not_is_named(url):
 
 
 def test_settings_that_contradict_each_other_are_refused():
-    for wrong in ({}, {"command": ["a"], "url": "http://x"}, {"command": "a b"}, {"url": "http://x", "env": {"A": "b"}}):
+    url = "http://127.0.0.1:9"
+    for wrong in ({}, {"command": ["a"], "url": url}, {"command": "a b"}, {"url": url, "env": {"A": "b"}}):
         with pytest.raises(UsageError, match="MCP server"):
             McpServer(**wrong)
