@@ -9,13 +9,15 @@ PROMPT = "Solve the task with Python between <code> and </code>. Say final_answe
 
 
 def solve(task: Any) -> float:
-    """1.0 if the answer is the row's label, else 0.0. Its prompts are short, for models with a small context."""
+    """1.0 if the answer is the row's label, else 0.0. Its prompts are short, and its steps few, for models with a small
+    context."""
     from smolagents import CodeAgent, LogLevel, OpenAIModel
     from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
     model = OpenAIModel(task.model, api_base=task.base_url, api_key=task.api_key)
     prompts: Any = {**EMPTY_PROMPT_TEMPLATES, "system_prompt": PROMPT}
-    agent = CodeAgent([], model, prompt_templates=prompts, max_steps=2, verbosity_level=LogLevel.OFF)
+    steps = task.row["metadata"].get("max_steps", 2)
+    agent = CodeAgent([], model, prompt_templates=prompts, max_steps=steps, verbosity_level=LogLevel.OFF)
     answer = agent.run(task.row["prompt"])
     return float(str(answer) == task.row["label"])
 
