@@ -63,7 +63,10 @@ class RemoteAgents:
                     await gateway.withdraw(episode)
         if "failed" in outcome:
             raise AgentFailed(str(outcome["failed"]))
-        return reward_of(outcome["reward"])
+        try:
+            return reward_of(outcome["reward"])
+        except ValueError as error:
+            raise AgentFailed(f"its reward {error}") from error
 
     async def close(self) -> None:
         """What runs is withdrawn by its own `run`."""
@@ -77,6 +80,7 @@ class AgentWorker:
     ) -> None:
         self._client, self._url, self._key, self._agents = client, url.rstrip("/"), key, agents
         self._name, self._say = name, say
+        self._away = False
 
     async def work(self, at_once: int) -> None:
         """at_once: episodes side by side. Raises what the gateway refuses (a wrong key), and UsageError of an agent
@@ -86,19 +90,18 @@ class AgentWorker:
                 group.create_task(self._one_after_another())
 
     async def _one_after_another(self) -> None:
-        away = False
         while True:
             try:
                 taken = await self._post("next", {"worker": self._name}, wait=POLL_SECONDS)
             except EngineRejected:
                 raise
             except EngineError as error:
-                if not away:
+                if not self._away:
                     self._say(f"waiting for the gateway: {error}")
-                away = True
+                self._away = True
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            away = False
+            self._away = False
             if taken is not None:
                 await self._episode(taken["id"], self._as_seen_from_here(AgentTask(**taken["task"])))
 
@@ -134,14 +137,14 @@ class AgentWorker:
     async def _tell(self, path: str, body: dict[str, Any]) -> bool:
         """Whether the gateway still knows the episode. One that does not answer is told again later, or finds out."""
         try:
-            await self._post(path, body)
+            await self._post(path, body, retry=True)
         except EngineRejected:
             return False
         except EngineError as error:
             self._say(str(error))
         return True
 
-    async def _post(self, path: str, body: dict[str, Any], *, wait: float = 0.0) -> Any:
+    async def _post(self, path: str, body: dict[str, Any], *, wait: float = 0.0, retry: bool = False) -> Any:
         """wait: seconds for which the gateway may keep it."""
         request = HttpRequest("POST", f"/episodes/{path}", body, query={"wait": f"{wait:g}"} if wait else {})
-        return await self._client.request(self._url, request, key=self._key, timeout=CALL_SECONDS + wait, retry=False)
+        return await self._client.request(self._url, request, key=self._key, timeout=CALL_SECONDS + wait, retry=retry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -77,5 +78,6 @@ class ToolUse:
         return await asyncio.to_thread(self._score, self.answer, self._task) if self.answer is not None else 0.0
 
     async def close(self) -> None:
-        for box in reversed(self._boxes):
-            await box.close()
+        async with contextlib.AsyncExitStack() as stack:  # the others too where one fails
+            for box in self._boxes:
+                stack.push_async_callback(box.close)

@@ -72,6 +72,8 @@ OWNERS = {
         "rollout/remote_reward.py": "a reward over HTTP",
         "training/run_server.py": "the driver's endpoint",
         "gateway/server.py": "what agents speak to",
+        "gateway/bodies.py": "its requests",
+        "gateway/agent_routes.py": "its routes for remote agents",
         "gateway/main.py": "its process",
     },
     "huggingface_hub": {"models/hub.py": "models by name"},
