@@ -94,7 +94,7 @@ def _transition(found: Any) -> _Transition:
     if isinstance(found, tuple) and len(found) == 5:
         observation, reward, terminated, truncated, _ = found
         return _Transition(observation, float(reward), bool(terminated or truncated))
-    if hasattr(found, "observation") and hasattr(found, "done"):
+    if not isinstance(found, tuple) and hasattr(found, "observation") and hasattr(found, "done"):
         return _Transition(found.observation, float(found.reward or 0.0), bool(found.done))
     raise UsageError(
         f"step of the environment gave {type(found).__name__}: expected (observation, reward, terminated, truncated, "
