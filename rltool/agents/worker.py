@@ -15,10 +15,11 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from rltool.agents.outcome import reward_of
 from rltool.agents.task import AgentTask
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
-from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.reward_worker import describe
 
 READY = "ready"
 LONGEST_LINE = 64 * 1024 * 1024
@@ -68,7 +69,7 @@ async def _outcome(function: Callable[..., Any], task: AgentTask) -> dict[str, A
     try:
         async with deadline:
             reward = await function(task)
-        return {"reward": None if reward is None else finite(reward)}
+        return {"reward": reward_of(reward)}
     except (Exception, SystemExit) as error:  # whatever an agent raises is its episode's failure
         if isinstance(error, TimeoutError) and deadline.expired():
             return {"failed": f"did not end within deadlines.agent = {task.deadline:g} s"}

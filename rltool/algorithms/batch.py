@@ -14,7 +14,7 @@ MATRICES = frozenset({"reward_parts", "part_weights"})
 """Fields of a TrainBatch with a row of several numbers a sample."""
 PER_SAMPLE = MATRICES | {"lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"}
 """Fields with one entry a sample; all others have one a token."""
-INTEGERS = frozenset({"tokens", "token_versions", "lengths", "group_ids", "episode_ids"})
+INTEGERS = frozenset({"tokens", "token_versions", "turns", "lengths", "group_ids", "episode_ids"})
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
 
@@ -47,6 +47,11 @@ class TrainBatch:
     group_ids: [N] int64, equal for samples of one prompt
     episode_ids: [N] int64, equal for samples of one episode of an agent, which has one reward and counts once in its
         group's baseline; None: each sample is an episode
+    turns: [T] int64, number of the turn within its episode in which the policy sampled the token, over all samples of
+        the episode in order of time; -1 where it did not sample it. None: each sample is one turn; None again once
+        there are advantages
+    turn_rewards: [T] float32, at the last token of a turn what the turn has earned, as a part of `rewards`, 0
+        elsewhere; None where turns is
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
     teacher_logprobs: [T] float32, teacher's; None without a teacher
@@ -72,6 +77,8 @@ class TrainBatch:
     reward_parts: Tensor | None = None
     part_weights: Tensor | None = None
     episode_ids: Tensor | None = None
+    turns: Tensor | None = None
+    turn_rewards: Tensor | None = None
     response_mask: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     token_versions: Tensor | None = None

@@ -42,6 +42,11 @@ class AlgorithmConfig(Config):
     samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
     critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per
     sample or [T] per token; see rltool/algorithms/contracts.py."""
+    credit: Literal["episode", "turn"] = "episode"
+    """Episodes of several turns. episode: all tokens are judged by the whole reward; turn: those of each turn by what
+    it and the turns behind it have earned (grpo, reinforce_pp, gae; docs/agents.md)."""
+    turn_gamma: float = Field(default=1.0, ge=0, le=1)
+    """grpo with credit = "turn": discount per turn of what later turns earn."""
     normalize_std: bool = True
     """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
     normalize_std_over: Literal["group", "batch"] = "group"

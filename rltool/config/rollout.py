@@ -147,9 +147,11 @@ class RolloutConfig(Config):
     each sample (docs/agents.md)."""
     environment_arguments: dict[str, Any] = Field(default_factory=dict)
     """What the class is called with."""
-    agent: OwnFunction | tuple[str, ...] | None = None
-    """In place of generate_function: `package.module:function`, `async def f(task) -> float | None`, or a list, the
-    words of a command line. It talks to a gateway, and each session's trajectories become samples (docs/agents.md)."""
+    agent: Literal["remote"] | OwnFunction | tuple[str, ...] | None = None
+    """In place of generate_function: `package.module:function`, `async def f(task)` that returns a reward, a list of
+    them or None; or a list, the words of a command line; or remote: agents that `rltool agents` runs on other hosts,
+    which dial rollout.gateway. They talk to a gateway, and each session's trajectories become samples
+    (docs/agents.md)."""
     agent_workers: int = Field(default=2, ge=1)
     """agent: processes for an async function, each with many episodes on its event loop."""
     agents_at_once: int = Field(default=64, ge=1)

@@ -20,7 +20,7 @@ from rltool.environments.protocol import Environment, Start, Step, task_of
 from rltool.errors import RltoolError, UsageError
 from rltool.rollout.generate import GenerateContext, check_prompt, continue_response
 from rltool.rollout.reward_worker import describe, finite
-from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -80,10 +80,13 @@ class Episodes:
         shown = await self._on_cpu(self._renderer.prompt, talk)
         self._begin(sample, shown, context)
         for turn in range(self._limits.turns):
+            began = len(sample.response_ids)
             reply, stop_id = await self._turn(sample, talk, turn, shown.reasoning_open, context)
             if sample.status is SampleStatus.ABORTED:
                 return
             step: Step = await self._call("step", environment.step(reply))
+            earned = _finite("the reward of a step", step.reward)
+            sample.turn_rewards.append(TurnReward(turn, began, len(sample.response_ids), earned))
             if step.done or sample.status is SampleStatus.TRUNCATED:
                 break
             talk, shown = await self._next(talk, reply, step, stop_id)
@@ -132,10 +135,7 @@ class Episodes:
 
     async def _reward(self, environment: Environment) -> float | None:
         reward = await self._call("reward", environment.reward())
-        try:
-            return None if reward is None else finite(reward)
-        except ValueError as error:
-            raise EpisodeFailed(f"reward: {error}") from error
+        return None if reward is None else _finite("reward", reward)
 
     async def _close(self, environment: Environment) -> None:
         try:
@@ -159,3 +159,10 @@ class Episodes:
 
     async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._cpu, function, *arguments)
+
+
+def _finite(what: str, value: Any) -> float:
+    try:
+        return finite(value)
+    except ValueError as error:
+        raise EpisodeFailed(f"{what}: {error}") from error

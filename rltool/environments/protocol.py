@@ -34,10 +34,12 @@ class Start:
 
 @dataclass(frozen=True)
 class Step:
-    """What follows a reply: the messages that the model reads next (of role tool or user), or the end."""
+    """What follows a reply: the messages that the model reads next (of role tool or user), or the end. reward: what
+    the reply has earned by itself; the episode's reward is the sum of these and of `Environment.reward`."""
 
     messages: Sequence[Message] = field(default=())
     done: bool = False
+    reward: float = 0.0
 
 
 class Environment(Protocol):
@@ -57,7 +59,8 @@ class Environment(Protocol):
         ...
 
     async def reward(self) -> float | None:
-        """What the episode is worth, asked for once, however it has ended. None leaves it to [reward]."""
+        """What the episode is worth beside the rewards of its steps, asked for once, however it has ended. None leaves
+        it to [reward]."""
         ...
 
     async def close(self) -> None:

@@ -6,11 +6,11 @@ import asyncio
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -25,6 +25,33 @@ _THREADS = ThreadPoolExecutor(32, "tools")
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
+class ModelTool(Protocol):
+    """What the model may call, whatever is behind it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """OpenAI's form, which chat templates take."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
+        """The result as text for the model, as is what is wrong with the call. Raises where the episode cannot go
+        on."""
+        ...
+
+
+class Toolbox(Protocol):
+    """Tools that are there for as long as an episode: of a server, for example."""
+
+    async def open(self) -> Sequence[ModelTool]:
+        """Called once. Where it was cancelled, `close` is called all the same."""
+        ...
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function that the model may call. arguments: a pydantic model of its parameters."""
@@ -36,12 +63,8 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """OpenAI's form, which chat templates take."""
-        parameters = _without_titles(self.arguments.model_json_schema())
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
-        }
+        """See ModelTool."""
+        return function_schema(self.name, self.description, self.arguments.model_json_schema())
 
     async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
         """The result as text. What is wrong with the arguments, what the function raises, and that it was late is text
@@ -66,8 +89,8 @@ class Tool:
         except TimeoutError:
             return f"error: no result within {seconds:g} s"
         except Exception as error:
-            return _cut(f"error: {type(error).__name__}: {error}")
-        return _cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+            return cut(f"error: {type(error).__name__}: {error}")
+        return cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
 
 
 def make_tool(function: Callable[..., Any] | str) -> Tool:
@@ -92,6 +115,29 @@ def make_tool(function: Callable[..., Any] | str) -> Tool:
     except PydanticUserError as error:
         raise UsageError(f"tool {name}: its parameters cannot be written as a JSON schema: {error}") from error
     return Tool(name, inspect.getdoc(function) or "", function, arguments)
+
+
+def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's form. parameters: a JSON schema of an object."""
+    function = {"name": name, "description": description, "parameters": _without_titles(dict(parameters))}
+    return {"type": "function", "function": function}
+
+
+def make_tools(wanted: str | Callable[..., Any] | Mapping[str, Any]) -> Tool | Toolbox:
+    """Of one entry of `tools`: a function or its import path, or a table {make = "package.module:f", ...}, where
+    f(**the rest) gives a function or a Toolbox. UsageError for what is none of these."""
+    if not isinstance(wanted, Mapping):
+        return make_tool(wanted)
+    arguments = dict(wanted)
+    path = arguments.pop("make", None)
+    if not isinstance(path, str):
+        raise UsageError(f"tools: {dict(wanted)} needs `make`, the import path of a function that makes a tool")
+    made = load_callable(path, setting="tools: make")
+    try:
+        found = made(**arguments)
+    except TypeError as error:
+        raise UsageError(f"tools: {path} with {arguments}: {error}") from error
+    return found if callable(getattr(found, "open", None)) else make_tool(found)
 
 
 def _described(hint: Any) -> Any:
@@ -120,6 +166,6 @@ def _complaint(item: Any) -> str:
     return f"{place}: {item['msg']}" if place else item["msg"]
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     over = len(text) - MAX_RESULT_CHARACTERS
     return text if over <= 0 else f"{text[:MAX_RESULT_CHARACTERS]} ... ({over} characters were cut)"

@@ -17,17 +17,19 @@ import json
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any
 
 from aiohttp import web
 
 from rltool.config.gateway import GatewayConfig
 from rltool.errors import RltoolError
+from rltool.gateway.agent_queue import AgentQueue
+from rltool.gateway.agent_routes import AgentRoutes
 from rltool.gateway.apis.anthropic import AnthropicApi
 from rltool.gateway.apis.base import Api, Event
 from rltool.gateway.apis.chat import ChatApi
 from rltool.gateway.apis.completions import CompletionsApi
 from rltool.gateway.apis.responses import ResponsesApi
+from rltool.gateway.bodies import json_object
 from rltool.gateway.errors import BadRequest, NotFound, RequestError, TooLarge, Unauthorized
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.sampling import not_followed
@@ -62,6 +64,7 @@ class GatewayServer:
     def __init__(self, config: GatewayConfig, turns: Turns, sessions: Sessions, key: str) -> None:
         self._config, self._turns, self._sessions = config, turns, sessions
         self._key = key
+        self._queue = AgentQueue()
         self._running: set[asyncio.Future[Ended]] = set()
         """Turns, also of agents that have gone: a task that nobody refers to may be collected."""
 
@@ -75,8 +78,12 @@ class GatewayServer:
         app.router.add_get("/sessions/{id}/v1/models", _in_form_of(ChatApi(), self._models))
         for path, api in APIS.items():
             app.router.add_post(f"/sessions/{{id}}/v1{path}", _in_form_of(api, self._turn_handler(api)))
+        agents = AgentRoutes(self._queue, self._demand_gateway_key)
+        for method, path, handler in agents.routes():
+            app.router.add_route(method, path, _in_form_of(ChatApi(), handler))
         app.router.add_route("*", "/{path:.*}", _in_form_of(ChatApi(), self._no_route))
         app.cleanup_ctx.append(self._expiring)
+        app.on_shutdown.append(lambda _: agents.close())
         app.on_shutdown.append(self._finish_turns)
         return app
 
@@ -96,12 +103,13 @@ class GatewayServer:
                 "sessions": dict(sessions.counts),
                 "turns": dict(turns.counts),
                 "engines": dict(turns.engine_counts),
+                "remote_episodes": {"waiting": self._queue.waiting, **self._queue.counts},
             }
         )
 
     async def _open(self, request: web.Request) -> web.Response:
         self._demand_gateway_key(request)
-        body = await _body(request) if request.can_read_body else {}
+        body = await json_object(request) if request.can_read_body else {}
         metadata = body.get("metadata") or {}
         if set(body) - {"metadata"} or not isinstance(metadata, dict):
             raise BadRequest('POST /sessions takes {"metadata": {...}}, and nothing else')
@@ -180,7 +188,7 @@ class GatewayServer:
         async def handle(request: web.Request) -> web.StreamResponse:
             session = self._sessions.find(request.match_info["id"])
             demand_key(session, _given_key(request))
-            body = await _body(request)
+            body = await json_object(request)
             asked = api.parse(body)
             ignored = not_followed(
                 body, followed=api.followed, sampling=self._turns.sampling, on_sampling=self._config.on_sampling
@@ -264,24 +272,6 @@ def _as_request_error(error: Exception, request: web.Request) -> RequestError:
     if not isinstance(error, RltoolError):
         logger.error("%s %s", request.method, request.path, exc_info=error)
     return RequestError(f"{type(error).__name__}: {error}" if not isinstance(error, RltoolError) else str(error))
-
-
-async def _body(request: web.Request) -> dict[str, Any]:
-    """The JSON object that was sent. Raises BadRequest."""
-    try:
-        sent = await request.read()
-        found = json.loads(sent, parse_constant=_no_constant)
-        if b"\\ud" in sent.lower():  # half of a surrogate pair is JSON, and no text that can be tokenised
-            json.dumps(found, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(found, dict):
-        raise BadRequest("the body must be a JSON object", code="invalid_json")
-    return found
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _given_key(request: web.Request) -> str | None:

@@ -13,6 +13,7 @@ from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
+from rltool.rollout.turns import turn_tensors
 
 
 def samples_to_batch(
@@ -50,6 +51,7 @@ def samples_to_batch(
     if not bool(loss_mask.any()):
         raise TrainingStopped(_why_no_loss(samples, mask_truncated=mask_truncated))
     versions = _token_versions(samples)
+    turns, turn_rewards = turn_tensors(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
     parts, weights = _reward_parts(samples, part_weights) if part_weights is not None else (None, None)
     return TrainBatch(
@@ -62,6 +64,8 @@ def samples_to_batch(
         reward_parts=parts,
         part_weights=weights,
         episode_ids=_episode_ids(samples),
+        turns=turns,
+        turn_rewards=turn_rewards,
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
         teacher_logprobs=_teacher_logprobs(samples),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from safetensors.numpy import save as save_tensors
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
 from rltool.processes.files import write_bytes_atomic
-from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 FORMAT_VERSION = 1
 
@@ -144,6 +144,7 @@ def read_files(tensor_path: Path, json_path: Path) -> Dump:
 def _to_json(sample: Sample) -> dict[str, Any]:
     entry = {item.name: getattr(sample, item.name) for item in fields(sample) if item.name not in RAGGED}
     entry["versions"] = [[span.version, span.start, span.end] for span in sample.versions]
+    entry["turn_rewards"] = [astuple(turn) for turn in sample.turn_rewards]
     return entry
 
 
@@ -151,6 +152,7 @@ def _from_json(entry: dict[str, Any], columns: dict[str, list[Any]]) -> Sample:
     values = {**entry, **columns}
     values["status"] = SampleStatus(values["status"])
     values["versions"] = [VersionSpan(*span) for span in values["versions"]]
+    values["turn_rewards"] = [TurnReward(*turn) for turn in values.get("turn_rewards", ())]
     return Sample(**values)
 
 

@@ -17,6 +17,17 @@ class SampleStatus(StrEnum):
     FAILED = "failed"  # dropped: its reward, its environment or its agent failed
 
 
+@dataclass(frozen=True)
+class TurnReward:
+    """What one reply of the policy has earned: tokens [start, end) of the response. turn: its number within the
+    episode, counted over all trajectories in order of time."""
+
+    turn: int
+    start: int
+    end: int
+    reward: float
+
+
 @dataclass
 class Sample:
     """group_id is unique per (step, prompt); index counts samples within the group.
@@ -25,8 +36,9 @@ class Sample:
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
-    sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave,
-    None: [reward] does. trajectory: an agent's episode may leave several samples, with one index and one reward;
+    sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave
+    at the end, None: [reward] does. turn_rewards: what single turns have earned besides, where anything says so; the
+    reward is the sum of both. trajectory: an agent's episode may leave several samples, with one index and one reward;
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
     0.0 where its mask is 0; empty without one. baseline_reward: of a greedy response to its prompt, where
     advantages are relative to that.
@@ -50,6 +62,7 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)
     remove_sample: bool = False
     episode_reward: float | None = None
+    turn_rewards: list[TurnReward] = field(default_factory=list)
     trajectory: int = 0
     failure: str = ""
     teacher_logprobs: list[float] = field(default_factory=list)
@@ -77,8 +90,8 @@ class Sample:
     def clear(self) -> None:
         """Forget the response: the sample is PENDING again."""
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
-        self.status, self.episode_reward, self.teacher_logprobs = SampleStatus.PENDING, None, []
-        self.baseline_reward = None
+        self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
+        self.teacher_logprobs, self.baseline_reward = [], None
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
@@ -90,8 +103,13 @@ class Sample:
         mask = bytes(self.response_mask)  # counted in C: a rollout has millions of tokens
         return mask.startswith(b"\1") + mask.count(b"\0\1")
 
+    @property
+    def earned(self) -> float:
+        """The sum of turn_rewards."""
+        return sum(turn.reward for turn in self.turn_rewards)
+
     def validate(self) -> None:
-        """ValueError unless the lists are aligned and the version spans lie inside the response, in order."""
+        """ValueError unless the lists are aligned, and version spans and turns lie inside the response, in order."""
         n = len(self.response_ids)
         if not (len(self.response_mask) == len(self.response_logprobs) == n):
             raise ValueError(
@@ -110,3 +128,11 @@ class Sample:
                     f"sample {self.group_id}/{self.index}: version span {span} does not fit a response of {n} tokens"
                 )
             last = span.end
+        last = 0
+        for turn in self.turn_rewards:
+            if not last <= turn.start < turn.end <= n:
+                raise ValueError(
+                    f"sample {self.group_id}/{self.index}: {turn} does not fit a response of {n} tokens, or the turn "
+                    "before it"
+                )
+            last = turn.end

@@ -4,7 +4,7 @@ Counts what it takes out."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -94,19 +94,22 @@ class Scorer:
 
     async def rewards_of(self, samples: list[Sample]) -> ScoreStats:
         """Set each sample's reward: its episode's, where an environment or agent gave one, else that of the reward
-        function. A sample whose reward failed is FAILED and has none, as is one that failed before.
-        Texts are decoded whole, environment tokens included."""
+        function; and what its turns have earned besides. A sample whose reward failed is FAILED and has none, as is one
+        that failed before. Texts are decoded whole, environment tokens included."""
         started = asyncio.get_running_loop().time()
         stats = ScoreStats(scored=len(samples), groups=1)
         left: list[Sample] = []
         last = {(sample.group_id, sample.index): sample for sample in samples}
+        earned: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for sample in samples:
+            earned[sample.group_id, sample.index] += sample.earned
         for sample in samples:
             if sample.status is SampleStatus.FAILED:
                 sample.reward = None
                 stats.failed += 1
                 stats.reasons[sample.failure or "failed while it was generated"] += 1
             elif sample.episode_reward is not None:
-                sample.reward = sample.episode_reward
+                sample.reward = sample.episode_reward + earned[sample.group_id, sample.index]
             elif last[sample.group_id, sample.index] is sample:
                 left.append(sample)
         texts = await self._texts(left)
@@ -117,7 +120,7 @@ class Scorer:
                 stats.failed += 1
                 stats.reasons[value.reason] += 1
             else:
-                sample.reward = value
+                sample.reward = value + earned[sample.group_id, sample.index]
         for sample in samples:
             # An episode of an agent has one reward, that of what it has come to in the end.
             if sample.status is not SampleStatus.FAILED and sample.episode_reward is None:

@@ -77,10 +77,8 @@ def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) 
 
 
 def _as_it_is(sample: Sample) -> Sample:
-    lists = {
-        name: list(getattr(sample, name)) for name in ("response_ids", "response_mask", "response_logprobs", "versions")
-    }
-    return replace(sample, **lists)
+    growing = ("response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards")
+    return replace(sample, **{name: list(getattr(sample, name)) for name in growing})
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rltool.algorithms import advantages, corrections, gae, kl
+from rltool.algorithms import advantages, corrections, gae, kl, turns
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.overlong import overlong_reward, response_lengths
 from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, sum_per_sample
@@ -80,7 +80,7 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
         batch, measured = _with_kl_penalty(batch, algorithm)
         metrics.update(measured)
     if algorithm.uses_critic:
-        values, targets, measured = _critic_advantages(batch, algorithm)
+        values, targets, measured = _critic_advantages(_with_rewards_by_turn(batch, algorithm), algorithm)
         batch = batch.replace(value_targets=targets)
         metrics.update(measured)
     else:
@@ -92,7 +92,7 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
     chosen = values[batch.loss_mask > 0]
     metrics["train/advantage_mean"] = _mean(chosen)
     metrics["train/advantage_std"] = float(chosen.std()) if len(chosen) > 1 else 0.0
-    return batch.replace(advantages=values), metrics
+    return batch.replace(advantages=values, turns=None, turn_rewards=None), metrics
 
 
 def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
@@ -109,6 +109,7 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
     if name == "distill":
         return _distillation(batch)
     if name == "reinforce_pp":
+        batch = _with_rewards_by_turn(batch, algorithm)
         return advantages.reinforce_pp_advantages(
             batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
         )
@@ -116,7 +117,29 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
         return advantages.reinforce_pp_baseline_advantages(
             batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
         )
+    if algorithm.credit == "turn" and batch.turns is not None:
+        found = _turn_returns(batch, batch.token_rewards, gamma=algorithm.turn_gamma)
+        return turns.turn_advantages(
+            found, mask, normalize_std=algorithm.normalize_std, std_over=algorithm.normalize_std_over
+        )
     return broadcast_to_tokens(_sample_advantages(batch, algorithm), lengths, mask)
+
+
+def _turn_returns(batch: TrainBatch, token_rewards: Tensor | None, *, gamma: float) -> turns.TurnReturns:
+    episodes = torch.arange(batch.num_samples) if batch.episode_ids is None else batch.episode_ids
+    return turns.turn_returns(
+        batch.rewards, batch.group_ids, episodes, batch.lengths, _present(batch, "turns"),
+        _present(batch, "turn_rewards"), token_rewards, gamma=gamma,
+    )  # fmt: skip
+
+
+def _with_rewards_by_turn(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
+    """With credit per turn: the rewards at the ends of the turns that have earned them, as rewards of tokens."""
+    if algorithm.credit != "turn" or batch.turns is None:
+        return batch
+    earned = turns.returns_as_token_rewards(_turn_returns(batch, None, gamma=1.0), batch.lengths)
+    penalty = 0.0 if batch.token_rewards is None else batch.token_rewards
+    return batch.replace(rewards=torch.zeros_like(batch.rewards), token_rewards=earned + penalty)
 
 
 def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:

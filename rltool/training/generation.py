@@ -8,6 +8,7 @@ from pathlib import Path
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
 from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
 from rltool.agents.pool import Agents, load_agents
+from rltool.agents.remote import RemoteAgents
 from rltool.agents.sessions import GatewayClient
 from rltool.config.gateway import GatewayConfig
 from rltool.config.train import TrainConfig
@@ -46,7 +47,10 @@ class Generation:
 
     def _agent_episodes(self, agent: str | tuple[str, ...], refusal: Callable[[str], str | None]) -> AgentEpisodes:
         config = self._config
-        self._agents = load_agents(agent, workers=config.rollout.agent_workers)
+        if agent == "remote":
+            self._agents = RemoteAgents(self._opened)
+        else:
+            self._agents = load_agents(agent, workers=config.rollout.agent_workers)
         limits = AgentLimits(
             at_once=config.rollout.agents_at_once,
             seconds=config.deadlines.agent,

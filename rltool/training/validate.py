@@ -191,6 +191,11 @@ def check_generation(config: TrainConfig) -> None:
         return
     if not rollout.agent:
         raise UsageError("rollout.agent = []: the words of a command line are wanted, or `package.module:function`")
+    if rollout.agent == "remote" and rollout.gateway is None:
+        raise UsageError(
+            'rollout.agent = "remote" needs rollout.gateway and rollout.gateway_key_file: a gateway that the agents\' '
+            "hosts reach (`rltool gateway --host ...`); the run's own listens on loopback"
+        )
     if (rollout.gateway is None) != (rollout.gateway_key_file is None):
         raise UsageError("rollout.gateway and rollout.gateway_key_file go together: its URL, and its key for sessions")
     if rollout.partial_rollout:
@@ -392,7 +397,7 @@ def check_inputs(config: TrainConfig) -> str:
         if config.monitor.metrics is not None:
             load_metrics(config.monitor)
         load_episodes(config)
-        if isinstance(config.rollout.agent, str):
+        if isinstance(config.rollout.agent, str) and config.rollout.agent != "remote":
             check_agent(config.rollout.agent)
         load_filter(config.rollout)
         load_hook(config.rollout)

@@ -53,6 +53,11 @@ _SAPO = _objective("sapo")
 _CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
+    "credit": _estimator("grpo", "reinforce_pp", "gae"),
+    "turn_gamma": Needs(
+        lambda a: a.credit == "turn" and (a.own_advantage or a.advantage == "grpo"),
+        'algorithm.credit = "turn" and algorithm.advantage = "grpo"',
+    ),
     "normalize_std": _estimator("grpo"),
     "normalize_std_over": Needs(
         lambda a: a.own_advantage or (a.advantage == "grpo" and a.normalize_std),
@@ -177,6 +182,7 @@ def _check_policy(config: TrainConfig) -> None:
             "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
             "epochs_per_rollout, or use algorithm.clip_cov_fraction"
         )
+    _check_credit(config)
     _check_mask_of_stale_tokens(config)
     for name, takes in (("advantage", ("batch", "algorithm")), ("objective", ("logprobs", "tokens", "algorithm"))):
         if ":" in getattr(algorithm, name):
@@ -248,6 +254,16 @@ def _check_reward_parts(config: TrainConfig) -> None:
         raise UsageError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
             'alone; use algorithm.kl_in = "loss"'
+        )
+
+
+def _check_credit(config: TrainConfig) -> None:
+    """Something may give a sample several turns."""
+    rollout = config.rollout
+    if config.algorithm.credit == "turn" and not (rollout.environment or rollout.agent or rollout.generate_function):
+        raise UsageError(
+            'algorithm.credit = "turn" would have no effect: built-in generation has one turn; set '
+            "rollout.environment, rollout.agent or rollout.generate_function, or leave it out"
         )
 
 

@@ -17,7 +17,8 @@ import pytest
 
 from rltool.agents import pool
 from rltool.agents.gateway_process import GatewayPlace
-from rltool.agents.pool import AgentFailed, Agents, CommandAgents, FunctionAgents
+from rltool.agents.outcome import AgentFailed
+from rltool.agents.pool import Agents, CommandAgents, FunctionAgents
 from rltool.agents.task import AgentTask
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from rltool.chat.conversation import Message
@@ -49,6 +50,21 @@ class Counting:
     async def close(self) -> None:
         self.closed += 1
         await self._maybe_fail("close")
+
+
+class Paying(Counting):
+    """Each step earns the number of the reply, the end a tenth."""
+
+    async def step(self, reply: Message) -> Step:
+        return replace(await super().step(reply), reward=float(len(self.said)))
+
+    async def reward(self) -> float | None:
+        return 0.1
+
+
+class Odd(Counting):
+    async def step(self, reply: Message) -> Step:
+        return Step(done=True, reward=float("nan"))
 
 
 def not_an_environment() -> object:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
-from rltool.agents.pool import AgentFailed, CommandAgents, check_agent, load_agents
+from rltool.agents.outcome import AgentFailed
+from rltool.agents.pool import CommandAgents, check_agent, load_agents
 from rltool.agents.recorded import samples_of
 from rltool.agents.sessions import OpenSession
 from rltool.agents.task import AgentTask, row_of

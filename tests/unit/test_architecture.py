@@ -56,6 +56,7 @@ OWNERS = {
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
         "engines/nccl.py": "communicators, which trainer and plugin share",
         "rollout/batching.py": "samples become tensors",
+        "rollout/turns.py": "so do their turns",
         "quickstart/tiny_model.py": "makes a model",
     },
     "transformers": {
@@ -71,6 +72,8 @@ OWNERS = {
         "rollout/remote_reward.py": "a reward over HTTP",
         "training/run_server.py": "the driver's endpoint",
         "gateway/server.py": "what agents speak to",
+        "gateway/bodies.py": "its requests",
+        "gateway/agent_routes.py": "its routes for remote agents",
         "gateway/main.py": "its process",
     },
     "huggingface_hub": {"models/hub.py": "models by name"},

@@ -23,7 +23,7 @@ from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 from tests.gateway_models import Words, gateway_tokenizer
-from tests.unit.environments import Counting, add
+from tests.unit.environments import Counting, Odd, Paying, add
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 PLACE = "tests.unit.environments"
@@ -127,6 +127,21 @@ def test_reasoning_that_the_template_drops_stays_in_the_tokens(play, words):
     assert first == "<think>\nhm\n</think>\n\nyes<|im_end|>" and second == "no<|im_end|>"
     assert between == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert Counting.made[0].said[0].reasoning == "hm"
+
+
+def test_what_a_step_earns_belongs_to_the_tokens_of_its_reply(play):
+    sample, _ = play(lambda: Paying(2), "hello", "he", "hello hello")
+    starts = [i for i, m in enumerate(sample.response_mask) if m and (i == 0 or not sample.response_mask[i - 1])]
+    assert [(turn.turn, turn.start, turn.reward) for turn in sample.turn_rewards] == [
+        (number, start, number + 1.0) for number, start in enumerate(starts)
+    ]
+    assert all(all(sample.response_mask[turn.start : turn.end]) for turn in sample.turn_rewards)
+    assert sample.episode_reward == 0.1 and sample.earned == 6.0
+
+
+def test_a_step_that_earns_no_number_fails_its_sample(play):
+    sample, _ = play(lambda: Odd(1), "hello")
+    assert sample.status is SampleStatus.FAILED and "the reward of a step: " in sample.failure
 
 
 def test_tokens_of_all_turns_together_are_bounded(play):

@@ -45,6 +45,7 @@ def check(*sets: str) -> None:
         ["algorithm.objective=sapo", "algorithm.sapo_temperature_neg=1.1", "algorithm.off_policy_mask_threshold=0.5"],
         ["algorithm.clip_high=inf", "algorithm.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3", "epochs_per_rollout=2"],
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
+        ["algorithm.credit=turn", "algorithm.turn_gamma=0.4", "rollout.environment=tests.unit.environments:Counting"],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
@@ -108,6 +109,7 @@ def test_combinations_that_make_sense_pass(sets):
         ),
         (['algorithm.loss="sft"', "algorithm.mask_tokens_older_than=1"], 'has no meaning with algorithm.loss = "sft"'),
         (['algorithm.loss="sft"', "epochs_per_rollout=2"], "epochs_per_rollout = 2 has no meaning with algorithm.loss"),
+        (["algorithm.credit=turn"], 'algorithm.credit = "turn" would have no effect: built-in generation has one turn'),
         (["algorithm.distill_coef=0.1"], "algorithm.distill_coef = 0.1 needs model.teacher_path"),
         (["algorithm.kl_cov_fraction=1e-3"], "with one optimizer step a rollout the policy is still the old one"),
         (
@@ -156,6 +158,8 @@ def test_combinations_that_make_no_sense_are_refused_with_the_fix(sets, message)
 
 
 WITHOUT_EFFECT = {
+    "credit": ("turn", ["advantage=rloo"]),
+    "turn_gamma": ("0.5", []),
     "normalize_std": ("false", ["advantage=rloo"]),
     "normalize_std_over": ("batch", ["normalize_std=false"]),
     "reward_clip": ("[-1.0, 1.0]", ["advantage=distill"]),

@@ -18,7 +18,7 @@ from rltool.gateway.parts import Parts
 from tests.contract.fakes.scripted import ScriptedVllm
 
 KEY = "gateway-test-key"
-START_SECONDS = 30.0
+START_SECONDS = 120.0
 
 
 @dataclass

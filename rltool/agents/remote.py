@@ -1,0 +1,150 @@
+"""Agents on other hosts: both sides of the gateway's queue of episodes.
+
+`RemoteAgents` is the trainer's side, where the agents of a run would be. `AgentWorker` is the other host's: it dials
+the gateway, so nothing has to reach that host, and gives its agents the gateway's address as it knows it itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rltool.agents.outcome import AgentFailed, Reward, reward_of
+from rltool.agents.pool import Agents
+from rltool.agents.sessions import GatewayClient
+from rltool.agents.task import AgentTask
+from rltool.engines.client import EngineClient
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, EngineRejected
+
+POLL_SECONDS = 10.0
+"""Of one long poll; less than the silence after which the gateway gives up a trainer or a worker."""
+ALIVE_SECONDS = 5.0
+"""Between two signs of life of an episode."""
+PAUSE_SECONDS = 2.0
+"""Before a gateway that did not answer is asked again."""
+LEAVE_SECONDS = 3.0
+"""To say goodbye. Whoever cannot is found silent."""
+CALL_SECONDS = 30.0
+"""For one call of a worker, beside what a long poll takes."""
+
+
+class RemoteAgents:
+    """Agents that run wherever a worker has dialled the gateway. gateway: asked for each episode."""
+
+    def __init__(self, gateway: Callable[[], GatewayClient]) -> None:
+        self._gateway = gateway
+
+    async def run(self, task: AgentTask) -> Reward:
+        """See Agents. An episode has its deadline to find a worker, and the same again from then on, as its worker
+        counts it."""
+        gateway, episode = self._gateway(), uuid.uuid4().hex
+        await gateway.put_episode(episode, asdict(task))
+        try:
+            async with asyncio.timeout(2 * task.deadline + POLL_SECONDS):
+                outcome = None
+                while outcome is None:
+                    outcome = await gateway.outcome(episode, wait=POLL_SECONDS)
+        except TimeoutError:
+            raise AgentFailed(
+                f"no worker ended it within 2 x deadlines.agent = {2 * task.deadline:g} s; does one run? (`rltool "
+                "agents`)"
+            ) from None
+        except EngineRejected as error:
+            raise AgentFailed(f"the gateway lost it: {error}") from error
+        finally:
+            with contextlib.suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await gateway.withdraw(episode)
+        if "failed" in outcome:
+            raise AgentFailed(str(outcome["failed"]))
+        try:
+            return reward_of(outcome["reward"])
+        except ValueError as error:
+            raise AgentFailed(f"its reward {error}") from error
+
+    async def close(self) -> None:
+        """What runs is withdrawn by its own `run`."""
+
+
+class AgentWorker:
+    """Runs episodes of a gateway's queue until it is cancelled. url, key: the gateway's; name: for its errors."""
+
+    def __init__(
+        self, client: EngineClient, url: str, key: str, agents: Agents, *, name: str, say: Callable[[str], None]
+    ) -> None:
+        self._client, self._url, self._key, self._agents = client, url.rstrip("/"), key, agents
+        self._name, self._say = name, say
+        self._away = False
+
+    async def work(self, at_once: int) -> None:
+        """at_once: episodes side by side. Raises what the gateway refuses (a wrong key), and UsageError of an agent
+        that cannot be run; a gateway that is away is waited for."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(at_once):
+                group.create_task(self._one_after_another())
+
+    async def _one_after_another(self) -> None:
+        while True:
+            try:
+                taken = await self._post("next", {"worker": self._name}, wait=POLL_SECONDS)
+            except EngineRejected:
+                raise
+            except EngineError as error:
+                if not self._away:
+                    self._say(f"waiting for the gateway: {error}")
+                self._away = True
+                await asyncio.sleep(PAUSE_SECONDS)
+                continue
+            self._away = False
+            if taken is not None:
+                await self._episode(taken["id"], self._as_seen_from_here(AgentTask(**taken["task"])))
+
+    def _as_seen_from_here(self, task: AgentTask) -> AgentTask:
+        """The trainer may know the gateway by another address, loopback for example."""
+
+        def moved(url: str) -> str:
+            return self._url + urlsplit(url).path
+
+        return replace(task, base_url=moved(task.base_url), anthropic_base_url=moved(task.anthropic_base_url))
+
+    async def _episode(self, episode: str, task: AgentTask) -> None:
+        running = asyncio.ensure_future(self._agents.run(task))
+        try:
+            while not (await asyncio.wait([running], timeout=ALIVE_SECONDS))[0]:
+                if not await self._tell(f"{episode}/alive", {}):
+                    self._say(f"episode {episode} is not wanted any more")
+                    return
+            try:
+                outcome: dict[str, Any] = {"reward": running.result()}
+            except AgentFailed as error:
+                outcome = {"failed": str(error)}
+            await self._tell(f"{episode}/outcome", outcome)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_SECONDS):
+                    await self._tell(f"{episode}/outcome", {"failed": f"its worker {self._name} was stopped"})
+            raise
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _tell(self, path: str, body: dict[str, Any]) -> bool:
+        """Whether the gateway still knows the episode. One that does not answer is told again later, or finds out."""
+        try:
+            await self._post(path, body, retry=True)
+        except EngineRejected:
+            return False
+        except EngineError as error:
+            self._say(str(error))
+        return True
+
+    async def _post(self, path: str, body: dict[str, Any], *, wait: float = 0.0, retry: bool = False) -> Any:
+        """wait: seconds for which the gateway may keep it."""
+        request = HttpRequest("POST", f"/episodes/{path}", body, query={"wait": f"{wait:g}"} if wait else {})
+        return await self._client.request(self._url, request, key=self._key, timeout=CALL_SECONDS + wait, retry=retry)
