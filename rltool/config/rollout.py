@@ -182,6 +182,9 @@ class EvalConfig(Config):
     """name -> data set, written as in data.train; results appear as eval/NAME/accuracy."""
     every_steps: int = Field(default=0, ge=0)
     """0: only before the first and after the last step."""
+    blocking: bool = True
+    """The step waits for its evaluation. false: it runs beside training, on what the engines hold meanwhile, and takes
+    turns with rollouts for their slots; what it finds stands under the step that it began after."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples of each prompt; the accuracy is the mean reward over all of them."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()

@@ -9,12 +9,13 @@ from rich.table import Table
 
 
 def by_set(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """{"eval/NAME/accuracy": 0.5} -> {"NAME": {"accuracy": 0.5}}, in the order in which the sets come."""
+    """{"eval/NAME/accuracy": 0.5} -> {"NAME": {"accuracy": 0.5}}, in the order in which the sets come. What is not of
+    one set (eval/version_min) is left out."""
     found: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         room, _, rest = key.partition("/")
         name, _, metric = rest.rpartition("/")
-        if room == "eval":
+        if room == "eval" and name:
             found.setdefault(name, {})[metric] = value
     return found
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rltool.config.rollout import EvalConfig, SamplingConfig
 from rltool.engines.types import SamplingParams
+from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.rollout.data import Prompt
 from rltool.rollout.dump import write_dump
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
@@ -52,7 +54,8 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Metrics eval/NAME/* of all sets, and the samples of each: those whose reward failed have none."""
+    """Metrics eval/NAME/* of all sets, with the weight versions that their tokens came from, and the samples of each:
+    those whose reward failed have none."""
 
     metrics: dict[str, float]
     samples: dict[str, list[Sample]]
@@ -106,6 +109,16 @@ async def evaluate_set(
     )
     metrics[f"eval/{found.name}/seconds"] = time.perf_counter() - started
     return Evaluated(metrics, {found.name: samples})
+
+
+def version_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """eval/version_min and eval/version_max: training steps of the oldest and newest weights that tokens of these
+    samples came from. Nothing where an engine names its weights otherwise."""
+    steps = set()
+    for version in {span.version for sample in samples for span in sample.versions}:
+        with suppress(BadWeightVersion):
+            steps.add(WeightVersion.parse(version).number)
+    return {"eval/version_min": float(min(steps)), "eval/version_max": float(max(steps))} if steps else {}
 
 
 def write_evaluated(directory: Path, found: Evaluated, *, step: int, seed: int) -> None:

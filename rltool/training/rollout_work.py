@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set
+from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set, version_metrics
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import Models
@@ -89,4 +90,4 @@ class RolloutWork:
             found = await evaluate_set(one, self._context, function=self._function, eval_seed=self._config.eval.seed)
             metrics |= found.metrics
             samples |= found.samples
-        return Evaluated(metrics, samples)
+        return Evaluated(metrics | version_metrics(chain(*samples.values())), samples)

@@ -98,6 +98,11 @@ def check_mode(config: TrainConfig) -> None:
 
 def check_turns(config: TrainConfig) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
+    if not config.eval.blocking:
+        raise UsageError(
+            'eval.blocking = false and engines.mode = "colocate" contradict each other: engines on the trainer\'s GPUs '
+            "sleep while it trains, so nothing is evaluated beside it; leave eval.blocking out"
+        )
     if config.rollout.max_staleness:
         raise UsageError(
             f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '
