@@ -192,6 +192,9 @@ class EvalConfig(Config):
     """name of a set -> what differs for it; see below."""
     pass_at: tuple[int, ...] = ()
     """The k for which pass@k is measured, at most samples_per_prompt of every set: eval/NAME/pass_at_K."""
+    function: OwnFunction | None = None
+    """async f(eval_set: EvalSet, context: EvalContext) -> dict[str, float], called for each set in place of the
+    built-in evaluation; recorded as eval/SET/NAME. docs/extending.md has its contract."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of evaluation alone: runs that differ in `seed` are evaluated with the same random numbers."""
     dump: bool = False

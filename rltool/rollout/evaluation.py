@@ -18,6 +18,7 @@ from rltool.rollout.dump import write_dump
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import new_samples
 from rltool.rollout.metrics import eval_metrics
+from rltool.rollout.own_evaluation import EvalContext, EvalFunction, call
 from rltool.rollout.sample import Sample
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.seeds import hash31
@@ -82,10 +83,10 @@ def eval_settings(config: EvalConfig, sampling: SamplingConfig, name: str, *, pa
 
 
 async def evaluate_set(
-    found: EvalSet, context: GenerateContext, *, function: GenerateFunction | None, eval_seed: int
-) -> Evaluated:
-    """eval/NAME/* of one set. Prompts are generated and scored side by side; the first error cancels the rest and is
-    raised.
+    found: EvalSet, context: GenerateContext, *, function: GenerateFunction | None, eval_seed: int,
+    evaluate: EvalFunction | None = None,
+) -> Evaluated:  # fmt: skip
+    """eval/NAME/* of one set: of its samples, and what `evaluate` (eval.function) finds where there is one.
 
     A sample whose reward failed counts 0. Seeds depend on the set's name and eval.seed alone, so before and after, and
     two runs, draw the same numbers.
@@ -93,8 +94,24 @@ async def evaluate_set(
     started = time.perf_counter()
     settings, seed = found.settings, hash31("evaluate", found.name, eval_seed)
     context = replace(context, sampling=settings.applied(context.sampling))
+    own = EvalContext(context, seed, lambda: _sample_set(found, context, function, seed))
+    if evaluate is None:
+        await own.samples()
+    measured = {} if evaluate is None else await call(evaluate, found, own)
+    metrics = await asyncio.to_thread(
+        eval_metrics, found.name, own.drawn, pass_at=settings.pass_at, pass_reward=settings.pass_reward
+    ) if own.drawn else {}  # fmt: skip
+    metrics |= {f"eval/{found.name}/{name}": value for name, value in measured.items()}
+    metrics[f"eval/{found.name}/seconds"] = time.perf_counter() - started
+    return Evaluated(metrics, {found.name: own.drawn})
+
+
+async def _sample_set(
+    found: EvalSet, context: GenerateContext, function: GenerateFunction | None, seed: int
+) -> list[Sample]:
+    """Prompts are generated and scored side by side; the first error cancels the rest and is raised."""
     groups = [
-        new_samples(number, prompt, count=settings.samples_per_prompt, run_seed=seed)
+        new_samples(number, prompt, count=found.settings.samples_per_prompt, run_seed=seed)
         for number, prompt in enumerate(found.prompts)
     ]
     try:
@@ -103,12 +120,7 @@ async def evaluate_set(
                 tasks.create_task(_one(group, replace(context, prompt=prompt), found.scorer, function))
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    samples = [sample for group in groups for sample in group]
-    metrics = await asyncio.to_thread(
-        eval_metrics, found.name, samples, pass_at=settings.pass_at, pass_reward=settings.pass_reward
-    )
-    metrics[f"eval/{found.name}/seconds"] = time.perf_counter() - started
-    return Evaluated(metrics, {found.name: samples})
+    return [sample for group in groups for sample in group]
 
 
 def version_metrics(samples: Iterable[Sample]) -> dict[str, float]:

@@ -15,6 +15,7 @@ from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set, version_
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_evaluation import load_eval_function
 from rltool.rollout.sample import Sample
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
@@ -53,7 +54,7 @@ class RolloutWork:
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids, stop=sampling.stop, min_tokens=sampling.min_tokens,
         )  # fmt: skip
-        self._tokenizer = tokenizer
+        self._tokenizer, self._evaluate = tokenizer, load_eval_function(config.eval)
         self._context = GenerateContext(
             self._ask, params, vocab_size, require_versions=require_versions, models=models, tokenizer=tokenizer
         )
@@ -87,7 +88,9 @@ class RolloutWork:
         metrics: dict[str, float] = {}
         samples: dict[str, list[Sample]] = {}
         for one in sets:
-            found = await evaluate_set(one, self._context, function=self._function, eval_seed=self._config.eval.seed)
+            found = await evaluate_set(
+                one, self._context, function=self._function, eval_seed=self._config.eval.seed, evaluate=self._evaluate
+            )
             metrics |= found.metrics
             samples |= found.samples
         return Evaluated(metrics | version_metrics(chain(*samples.values())), samples)

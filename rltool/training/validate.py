@@ -27,6 +27,7 @@ from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.evaluation import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
+from rltool.rollout.own_evaluation import load_eval_function
 from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
@@ -377,6 +378,7 @@ def check_inputs(config: TrainConfig) -> None:
         load_generate(config.rollout)
         if config.monitor.metrics is not None:
             load_metrics(config.monitor)
+        load_eval_function(config.eval)
         load_episodes(config)
         if isinstance(config.rollout.agent, str):
             check_agent(config.rollout.agent)

@@ -1,9 +1,13 @@
-"""Evaluations while training goes on (eval.blocking = false), in the rollout service against fake engines."""
+"""Evaluations while training goes on (eval.blocking = false), and those of one's own (eval.function), in the rollout
+service against fake engines."""
 
 from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from rltool.errors import RltoolError
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
     data_file,
@@ -65,3 +69,31 @@ def test_rollouts_and_an_evaluation_that_wait_for_slots_take_turns(serve, settin
     asyncio.run(run())
     kinds = "".join("e" if body["sampling_params"]["max_tokens"] == 7 else "r" for body in generated(engine))
     assert kinds == "ee" + "re" * 4 + "eee"
+
+
+def test_an_evaluation_of_ones_own_is_recorded_beside_the_built_in_numbers(serve, settings, spellers):  # noqa: F811
+    config = settings(
+        eval={"function": "examples.evaluation:majority", "samples_per_prompt": 3},
+        reward={"function": "rltool.rollout.rewards:exact_match"},
+    )
+
+    async def run():
+        async with serve(config, spellers) as service:
+            await service.sync_weights(0)
+            return await service.evaluate()
+
+    found = asyncio.run(run())
+    right = [sum(sample.reward for sample in found.samples["words"][i : i + 3]) for i in range(0, 27, 3)]
+    assert found.metrics["eval/words/majority"] == sum(number >= 2 for number in right) / 9
+    assert found.metrics["eval/words/accuracy"] == pytest.approx(sum(right) / 27)
+    assert found.metrics["eval/version_max"] == 0
+
+
+def test_an_evaluation_of_ones_own_that_fails_says_whose_it_is(serve, settings, spellers):  # noqa: F811
+    async def run():
+        async with serve(settings(eval={"function": "tests.unit.test_examples:raises"}), spellers) as service:
+            await service.sync_weights(0)
+            with pytest.raises(RltoolError, match="eval.function failed on set 'words': KeyError"):
+                await service.evaluate()
+
+    asyncio.run(run())
