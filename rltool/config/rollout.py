@@ -185,6 +185,11 @@ class EvalConfig(Config):
     blocking: bool = True
     """The step waits for its evaluation. false: it runs beside training, on what the engines hold meanwhile, and takes
     turns with rollouts for their slots; what it finds stands under the step that it began after."""
+    engines: tuple[str, ...] = ()
+    """Addresses, written as in engines.external, of engines for evaluation alone: they get the weights when an
+    evaluation begins, and hold them until the next. Empty: the engines that rollouts use."""
+    api_key_file: Path | None = None
+    """Bearer key for eval.engines given as host:port; endpoints.json names its own."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples of each prompt; the accuracy is the mean reward over all of them."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()

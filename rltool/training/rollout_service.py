@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.versions import VersionBook
 from rltool.training.adaptive_concurrency import adapt_concurrency
 from rltool.training.eval_sets import EvalSets
+from rltool.training.evaluation_engines import EvaluationEngines
 from rltool.training.generation import Generation
 from rltool.training.gpu_turns import GpuTurns, Members
 from rltool.training.policy_engines import EngineHooks, PolicyEngines
@@ -101,9 +103,11 @@ class RolloutService:
         )  # fmt: skip
         self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
         self._weights, self._membership = self._policy.weights, self._policy.membership
+        self._held = self._evaluation_engines(vocab_size, hooks)
         self._work = RolloutWork(
             config, self._plane, self._scorer, self.tokenizer, self._generation.function,
             vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
+            evaluation_plane=self._held.plane if self._held else None,
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
@@ -117,6 +121,8 @@ class RolloutService:
             self._restarts.start()
             self._turns = self._gpu_turns(self._restarts)
         await self._policy.start()
+        if self._held is not None:
+            await self._held.start()
         await self._generation.start(self._engines.endpoints, self._policy.infos, self._engines.router)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
@@ -159,6 +165,15 @@ class RolloutService:
         policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
         return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
+    def _evaluation_engines(self, vocab_size: int, hooks: EngineHooks) -> EvaluationEngines | None:
+        if self._engines.evaluation is None or self._syncing is None:
+            return None
+        return EvaluationEngines(
+            self._config, self._engines.evaluation, self._client, syncing=self._syncing, vocab_size=vocab_size,
+            policy=self.fleet.policy, lock=self._lock, hooks=replace(hooks, restart=None), say=self._say,
+            clock=self._clock,
+        )  # fmt: skip
+
     def _gpu_turns(self, restarts: EngineRestarts) -> GpuTurns | None:
         config, syncing = self._config, self._syncing
         if not config.engines.shares_gpus or syncing is None:
@@ -192,11 +207,15 @@ class RolloutService:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 if self._restarts is not None:
                     await self._restarts.close()
+                if self._held is not None:
+                    failures |= await self._held.leave()
                 if self._weights is not None:
                     failures |= await self._weights.leave()
         finally:  # a rank that died cannot leave
             if hasattr(self, "_client"):
                 await self._policy.close()
+                if self._held is not None:
+                    await self._held.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
             if hasattr(self, "_generation"):
@@ -213,9 +232,10 @@ class RolloutService:
         self._stopping = True
         for task in self._evaluations:
             task.cancel()
-        aborting = asyncio.ensure_future(self._plane.abort())
+        planes = [self._plane, *([self._held.plane] if self._held is not None else [])]
+        aborting = asyncio.gather(*(plane.abort() for plane in planes))
         await self.collector.interrupt()
-        for url, reason in (await aborting).items():
+        for url, reason in (item for failures in await aborting for item in failures.items()):
             self._say(f"aborting requests at {url}: {reason}")
 
     # -- the driver's calls
@@ -249,13 +269,20 @@ class RolloutService:
         assert self._turns is not None, "engines with GPUs of their own keep them"
         await self._turns.to_trainer()
 
+    async def hold_evaluation_engines(self, step: int) -> SyncReport:
+        """Engines for evaluation alone get the weights after `step` training steps, and hold them through the
+        evaluation that follows."""
+        assert self._held is not None
+        return await self._held.hold(step)
+
     async def evaluate(self) -> Evaluated:
         """Every evaluation set, with the same seeds each time."""
+        ownership = self._held.ownership if self._held is not None else self._ownership
         task = asyncio.create_task(self._work.evaluate(self._evals.sets), name="evaluate")
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
-                return await self._ownership.unless_taken(task)
+                return await ownership.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
@@ -333,6 +360,8 @@ class RolloutService:
             await asyncio.sleep(GUARD_SECONDS)
             try:
                 self._policy.guard.check()
+                if self._held is not None and self._evaluations:
+                    self._held.check()
             except TooFewEngines as error:
                 self._too_few = error
                 self.collector.fail(error)

@@ -27,6 +27,7 @@ from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
+from rltool.weights.sync_report import SyncReport
 
 MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
@@ -84,17 +85,8 @@ class Rollouts:
         A sync is not interrupted: a stop waits for it, and its own deadlines end it. While there is no engine to sync,
         a signal ends the wait.
         """
-        deadlines, told = self.config.deadlines, False
         self._has_gpus = True  # however it ends: the ranks' memory may be away
-
-        def look(_: float) -> None:
-            nonlocal told
-            if self._stop.requested is not None and not told:
-                told = True
-                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
-
-        seconds = 20 * deadlines.sync_step + deadlines.engines
-        report = self._call(self._actor.sync_weights.remote(step), seconds, "deadlines.sync_step", while_waiting=look)
+        report = self._sync(self._actor.sync_weights.remote(step))
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:
@@ -121,8 +113,12 @@ class Rollouts:
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
     def start_evaluation(self, step: int) -> None:
-        """Of every set, with the weights after `step` training steps, which the engines hold."""
+        """Of every set, with the weights after `step` training steps, which the engines hold; those for evaluation
+        alone get them now, while the ranks are idle."""
         self._take_gpus()
+        if self.config.eval.engines:
+            self._sync(self._actor.hold_evaluation_engines.remote(step))
+            self._show_events()
         self._evaluation = step, self._actor.evaluate.remote(with_samples=self.config.eval.dump)
 
     def evaluated(self, *, wait: bool) -> dict[str, float] | None:
@@ -204,6 +200,19 @@ class Rollouts:
         """Engines that sleep have lost their weights: they wake up in a sync, of the weights that they had."""
         if self._shares_gpus and not self._has_gpus:
             self.sync_weights(self._synced)
+
+    def _sync(self, ref: Any) -> SyncReport:
+        """Until a sync has ended. A signal interrupts the rollouts meanwhile, once."""
+        deadlines, told = self.config.deadlines, False
+
+        def look(_: float) -> None:
+            nonlocal told
+            if self._stop.requested is not None and not told:
+                told = True
+                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
+
+        seconds = 20 * deadlines.sync_step + deadlines.engines
+        return self._call(ref, seconds, "deadlines.sync_step", while_waiting=look)
 
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]

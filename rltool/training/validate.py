@@ -34,6 +34,7 @@ from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
+from rltool.training.validate_evaluation import check_evaluation
 
 
 def needs_engines(config: TrainConfig) -> bool:
@@ -46,29 +47,12 @@ def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
     check_algorithm(config)
     check_batch_arithmetic(config)
-    check_best_metric(config)
+    check_evaluation(config, asks_engines=needs_engines(config))
     check_files(config)
     check_rollout(config)
     check_models(config)
     if needs_engines(config):
         check_mode(config)
-    if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
-        raise UsageError(
-            "eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured"
-        )
-
-
-def check_best_metric(config: TrainConfig) -> None:
-    """What tells the best checkpoint is measured, as far as that is known beforehand."""
-    metric = config.checkpoint.best_metric
-    if metric is None or not metric.startswith("eval/"):
-        return
-    known = [f"eval/{name}/accuracy" for name in config.eval.sets]
-    if not any(metric.startswith(f"eval/{name}/") for name in config.eval.sets) or not config.eval.every_steps:
-        raise UsageError(
-            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] "
-            f"(there is {', '.join(known) or 'none'}) and eval.every_steps above 0 (it is {config.eval.every_steps})"
-        )
 
 
 def check_mode(config: TrainConfig) -> None:
@@ -99,11 +83,6 @@ def check_mode(config: TrainConfig) -> None:
 
 def check_turns(config: TrainConfig) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
-    if not config.eval.blocking:
-        raise UsageError(
-            'eval.blocking = false and engines.mode = "colocate" contradict each other: engines on the trainer\'s GPUs '
-            "sleep while it trains, so nothing is evaluated beside it; leave eval.blocking out"
-        )
     if config.rollout.max_staleness:
         raise UsageError(
             f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '

@@ -6,9 +6,11 @@ import signal
 
 import pytest
 
+from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, RltoolError
 from rltool.training.loop import Progress
 from rltool.training.stopping import StopRequested
+from rltool.training.validate_evaluation import check_evaluation
 from tests.unit.test_loop import Run, Saves, World
 
 
@@ -165,10 +167,28 @@ def test_a_resumed_run_starts_the_evaluation_of_its_checkpoint_again(tmp_path):
     assert evaluated(run) == [(3, "v4", False), (5, "v6", True)]
 
 
-def test_colocated_engines_cannot_evaluate_beside_training(tmp_path):
-    from rltool.config.train import TrainConfig
-    from rltool.training.validate import check_turns
-
+def test_colocated_engines_cannot_evaluate_beside_training():
     values = {"model": {"path": "m"}, "engines": {"mode": "colocate", "groups": [{}]}, "eval": {"blocking": False}}
     with pytest.raises(RltoolError, match="eval.blocking = false and engines.mode"):
-        check_turns(TrainConfig.model_validate(values))
+        check_evaluation(TrainConfig.model_validate(values), asks_engines=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"engines": {"mode": "colocate", "groups": [{}]}}, "only while its own engines take them"),
+        ({"rollout": {"agent": "a:b"}}, "the run's gateway"),
+        ({"eval": {"engines": ["h:1"]}}, "would never be asked"),
+    ],
+)
+def test_engines_for_evaluation_alone_are_refused_where_they_cannot_be_used(changes, said):
+    values = {"model": {"path": "m"}, "eval": {"engines": ["h:1"], "sets": {"a": "a.jsonl"}}, **changes}
+    config = TrainConfig.model_validate(values)
+    if said is None:
+        check_evaluation(config, asks_engines=True)
+        with pytest.raises(RltoolError, match="would never be asked"):
+            check_evaluation(config, asks_engines=False)
+        return
+    with pytest.raises(RltoolError, match=said):
+        check_evaluation(config, asks_engines=True)

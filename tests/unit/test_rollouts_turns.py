@@ -54,8 +54,8 @@ def manager(monkeypatch):
     return made
 
 
-def driver(tmp_path, mode: str) -> Rollouts:
-    config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)})
+def driver(tmp_path, mode: str, **sections) -> Rollouts:
+    config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)}, **sections)
     return Rollouts(
         config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
         vocab_size=8, dump_dir=None, evals_dir=tmp_path / "evals", log_file=None,
@@ -103,6 +103,14 @@ def test_an_evaluation_is_asked_for_its_metrics_only_when_it_has_ended_or_is_wai
     it.start_evaluation(2)
     manager.is_ready = False
     assert it.evaluated(wait=True) == {}
+
+
+def test_engines_for_evaluation_alone_get_the_weights_before_it_starts(manager, tmp_path):
+    it = driver(tmp_path, "managed", eval={"engines": ["h:1"]})
+    it.sync_weights(2)
+    it.start_evaluation(2)
+    assert manager.calls == ["sync_weights 2", "hold_evaluation_engines 2"]
+    assert it.evaluated(wait=True) == {} and manager.calls[-1] == "evaluate"
 
 
 def test_a_run_that_ends_says_that_it_dropped_an_evaluation_and_how_that_ended_is_nobodys_matter(manager, tmp_path):
