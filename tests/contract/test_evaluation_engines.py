@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import io
 
 import pytest
+from rich.console import Console
 
+from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.engine_guard import TooFewEngines
 from rltool.training import rollout_service
 from rltool.training.preflight import resolve_evaluation
+from rltool.training.prepare import prepare
+from rltool.training.report import print_plan
 from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
     ABORT,
     LONG,
@@ -135,3 +141,29 @@ def test_a_key_of_theirs_is_theirs_alone(tmp_path):
     evaluation = {"engines": ["h:1"], "api_key_file": key}
     config = TrainConfig.model_validate({"model": {"path": "m"}, "eval": evaluation, "engines": {"external": ["h:2"]}})
     assert [e.key_file for e in resolve_evaluation(config, []).engines] == [key]
+
+
+def test_they_are_found_checked_and_told_of_before_a_run_starts(model_dir, data_file, spellers, held, tmp_path):  # noqa: F811
+    def prepared(*sets: str):
+        values = [
+            f"model.path={model_dir}", f'data.train=["{data_file}"]', f'engines.external=["{spellers[0].url}"]',
+            f'eval.engines=["{held.url}"]', f'eval.sets={{words="{data_file}"}}', "trainer.device=cpu",
+            "sampling.max_prompt_tokens=8", "sampling.max_response_tokens=8", "weights.transport=disk",
+            "deadlines.preflight=5", "rollout.prompts_per_step=4",
+        ]  # fmt: skip
+        return prepare(load_config(TrainConfig, [], [*values, *sets]), RunDirectory(tmp_path / "run"), resume=False)
+
+    found = prepared()
+    assert found.fleet is not None and list(found.fleet.infos) == [spellers[0].url]
+    assert found.evaluation is not None and list(found.evaluation.infos) == [held.url]
+    screen = io.StringIO()
+    print_plan(found, Console(file=screen, width=200))
+    assert "engines for evaluation alone: 1 x vllm" in screen.getvalue()
+    with pytest.raises(UsageError, match="in engines.external and in eval.engines"):
+        prepared(f'engines.external=["{held.url}"]')
+    held.vocab_size = 63
+    with pytest.raises(UsageError, match=rf"{held.url}: has a vocabulary of 63"):
+        prepared()
+    held.die()
+    with pytest.raises(UsageError, match=rf"eval.engines: {held.url}"):
+        prepared()
