@@ -162,7 +162,8 @@ class Checkpointer:
         ]
         pointed = directories.pointed_at(self._directory)
         protected = {directories.step_of(pointed)} if pointed is not None else set()
-        protected |= {self._awaited} - {None}
+        if self._awaited is not None:
+            protected.add(self._awaited)
         going = expendable(
             complete,
             keep_last=config.keep_last,

@@ -31,9 +31,9 @@ class LiveMetrics:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation that ran beside training comes later than the rest of its step, and joins it."""
         with self._lock:
-            for recorded, found in self._records:
+            for place, (recorded, found) in enumerate(self._records):
                 if recorded == step:
-                    found.update(metrics)
+                    self._records[place] = step, {**found, **metrics}  # a new one: a reader may have the other
                     return
             self._records.append((step, dict(metrics)))
 
