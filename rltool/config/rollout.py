@@ -184,6 +184,14 @@ class EvalConfig(Config):
     """name -> data set, written as in data.train; results appear as eval/NAME/accuracy."""
     every_steps: int = Field(default=0, ge=0)
     """0: only before the first and after the last step."""
+    blocking: bool = True
+    """The step waits for its evaluation. false: it runs beside training, on what the engines hold meanwhile, and takes
+    turns with rollouts for their slots; what it finds stands under the step that it began after."""
+    engines: tuple[str, ...] = ()
+    """Addresses, written as in engines.external, of engines for evaluation alone: they get the weights when an
+    evaluation begins, and hold them until the next. Empty: the engines that rollouts use."""
+    api_key_file: Path | None = None
+    """Bearer key for eval.engines given as host:port; endpoints.json names its own."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Samples of each prompt; the accuracy is the mean reward over all of them."""
     sampling: EvalSamplingConfig = EvalSamplingConfig()
@@ -191,6 +199,9 @@ class EvalConfig(Config):
     """name of a set -> what differs for it; see below."""
     pass_at: tuple[int, ...] = ()
     """The k for which pass@k is measured, at most samples_per_prompt of every set: eval/NAME/pass_at_K."""
+    function: OwnFunction | None = None
+    """async f(eval_set: EvalSet, context: EvalContext) -> dict[str, float], called for each set in place of the
+    built-in evaluation; recorded as eval/SET/NAME. docs/extending.md has its contract."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Of evaluation alone: runs that differ in `seed` are evaluated with the same random numbers."""
     dump: bool = False

@@ -226,6 +226,9 @@ class MonitorConfig(Config):
     """A sample has passed from this reward on: what pass rates and pass@k count."""
     metrics: OwnFunction | None = None
     """f(samples: list[Sample]) -> dict[str, float], called with the samples of every batch; recorded as own/NAME."""
+    logger: OwnFunction | None = None
+    """f(run: LoggedRun) -> an object with log(step, metrics) and close(): a logger of your own, beside the others.
+    docs/extending.md has its contract."""
     logprob_difference_limit: float | None = Field(default=None, gt=0)
     """Mean |trainer - engine| log-probability of a step's response tokens above which the run stops before its
     optimizer step. None: 0.1 where trainer and all engines compute in float32, else 0.2."""

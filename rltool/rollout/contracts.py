@@ -19,13 +19,16 @@ from rltool.config.import_path import load_callable
 from rltool.config.reward import RewardConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import ContractViolation
+from rltool.rollout.data import Prompt
 from rltool.rollout.data.own import OwnSource, load_own_source
+from rltool.rollout.evaluation import EvalSet, EvalSettings, evaluate_set
 from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_metrics import checked_metrics
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.scoring import Scorer
 from rltool.rollout.tokenizer import Tokenizer
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
@@ -87,21 +90,7 @@ def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, mo
         for i in range(4)
     ]
     problems: list[str] = []
-
-    async def engine(request: GenerateRequest) -> list[Completion]:
-        if request.seed is None:
-            problems.append("a request without a seed: the rollout cannot be repeated")
-        if any(not 0 <= token < 100 for token in request.prompt_ids):
-            problems.append("a prompt id outside the vocabulary")
-        return [
-            Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),))
-            for _ in range(request.n)
-        ]
-
-    context = GenerateContext(
-        generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100, models=models or Models(),
-        tokenizer=tokenizer,
-    )  # fmt: skip
+    context = _context(problems, tokenizer, models)
     try:
         asyncio.run(fill_group(group, context, function))
     except Exception as error:  # reported as a violation, with its cause
@@ -113,6 +102,63 @@ def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, mo
             problems.append(f"sample {sample.index}: no token of the response was sampled by the policy")
         if any(not math.isfinite(value) for value in sample.response_logprobs):
             problems.append(f"sample {sample.index}: a log-probability is not finite")
+    _raise_if_any(path, problems)
+
+
+def _context(problems: list[str], tokenizer: Tokenizer | None, models: Models | None) -> GenerateContext:
+    """With an engine that answers every request, and adds to `problems` what is wrong with it."""
+
+    async def engine(request: GenerateRequest) -> list[Completion]:
+        if request.seed is None:
+            problems.append("a request without a seed: the rollout cannot be repeated")
+        if any(not 0 <= token < 100 for token in request.prompt_ids):
+            problems.append("a prompt id outside the vocabulary")
+        return [
+            Completion((5, 6, 7), (-0.5, -0.25, -0.125), "stop", (VersionSpan("run:0:1", 0, 3),))
+            for _ in range(request.n)
+        ]
+
+    return GenerateContext(
+        generate=engine, sampling=SamplingParams(max_tokens=16), vocab_size=100, models=models or Models(),
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+class _EveryOtherIsRight:
+    """Rewards of the example set."""
+
+    async def score(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
+        return [float(sample.index % 2) for sample in samples]
+
+
+def example_eval_set() -> EvalSet:
+    """Two prompts, four samples of each, of which every other one is right."""
+    prompts = [Prompt(i, (1, 2, 3 + i), f"{i} x 7 = ", label=str(7 * i)) for i in range(2)]
+    settings = EvalSettings(samples_per_prompt=4, temperature=1.0, top_p=1.0, top_k=-1, max_response_tokens=16)
+    return EvalSet("contract", prompts, settings, Scorer(_EveryOtherIsRight(), lambda ids: " ".join(map(str, ids))))
+
+
+def check_eval_function(
+    path: str, *, eval_set: EvalSet | None = None, tokenizer: Tokenizer | None = None, models: Models | None = None
+) -> None:
+    """ContractViolation unless eval.function = path gives names and finite numbers, and the same ones again, against an
+    engine that answers every request. eval_set: your own; None: `example_eval_set`. tokenizer, models: as for
+    check_generate_function."""
+    function = load_callable(path, setting="eval.function", takes=("eval_set", "context"))
+    problems: list[str] = []
+    found = []
+    for _ in range(2):
+        work = evaluate_set(
+            eval_set or example_eval_set(), _context(problems, tokenizer, models), function=None, eval_seed=0,
+            evaluate=function,
+        )  # fmt: skip
+        try:
+            metrics = asyncio.run(work).metrics
+        except Exception as error:
+            raise ContractViolation(f"{path}: {type(error).__name__}: {error}") from error
+        found.append({name: value for name, value in metrics.items() if not name.endswith("/seconds")})
+    if found[0] != found[1]:
+        problems.append("another result the second time: let what it chooses at random follow from context.seed")
     _raise_if_any(path, problems)
 
 

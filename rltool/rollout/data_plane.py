@@ -15,8 +15,6 @@ engine is reported stale, the event is counted, and the request is sent again.
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,6 +27,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
+from rltool.rollout.fair_queue import FairQueue
 
 RETRY_SECONDS = 0.2
 """Pause after a failed attempt, doubled with each up to sixteen times: an engine that refuses everything, or a router
@@ -115,9 +114,8 @@ class DataPlane:
         """Attempts that were cancelled, and whether their engine failed on them."""
         self._failed_engines: set[str] = set()
         self._ids: dict[str, tuple[int | None, list[str]]] = {}
-        self._tickets = itertools.count()
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-        """A heap: requests in the order in which they came. A cancelled one is dropped when its turn comes."""
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+        """A cancelled request is dropped when its turn comes."""
         self._granted = 0
         """Requests whose turn has come and which have not run since: their slots are taken."""
 
@@ -148,7 +146,8 @@ class DataPlane:
         self._grant()
 
     async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
-        """request.n completions by an engine that serves. group: a number under which `abort` finds the request.
+        """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
+        it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
@@ -158,7 +157,7 @@ class DataPlane:
         avoid: str | None = None
         failures = tries = 0
         while True:
-            attempt = await self._acquire(avoid=avoid)
+            attempt = await self._acquire("evaluation" if group is None else "rollout", avoid=avoid)
             try:
                 return await self._attempt(attempt, request, group)
             except EngineRejected:
@@ -210,13 +209,13 @@ class DataPlane:
 
     # -- the rest is private
 
-    async def _acquire(self, *, avoid: str | None) -> Attempt:
-        """A slot, in the order in which requests came. avoid: the engine that has just failed this one,
+    async def _acquire(self, kind: str, *, avoid: str | None) -> Attempt:
+        """A slot, in the order in which requests of this kind came. avoid: the engine that has just failed this one,
         taken only if it is alone."""
-        ticket = next(self._tickets)
+        ticket = self._waiting.ticket(kind)
         while True:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (ticket, turn))
+            self._waiting.push(ticket, turn)
             self._grant()
             try:
                 await turn
@@ -252,7 +251,7 @@ class DataPlane:
     def _grant(self) -> None:
         free = self._free()
         while free > 0 and self._waiting:
-            _, turn = heapq.heappop(self._waiting)
+            turn = self._waiting.pop()
             if not turn.done():
                 turn.set_result(None)
                 self._granted += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +13,7 @@ from rich.console import Console
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
+from rltool.checkpoints.measured import MeasuredLater
 from rltool.checkpoints.retention import Kept, expendable
 from rltool.config.train import CheckpointConfig
 from rltool.errors import SaveFailed
@@ -54,6 +55,8 @@ class Checkpointer:
         self._console = console
         self._complete = resumed_from
         self._in_flight: int | None = None
+        self._awaited: int | None = None
+        self._later = MeasuredLater(directory, config.best_metric)
         self._metrics: dict[str, float] = {}
 
     def path(self, step: int) -> Path:
@@ -98,12 +101,26 @@ class Checkpointer:
         """At an end that leaves no state worth saving: lets the save in flight come to its own."""
         self._settle(wait=True)
 
+    def awaits(self, step: int) -> None:
+        """The weights after `step` training steps are being evaluated: where that tells the best checkpoint, theirs is
+        not deleted before `measured`."""
+        self._awaited = step if self._config.best_metric is not None else None
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """What that has come to, beside what a checkpoint of that step has in its manifest."""
+        self._awaited = None
+        if step == self._in_flight:
+            self._settle(wait=True)
+        if manifests.is_checkpoint(self.path(step)) and self._later.add(step, metrics):
+            self._thin_out()
+
     def _start(self, progress: Progress) -> None:
         final = self.path(progress.step)
         if final.exists():
             # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it
             # as it died.
             directories.remove(final)
+        self._later.forget(progress.step)
         measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
         extra, files = self._describe(progress)
         self._trainer.save_checkpoint(final, extra, measured, files)
@@ -145,6 +162,8 @@ class Checkpointer:
         ]
         pointed = directories.pointed_at(self._directory)
         protected = {directories.step_of(pointed)} if pointed is not None else set()
+        if self._awaited is not None:
+            protected.add(self._awaited)
         going = expendable(
             complete,
             keep_last=config.keep_last,
@@ -156,4 +175,7 @@ class Checkpointer:
             directories.remove_unread(self.path(step))
 
     def _value(self, path: Path) -> float | None:
-        return manifests.read(path).metrics.get(self._config.best_metric) if self._config.best_metric else None
+        if self._config.best_metric is None:
+            return None
+        later = self._later.value(directories.step_of(path))
+        return later if later is not None else manifests.read(path).metrics.get(self._config.best_metric)

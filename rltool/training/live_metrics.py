@@ -29,7 +29,12 @@ class LiveMetrics:
         self._records: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT_STEPS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """An evaluation that ran beside training comes later than the rest of its step, and joins it."""
         with self._lock:
+            for place, (recorded, found) in enumerate(self._records):
+                if recorded == step:
+                    self._records[place] = step, {**found, **metrics}  # a new one: a reader may have the other
+                    return
             self._records.append((step, dict(metrics)))
 
     def close(self) -> None:

@@ -1,14 +1,16 @@
-"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow. Each package is imported only where it
-is asked for."""
+"""Where metrics go beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a logger of the user's own. Each
+package is imported only where it is asked for."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from rltool.config.import_path import load_callable
 from rltool.config.train import MonitorConfig, TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
@@ -22,7 +24,8 @@ RUN_TAG = "rltool.run_id"
 
 
 class MetricLogger(Protocol):
-    """One backend. `log` gets finite numbers alone; steps as in metrics.jsonl, where -1 is before the first."""
+    """One backend. `log` gets finite numbers alone; steps as in metrics.jsonl, where -1 is before the first. An
+    evaluation beside training comes under the step that it began after, when later steps were logged already."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -98,8 +101,41 @@ class MlflowLogger:
         self._client.set_terminated(self._id)
 
 
+@dataclass(frozen=True)
+class LoggedRun:
+    """What monitor.logger gets. directory: of the run; settings: dotted key -> value; first_step: a resumed run logs
+    this step and what is behind it again."""
+
+    name: str
+    run_id: str
+    directory: Path
+    settings: Mapping[str, Any]
+    first_step: int
+
+
+def own_logger(path: str, run: LoggedRun) -> MetricLogger:
+    """monitor.logger, started. UsageError where that fails, or what comes of it is no logger."""
+    try:
+        made = load_logger(path)(run)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a user's code raises
+        raise UsageError(f"monitor.logger = {path!r} did not start: {type(error).__name__}: {error}") from error
+    missing = [name for name in ("log", "close") if not callable(getattr(made, name, None))]
+    if missing:
+        raise UsageError(f"monitor.logger = {path!r}: the {type(made).__name__} that it returned has no {missing[0]}()")
+    return made
+
+
+def load_logger(path: str) -> Callable[[LoggedRun], MetricLogger]:
+    """UsageError for an import path that leads nowhere."""
+    return load_callable(path, setting="monitor.logger", takes=("run",))
+
+
 def check_loggers(monitor: MonitorConfig) -> None:
-    """UsageError for a logger whose package is not installed: before anything starts."""
+    """UsageError for a logger whose package is not installed, or that cannot be imported: before anything starts."""
+    if monitor.logger is not None:
+        load_logger(monitor.logger)
     asked = {
         "wandb": ("monitor.wandb_project", monitor.wandb_project),
         "mlflow": ("monitor.mlflow_experiment", monitor.mlflow_experiment),
@@ -123,4 +159,6 @@ def open_loggers(config: TrainConfig, run: RunDirectory, *, first_step: int) -> 
         found.append(WandbLogger(monitor.wandb_project, run, settings))
     if monitor.mlflow_experiment is not None:
         found.append(MlflowLogger(monitor.mlflow_experiment, run, settings))
+    if monitor.logger is not None:
+        found.append(own_logger(monitor.logger, LoggedRun(run.name, run.run_id, run.path, settings, first_step)))
     return found

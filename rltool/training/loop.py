@@ -25,6 +25,7 @@ from rltool.training.advantages import (
     with_old_logprobs,
     with_stale_tokens_masked,
 )
+from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
 from rltool.training.metrics import MetricsWriter, step_line
 from rltool.training.sample_log import SampleLog, Scored
 from rltool.training.sources import BatchSource, SourcedBatch
@@ -38,7 +39,7 @@ SAVES = "what is in progress comes to its end first, then a checkpoint is writte
 """What a signal does from the first finished step on."""
 
 
-class Engines(Protocol):
+class Engines(Evaluator, Protocol):
     """What the loop asks of the rollout side; absent in train-only and in supervised training without evaluation."""
 
     @property
@@ -50,8 +51,6 @@ class Engines(Protocol):
         """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
         time/sync_seconds."""
         ...
-
-    def evaluate(self) -> dict[str, float]: ...
 
 
 @dataclass
@@ -68,7 +67,7 @@ class Progress:
     coefficients: Coefficients | None = None
 
 
-class Checkpoints(Protocol):
+class Checkpoints(Judged, Protocol):
     """What the loop asks of training.checkpointer."""
 
     def save(self, progress: Progress) -> None:
@@ -120,6 +119,7 @@ class Loop:
         )
         self.save_hf, self.writer, self.stop, self.samples = parts.save_hf, parts.writer, parts.stop, parts.samples
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
+        self.evaluations = Evaluations(config, parts.engines, parts.checkpoints, parts.writer, first=progress.step)
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
@@ -148,8 +148,7 @@ class Loop:
     def _run(self) -> None:
         config = self.config
         if self.engines is not None:
-            synced = self.engines.sync_weights(self.progress.step)
-            self._evaluate_alone(synced)
+            self._evaluate_first(self.engines)
         while self.progress.step < config.steps and not self.stop.requested:
             step = self.progress.step
             metrics = self.checkpoints.check()
@@ -164,15 +163,12 @@ class Loop:
                 adapts = config.algorithm.adapts_coefficients
                 self.progress = Progress(done, metrics=metrics, coefficients=self.coefficients if adapts else None)
                 self.stop.consequence = SAVES
-                if _due(config.algorithm.reference_update_steps, done):
+                if is_due(config.algorithm.reference_update_steps, done):
                     self.trainer.update_reference()
-                last = done == config.steps
-                evaluate = self._evaluates(done, last)
-                if self.engines is not None and (config.algorithm.loss == "policy" or evaluate):
+                evaluates = self.evaluations.begins(done)
+                if self.engines is not None and (config.algorithm.loss == "policy" or evaluates):
                     metrics.update(self.engines.sync_weights(done))
-                if self.engines is not None and evaluate:
-                    with timed(metrics, "time/eval_seconds"):
-                        metrics.update(self.engines.evaluate())
+                metrics.update(self.evaluations.begin(done))
             metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
             self.writer.write(
                 step,
@@ -182,11 +178,11 @@ class Loop:
             )
             self.writer.say(step_line(step, config.steps, metrics))
             self._judge_skips(metrics)
-            if _due(config.checkpoint.every_steps, done) and not last:
+            if is_due(config.checkpoint.every_steps, done) and done != config.steps:
                 self._save()
-            if _due(config.checkpoint.save_hf_every, done):
+            if is_due(config.checkpoint.save_hf_every, done):
                 self.save_hf(done)
-            if evaluate and self._reached(metrics):
+            if self.evaluations.reached:
                 break
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
@@ -315,31 +311,19 @@ class Loop:
             if self.samples is not None:
                 self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
 
-    def _evaluates(self, done: int, last: bool) -> bool:
-        return bool(self.config.eval.sets) and (last or _due(self.config.eval.every_steps, done))
-
-    def _evaluate_alone(self, synced: dict[str, float]) -> None:
-        """Before the first step: the accuracy that training starts from. Recorded as step -1, or the last step done."""
-        if self.engines is None or not self.config.eval.sets:
+    def _evaluate_first(self, engines: Engines) -> None:
+        """The engines get the weights, and evaluations begin: with the accuracy that training starts from. Recorded as
+        step -1, or the last step done."""
+        done = self.progress.step
+        metrics = {**engines.sync_weights(done), **self.evaluations.begin(done)}
+        if not self.config.eval.sets:
             return
-        metrics = {**synced, **self.engines.evaluate()}
-        step = self.progress.step - 1
-        self.writer.write(step, self.engines.weight_version, metrics)
+        self.writer.write(done - 1, engines.weight_version, metrics)
         self.writer.say(
-            step_line(step, self.config.steps, metrics).replace(
-                f"step {step + 1}/", "before step 1 of " if step < 0 else f"resumed after step {step + 1}/"
+            step_line(done - 1, self.config.steps, metrics).replace(
+                f"step {done}/", "before step 1 of " if done == 0 else f"resumed after step {done}/"
             )
         )
-
-    def _reached(self, metrics: dict[str, float]) -> bool:
-        goal = self.config.eval.stop_at
-        if goal is None:
-            return False
-        first = next(iter(self.config.eval.sets))
-        if metrics[f"eval/{first}/accuracy"] < goal:
-            return False
-        self.writer.say(f"eval/{first}/accuracy has reached eval.stop_at = {goal:g}: the run ends here")
-        return True
 
     def _judge_skips(self, metrics: dict[str, float]) -> None:
         limit = self.config.optimizer.max_skipped_steps
@@ -369,10 +353,6 @@ class Loop:
             self._end()
         except RltoolError as failure:
             self.writer.say(f"no checkpoint of this state: {failure}")
-
-
-def _due(every: int, done: int) -> bool:
-    return every > 0 and done % every == 0
 
 
 def _mean(results: list[dict[str, float]]) -> dict[str, float]:

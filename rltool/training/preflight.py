@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,21 +59,37 @@ class ProbedFleet:
 def resolve_endpoints(config: TrainConfig) -> ModelEndpoints:
     """The addresses of engines.external with engines.router and engines.api_key_file applied. Raises UsageError."""
     engines = config.engines
-    found = resolve(engines.external)
+    found = _resolved(engines.external, engines.api_key_file)
+    if engines.router is not None:
+        found = found.model_copy(update={"data_url": engines.router.rstrip("/")})
+    return found
+
+
+def resolve_evaluation(config: TrainConfig, others: Collection[str]) -> ModelEndpoints:
+    """The addresses of eval.engines with eval.api_key_file applied. others: URLs of engines that rollouts use. Raises
+    UsageError."""
+    found = _resolved(config.eval.engines, config.eval.api_key_file)
+    both = [engine.url for engine in found.engines if engine.url in others]
+    if both:
+        raise UsageError(
+            f"{', '.join(both)}: in engines.external and in eval.engines; an engine for evaluation alone holds other "
+            "weights than those that rollouts are sampled from, so name it in one of them"
+        )
+    return found
+
+
+def _resolved(addresses: Sequence[str], key_file: Path | None) -> ModelEndpoints:
+    found = resolve(addresses)
     halves = [engine.url for engine in found.engines if engine.role != "regular"]
     if halves:
         raise UsageError(
             f"{', '.join(halves)}: engines of role prefill, decode or encoder are neither synced nor checked by value "
             "yet; train with regular engines of the policy"
         )
-    if engines.api_key_file is not None:
-        keyed = tuple(
-            e if e.key_file else e.model_copy(update={"key_file": engines.api_key_file}) for e in found.engines
-        )
-        found = found.model_copy(update={"engines": keyed})
-    if engines.router is not None:
-        found = found.model_copy(update={"data_url": engines.router.rstrip("/")})
-    return found
+    if key_file is None:
+        return found
+    keyed = tuple(e if e.key_file else e.model_copy(update={"key_file": key_file}) for e in found.engines)
+    return found.model_copy(update={"engines": keyed})
 
 
 def probe_fleet(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rltool.checkpoints.directory import latest_checkpoint, step_of
@@ -29,6 +30,7 @@ from rltool.training.preflight import (
     check_router,
     probe_fleet,
     resolve_endpoints,
+    resolve_evaluation,
     with_difference_limit,
 )
 from rltool.training.profiling import check_recording
@@ -76,8 +78,8 @@ class Prepared:
     replay: where the rollouts come from in place of engines (debug train-only). resume_from: None where training begins
     with the model's weights. steal: engines that another run has leased are taken from it. restarted: see `prepare`.
     gpus: of this host, the ranks' and then those of managed engines; empty: none, or Ray decides. expected: of managed
-    engines, which are not there yet, so fleet is None. models: beside the policy, that run already.
-    data: one line on the prompts that were read.
+    engines, which are not there yet, so fleet is None. evaluation: engines for evaluation alone. models: beside the
+    policy, that run already. data: one line on the prompts that were read.
     """
 
     loaded: Loaded[TrainConfig]
@@ -91,6 +93,7 @@ class Prepared:
     restarted: bool = False
     gpus: tuple[int, ...] = ()
     expected: EnginePlan | None = None
+    evaluation: ProbedFleet | None = None
     models: Mapping[str, SideEngines] = field(default_factory=dict)
     data: str = ""
 
@@ -140,15 +143,21 @@ def prepare(
         beside = running_models(config)
         check_all_there(config, {*beside, *(group.model for group in config.engines.groups if managed)})
         models = probe_models(config, beside)
+    find = partial(
+        _fleet, config=config, device=device, goes_on=resume_from is not None or restarted,
+        patience=config.deadlines.engines if restarted else 0.0,
+        steal=steal, run_id=run.run_id if run.path.exists() else None,
+    )  # fmt: skip
     if generates and not managed:
-        goes_on = resume_from is not None or restarted
-        fleet = _fleet(config, goes_on=goes_on, patience=config.deadlines.engines if restarted else 0.0)
-        check_fleet(fleet, config, device)
-        if not steal:
-            check_leases(fleet, run.run_id if run.path.exists() else None)
-        check_router(fleet, config, may_be_down=goes_on)
+        fleet = find(resolve_endpoints(config), needed=config.engines.min_serving)
         loaded = with_difference_limit(loaded, fleet)
-    others = [*(fleet.endpoints.engines if fleet else ()), *(e for side in models.values() for e in side.endpoints)]
+    evaluation = None
+    if generates and config.eval.engines:
+        used = [engine.url for engine in fleet.endpoints.engines] if fleet is not None else []
+        evaluation = find(resolve_evaluation(config, used), needed=1, given="eval.engines")
+    found = [one for one in (fleet, evaluation) if one is not None]
+    others = [e for one in found for e in one.endpoints.engines]
+    others += [e for side in models.values() for e in side.endpoints]
     resources = plan_resources(config, run, device, generates=generates, engines=others)
     if replay is not None:
         replay.source(config)
@@ -156,22 +165,34 @@ def prepare(
     check_recording(config, device, step_of(resume_from) if resume_from is not None else 0)
     return Prepared(
         loaded, run, resources.plan, device, fleet, resume_from, replay, steal, restarted, resources.gpus,
-        resources.expected, models, data,
+        resources.expected, evaluation, models, data,
     )  # fmt: skip
 
 
-def _fleet(config: TrainConfig, *, goes_on: bool, patience: float) -> ProbedFleet:
-    """The engines of engines.external. At the first start an address that does not answer is a mistake; when the run
-    goes on, it may be what ended it before. patience: seconds for so many to answer as the run needs."""
-    endpoints, deadlines = resolve_endpoints(config), config.deadlines
-    if not goes_on:
-        return probe_fleet(endpoints, deadlines.preflight)
-    ends = time.monotonic() + patience
+def _fleet(
+    endpoints: ModelEndpoints, *, needed: int, given: str = "--rollout-external", config: TrainConfig, device: Device,
+    goes_on: bool, patience: float, steal: bool, run_id: str | None,
+) -> ProbedFleet:  # fmt: skip
+    """Engines that are given by address, found and checked. run_id: None of a run that has none yet."""
+    fleet = _probed(endpoints, needed if goes_on else None, config, given=given, patience=patience)
+    check_fleet(fleet, config, device)
+    if not steal:
+        check_leases(fleet, run_id)
+    check_router(fleet, config, may_be_down=goes_on)
+    return fleet
+
+
+def _probed(
+    endpoints: ModelEndpoints, needed: int | None, config: TrainConfig, *, given: str, patience: float
+) -> ProbedFleet:
+    """At the first start an address that does not answer is a mistake; when the run goes on, it may be what ended it
+    before: then `needed` of them are enough. patience: seconds for so many to answer."""
+    deadlines, ends = config.deadlines, time.monotonic() + patience
     while True:
         try:
-            return probe_fleet(endpoints, deadlines.preflight, needed=config.engines.min_serving)
+            return probe_fleet(endpoints, deadlines.preflight, given=given, needed=needed)
         except EnginesAway as error:
-            if time.monotonic() >= ends:
+            if needed is None or time.monotonic() >= ends:
                 raise
             print(f"too few engines answer, asked again for deadlines.engines = {patience:g} s: {error}", flush=True)
             time.sleep(ASK_AGAIN_SECONDS)

@@ -76,6 +76,11 @@ def get_all(
     return wait.results()
 
 
+def is_ready(ref: ray.ObjectRef) -> bool:
+    """Whether a call has ended, in whatever way: then `get_all` returns or raises at once."""
+    return bool(ray.wait([ref], timeout=0)[0])
+
+
 class _Wait:
     """What is still pending of some calls, which have failed, and since when that bounds the wait for the others."""
 

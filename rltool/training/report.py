@@ -11,7 +11,7 @@ from rich.table import Table
 from rltool.engines.plan import describe_plan
 from rltool.engines.turn_flags import memory_flag
 from rltool.training.placement import PlacementPlan
-from rltool.training.preflight import backends, describe_engines
+from rltool.training.preflight import backends, describe_engines, describe_fleet
 from rltool.training.prepare import Prepared
 from rltool.training.session import Outcome
 
@@ -59,6 +59,8 @@ def print_plan(prepared: Prepared, console: Console) -> None:
         chosen = Counter(backends(prepared.fleet, prepared.config, prepared.device).values())
         over = next(iter(chosen)) if len(chosen) == 1 else ", ".join(f"{name} ({n})" for name, n in chosen.items())
         console.print(f"weights over {over}", highlight=False)
+    if prepared.evaluation is not None:
+        console.print(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}", highlight=False)
     if prepared.resume_from is not None:
         console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
 

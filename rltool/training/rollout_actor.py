@@ -47,6 +47,9 @@ class RolloutActor:
     async def free_gpus(self) -> None:
         await self._service.free_gpus()
 
+    async def hold_evaluation_engines(self, step: int) -> SyncReport:
+        return await self._service.hold_evaluation_engines(step)
+
     async def evaluate(self, *, with_samples: bool) -> Evaluated:
         """with_samples: they are many, and travel only to be written."""
         found = await self._service.evaluate()

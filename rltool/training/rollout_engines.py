@@ -20,7 +20,7 @@ class Engines:
     """The fleet that a run begins with. router: the address that generation goes through, or None; the list of its
     workers follows the fleet. models: beside the policy, by name. processes: of engines that the run has started
     itself, to be started again when they die; None: there are none. absent: engines that join when they answer, and
-    why they do not."""
+    why they do not. evaluation: engines for evaluation alone, None: these here."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
@@ -28,6 +28,7 @@ class Engines:
     models: Mapping[str, SideEngines] = field(default_factory=dict)
     processes: EngineProcesses | None = None
     absent: Mapping[EngineEndpoint, str] = field(default_factory=dict)
+    evaluation: Engines | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,35 +26,26 @@ from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
-from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+from rltool.rollout.engine_guard import TooFewEngines
 from rltool.rollout.engine_rates import EngineRates
 from rltool.rollout.engine_restarts import EngineRestarts, RestartBudget, RestartPolicy
 from rltool.rollout.evaluation import Evaluated
-from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.lease import Ownership
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_metrics import OwnMetrics
-from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.side_model import SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.versions import VersionBook
-from rltool.router.workers import RouterWorkers
 from rltool.training.adaptive_concurrency import adapt_concurrency
 from rltool.training.eval_sets import EvalSets
-from rltool.training.fleet_membership import FleetMembership
+from rltool.training.evaluation_engines import EvaluationEngines
 from rltool.training.generation import Generation
 from rltool.training.gpu_turns import GpuTurns, Members
+from rltool.training.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_inputs import load_inputs
 from rltool.training.rollout_work import RolloutWork
-from rltool.training.weight_updates import WeightUpdates
-from rltool.weights.comparison import Comparison
-from rltool.weights.residency import SharedGpus
-from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import SyncReport
-from rltool.weights.verify import ValueCheck
 
 GUARD_SECONDS = 1.0
 """How often it is looked whether enough engines are left."""
@@ -73,8 +65,6 @@ class RolloutService:
         where that of a run with agents keeps its files."""
         self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
         self._log, self._clock, self._on_event = log, clock, on_event
-        self._endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
-        self._infos = dict(engines.infos)
         self.fleet = Fleet(policy, clock=clock)
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._lock = asyncio.Lock()  # one sync at a time
@@ -101,50 +91,27 @@ class RolloutService:
         summary = await asyncio.to_thread(self._load)
         lease = self._syncing.lease if self._syncing else None
         self._client = await EngineClient(run=lease.holder.run if lease else None).__aenter__()
-        for endpoint in self._engines.endpoints:
-            info, url = self._infos[endpoint.url], endpoint.url
-            self.fleet.add(url, takes_weights=self._syncing is not None and endpoint.takes_weights)
-            self.fleet.probe_succeeded(
-                url, sent_at=self.fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
-            )
-        self._ownership = Ownership(
-            self._client, self.fleet, self._endpoints, self._infos, lease,
-            run=self._book.lineage.run, say=self._say, clock=self._clock,
+        self._restarts = self._engine_restarts()
+        hooks = EngineHooks(
+            restart=self._restarts.restart if self._restarts else None, end=self._end_engine,
+            router_refused=lambda error: self.collector.fail(error), is_stopping=lambda: self._stopping,
         )  # fmt: skip
-        self._plane = DataPlane(
-            self._client, self.fleet, self._endpoints, router=self._engines.router,
-            requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            min_serving=config.engines.min_serving, judge=self._book if self._syncing else None,
-            saw_version=self._ownership.saw, clock=self._clock,
+        vocab_size = self._vocab_size or self.tokenizer.vocab_size
+        self._policy = PolicyEngines(
+            config, self._engines, self._client, self.fleet, self._book, syncing=self._syncing, vocab_size=vocab_size,
+            lock=self._lock, hooks=hooks, say=self._say, clock=self._clock,
         )  # fmt: skip
+        self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
+        self._weights, self._membership = self._policy.weights, self._policy.membership
+        self._held = self._evaluation_engines(vocab_size, hooks)
         self._work = RolloutWork(
             config, self._plane, self._scorer, self.tokenizer, self._generation.function,
-            vocab_size=self._vocab_size or self.tokenizer.vocab_size, require_versions=self._syncing is not None,
-            models=self._models,
+            vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
+            evaluation_plane=self._held.plane if self._held else None,
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
-        self._rates = EngineRates(self._client, self._endpoints)
-        self._guard = EngineGuard(
-            self.fleet, self._endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
-            clock=self._clock,
-        )  # fmt: skip
-        self._restarts = self._engine_restarts()
-        self._monitor = FleetMonitor(
-            self._client, self.fleet, self._endpoints, self._infos,
-            router=self._router_members(self._engines.router) if self._engines.router else None,
-            restart=self._restarts.restart if self._restarts else None,
-            on_change=self._plane.changed, saw_version=self._ownership.saw, log=self._say, clock=self._clock,
-        )  # fmt: skip
-        self._weights = self._weight_updates(self._syncing) if self._syncing else None
-        self._membership = FleetMembership(
-            config, self._client, self.fleet, self._endpoints, self._infos, self._monitor, self._plane,
-            router=self._engines.router, trainer_device=self._syncing.trainer_device if self._syncing else None,
-            lock=self._lock, admit=self._ownership.admit,
-            leave_group=self._weights.leave_engine if self._weights else self._ownership.release,
-            log=self._say, clock=self._clock,
-        )  # fmt: skip
-        self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
+        self._rates = EngineRates(self._client, self._policy.endpoints)
         await self._side.start(
             self._client, requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
             restarts=self._restarts, log=self._say,
@@ -153,16 +120,14 @@ class RolloutService:
             self._restarts.watch(self.fleet, self._monitor)
             self._restarts.start()
             self._turns = self._gpu_turns(self._restarts)
-        await self._ownership.start()
-        await self._monitor.carry_out()  # what else the router has goes before the first request
-        self._monitor.start()
-        for endpoint, why in self._engines.absent.items():
-            self._membership.expect(endpoint, why)
-        await self._generation.start(self._engines.endpoints, self._infos, self._engines.router)
+        await self._policy.start()
+        if self._held is not None:
+            await self._held.start()
+        await self._generation.start(self._engines.endpoints, self._policy.infos, self._engines.router)
         self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
         if config.rollout.adaptive_concurrency:
             adapting = adapt_concurrency(
-                self._client, self.fleet, self._endpoints, self._plane, clock=self._clock,
+                self._client, self.fleet, self._policy.endpoints, self._plane, clock=self._clock,
                 requests_per_engine=config.rollout.requests_per_engine,
             )  # fmt: skip
             self._tasks.append(asyncio.create_task(adapting, name="adaptive concurrency"))
@@ -200,11 +165,20 @@ class RolloutService:
         policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
         return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
+    def _evaluation_engines(self, vocab_size: int, hooks: EngineHooks) -> EvaluationEngines | None:
+        if self._engines.evaluation is None or self._syncing is None:
+            return None
+        return EvaluationEngines(
+            self._config, self._engines.evaluation, self._client, syncing=self._syncing, vocab_size=vocab_size,
+            policy=self.fleet.policy, lock=self._lock, hooks=replace(hooks, restart=None), say=self._say,
+            clock=self._clock,
+        )  # fmt: skip
+
     def _gpu_turns(self, restarts: EngineRestarts) -> GpuTurns | None:
         config, syncing = self._config, self._syncing
         if not config.engines.shares_gpus or syncing is None:
             return None
-        policy = Members(self.fleet, self._monitor, self._endpoints, self._infos, takes_weights=True)
+        policy = Members(self.fleet, self._monitor, self._policy.endpoints, self._policy.infos, takes_weights=True)
         others = [Members(m.fleet, m.monitor, m.endpoints, m.infos, takes_weights=False) for m in self._side.started]
         return GpuTurns(
             self._client, syncing.ranks, [policy, *others], restarts, trainer_device=syncing.trainer_device,
@@ -215,41 +189,6 @@ class RolloutService:
     async def _end_engine(self, url: str, why: str) -> None:
         assert self._turns is not None, "before there are turns nobody syncs"
         await self._turns.end(url, why)
-
-    def _router_members(self, router: EngineEndpoint) -> RouterMembers:
-        return RouterMembers(
-            RouterWorkers(self._client, router), self.fleet, self._endpoints,
-            foreign=self._config.engines.foreign_workers, away=[engine.url for engine in self._engines.absent],
-            on_refused=self.collector.fail, log=self._say, clock=self._clock,
-        )  # fmt: skip
-
-    def _weight_updates(self, syncing: Syncing) -> WeightUpdates:
-        config = self._config
-        lengths = [info.max_model_len for info in self._infos.values() if info.max_model_len]
-        check = ValueCheck(
-            self._vocab_size or self.tokenizer.vocab_size,
-            config.algorithm.logits_temperature(config.sampling.temperature),
-            config.weights.verify_tolerance,
-            min(lengths, default=None),
-            config.model.dtype,
-            self._infos,
-        )
-        sync = WeightSync(
-            self._client, self.fleet, self._endpoints, self._infos, syncing.ranks, config.weights, check,
-            trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
-            bucket_deadline=config.deadlines.bucket, directory=syncing.directory,
-            gpus=SharedGpus(syncing.ranks, self._infos, syncing.trainer_device, self._end_engine)
-            if config.engines.shares_gpus else None,
-        )  # fmt: skip
-        comparison = Comparison(
-            self._client, self._endpoints, self._infos, syncing.ranks, check, deadline=config.deadlines.sync_step
-        )
-        return WeightUpdates(
-            sync, comparison, self.fleet, self._book, self._monitor, self._ownership, self._guard, lock=self._lock,
-            # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only
-            # one.
-            check_all=config.rollout.max_staleness > 0, is_stopping=lambda: self._stopping, say=self._say,
-        )  # fmt: skip
 
     async def close(self) -> list[str]:
         """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what
@@ -268,12 +207,15 @@ class RolloutService:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 if self._restarts is not None:
                     await self._restarts.close()
+                if self._held is not None:
+                    failures |= await self._held.leave()
                 if self._weights is not None:
                     failures |= await self._weights.leave()
         finally:  # a rank that died cannot leave
             if hasattr(self, "_client"):
-                await self._ownership.close()
-                await self._monitor.close()
+                await self._policy.close()
+                if self._held is not None:
+                    await self._held.close()
                 await self._side.close()
                 await self._client.__aexit__(None, None, None)
             if hasattr(self, "_generation"):
@@ -290,9 +232,10 @@ class RolloutService:
         self._stopping = True
         for task in self._evaluations:
             task.cancel()
-        aborting = asyncio.ensure_future(self._plane.abort())
+        planes = [self._plane, *([self._held.plane] if self._held is not None else [])]
+        aborting = asyncio.gather(*(plane.abort() for plane in planes))
         await self.collector.interrupt()
-        for url, reason in (await aborting).items():
+        for url, reason in (item for failures in await aborting for item in failures.items()):
             self._say(f"aborting requests at {url}: {reason}")
 
     # -- the driver's calls
@@ -326,13 +269,20 @@ class RolloutService:
         assert self._turns is not None, "engines with GPUs of their own keep them"
         await self._turns.to_trainer()
 
+    async def hold_evaluation_engines(self, step: int) -> SyncReport:
+        """Engines for evaluation alone get the weights after `step` training steps, and hold them through the
+        evaluation that follows."""
+        assert self._held is not None
+        return await self._held.hold(step)
+
     async def evaluate(self) -> Evaluated:
         """Every evaluation set, with the same seeds each time."""
+        ownership = self._held.ownership if self._held is not None else self._ownership
         task = asyncio.create_task(self._work.evaluate(self._evals.sets), name="evaluate")
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
-                return await self._ownership.unless_taken(task)
+                return await ownership.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
@@ -409,7 +359,9 @@ class RolloutService:
         while self._too_few is None:
             await asyncio.sleep(GUARD_SECONDS)
             try:
-                self._guard.check()
+                self._policy.guard.check()
+                if self._held is not None and self._evaluations:
+                    self._held.check()
             except TooFewEngines as error:
                 self._too_few = error
                 self.collector.fail(error)
@@ -418,7 +370,8 @@ class RolloutService:
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         serving = self.fleet.serving()
-        gpus = sum(self._infos[url].world_size for url in serving if url in self._infos)
+        infos = self._policy.infos
+        gpus = sum(infos[url].world_size for url in serving if url in infos)
         rollout, rates = await asyncio.gather(
             to_rollout(self._config, collected, self._scorer.take_stats(), step, self.tokenizer, gpus),
             self._rates.since_last(serving),

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set
+from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set, version_metrics
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group, new_samples
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_evaluation import load_eval_function
 from rltool.rollout.sample import Sample
 from rltool.rollout.scores import add_teacher_logprobs
 from rltool.rollout.scoring import Scorer
@@ -41,11 +44,13 @@ def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
 class RolloutWork:
     """The collector's GroupWork. function: of rollout.generate_function, environment or
     agent, None for the built-in generation. vocab_size: of the model.
-    require_versions: whether a completion must tell its weights' versions. models: beside the policy."""
+    require_versions: whether a completion must tell its weights' versions. models: beside the policy.
+    evaluation_plane: of the engines that evaluations have to themselves, None: `plane`."""
 
     def __init__(
         self, config: TrainConfig, plane: DataPlane, scorer: Scorer, tokenizer: Tokenizer,
         function: GenerateFunction | None, *, vocab_size: int, require_versions: bool, models: Models,
+        evaluation_plane: DataPlane | None = None,
     ) -> None:  # fmt: skip
         self._config, self._plane, self._scorer, self._function = config, plane, scorer, function
         sampling = config.sampling
@@ -53,21 +58,23 @@ class RolloutWork:
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids, stop=sampling.stop, min_tokens=sampling.min_tokens,
         )  # fmt: skip
-        self._tokenizer = tokenizer
+        self._tokenizer, self._evaluate = tokenizer, load_eval_function(config.eval)
         self._context = GenerateContext(
-            self._ask, params, vocab_size, require_versions=require_versions, models=models, tokenizer=tokenizer
-        )
+            partial(self._ask, plane), params, vocab_size, require_versions=require_versions, models=models,
+            tokenizer=tokenizer,
+        )  # fmt: skip
+        self._evaluation = replace(self._context, generate=partial(self._ask, evaluation_plane or plane))
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         async def generate(request: GenerateRequest) -> list[Completion]:
             check_trainable(request.sampling, self._context.sampling)
-            return await self._ask(request, group=group.id)
+            return await self._ask(self._plane, request, group=group.id)
 
         context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)
         await fill_group(group.samples, context, self._function)
 
-    async def _ask(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
-        completions = await self._plane.generate(request, group=group)
+    async def _ask(self, plane: DataPlane, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
+        completions = await plane.generate(request, group=group)
         if not request.sampling.stop:
             return completions
         decode = self._tokenizer.decode
@@ -110,8 +117,11 @@ class RolloutWork:
         """Every set, one after the other, with the same seeds each time."""
         metrics: dict[str, float] = {}
         samples: dict[str, list[Sample]] = {}
+        seed = self._config.eval.seed
         for one in sets:
-            found = await evaluate_set(one, self._context, function=self._function, eval_seed=self._config.eval.seed)
+            found = await evaluate_set(
+                one, self._evaluation, function=self._function, eval_seed=seed, evaluate=self._evaluate
+            )
             metrics |= found.metrics
             samples |= found.samples
-        return Evaluated(metrics, samples)
+        return Evaluated(metrics | version_metrics(chain(*samples.values())), samples)

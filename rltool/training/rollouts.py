@@ -21,12 +21,13 @@ from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.endpoints_follow import EndpointsFollow
 from rltool.training.metrics import progress_line
-from rltool.training.ray_calls import Waiting, get_all
+from rltool.training.ray_calls import Waiting, get_all, is_ready
 from rltool.training.rollout_actor import RolloutActor
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
+from rltool.weights.sync_report import SyncReport
 
 MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
@@ -50,6 +51,7 @@ class Rollouts:
         self._synced = 0
         self._evals_dir = evals_dir
         self._started = False
+        self._evaluation: tuple[int, Any] | None = None  # the one that runs: step of its weights, Ray's reference
         self._shares_gpus, self._has_gpus = config.engines.shares_gpus, True
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
@@ -83,17 +85,8 @@ class Rollouts:
         A sync is not interrupted: a stop waits for it, and its own deadlines end it. While there is no engine to sync,
         a signal ends the wait.
         """
-        deadlines, told = self.config.deadlines, False
         self._has_gpus = True  # however it ends: the ranks' memory may be away
-
-        def look(_: float) -> None:
-            nonlocal told
-            if self._stop.requested is not None and not told:
-                told = True
-                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
-
-        seconds = 20 * deadlines.sync_step + deadlines.engines
-        report = self._call(self._actor.sync_weights.remote(step), seconds, "deadlines.sync_step", while_waiting=look)
+        report = self._sync(self._actor.sync_weights.remote(step))
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:
@@ -119,14 +112,25 @@ class Rollouts:
             )
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
-    def evaluate(self) -> dict[str, float]:
-        """Metrics of every set. Its samples are written where eval.dump is set, under the step of the weights."""
+    def start_evaluation(self, step: int) -> None:
+        """Of every set, with the weights after `step` training steps, which the engines hold; those for evaluation
+        alone get them now, while the ranks are idle."""
         self._take_gpus()
-        dump = self.config.eval.dump
-        found: Evaluated = self._interruptible(
-            self._actor.evaluate.remote(with_samples=dump), 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate"
-        )
-        write_evaluated(self._evals_dir, found, step=self._synced, seed=self.config.eval.seed)
+        if self.config.eval.engines:
+            self._sync(self._actor.hold_evaluation_engines.remote(step))
+            self._show_events()
+        self._evaluation = step, self._actor.evaluate.remote(with_samples=self.config.eval.dump)
+
+    def evaluated(self, *, wait: bool) -> dict[str, float] | None:
+        """Metrics of every set once the evaluation has ended; None: it still runs. A signal ends the wait. Its samples
+        are written where eval.dump is set, under the step of the weights that it began with."""
+        assert self._evaluation is not None, "start_evaluation comes first"
+        step, ref = self._evaluation
+        if not wait and not is_ready(ref):
+            return None
+        self._evaluation = None
+        found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
+        write_evaluated(self._evals_dir, found, step=step, seed=self.config.eval.seed)
         return found.metrics
 
     def free_gpus(self) -> None:
@@ -177,6 +181,11 @@ class Rollouts:
                 self.console.print(f"[yellow]leaving {line}[/yellow]", highlight=False)
         except RltoolError as error:
             self.console.print(f"[yellow]closing the rollout manager: {error}[/yellow]", highlight=False)
+        if self._evaluation is not None:
+            step, ref = self._evaluation
+            self.console.print(f"the evaluation of step {step} was dropped: the run ended first", highlight=False)
+            with contextlib.suppress(Exception):  # how it was cut off; unread, Ray would print it as a failure
+                self._call(ref, self.config.deadlines.close, "deadlines.close")
 
     # -- the rest is private
 
@@ -191,6 +200,19 @@ class Rollouts:
         """Engines that sleep have lost their weights: they wake up in a sync, of the weights that they had."""
         if self._shares_gpus and not self._has_gpus:
             self.sync_weights(self._synced)
+
+    def _sync(self, ref: Any) -> SyncReport:
+        """Until a sync has ended. A signal interrupts the rollouts meanwhile, once."""
+        deadlines, told = self.config.deadlines, False
+
+        def look(_: float) -> None:
+            nonlocal told
+            if self._stop.requested is not None and not told:
+                told = True
+                self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
+
+        seconds = 20 * deadlines.sync_step + deadlines.engines
+        return self._call(ref, seconds, "deadlines.sync_step", while_waiting=look)
 
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]

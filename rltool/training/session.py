@@ -39,8 +39,10 @@ from rltool.training.managed import ManagedEngines
 from rltool.training.metrics import MetricsWriter
 from rltool.training.places import find_places, in_order
 from rltool.training.preflight import (
+    ProbedFleet,
     backends,
     describe_engines,
+    describe_fleet,
     foreign_weights,
     model_facts,
 )
@@ -232,17 +234,23 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
         console.print(line, highlight=False, soft_wrap=True)
     for name, engines in prepared.models.items():
         console.say(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
-    for line in foreign_weights(prepared.fleet, run.run_id):
+    if prepared.evaluation is not None:
+        console.say(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
+    for line in (line for fleet in _fleets(prepared) for line in foreign_weights(fleet, run.run_id)):
         console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
 
 
 def _hosts_rendezvous(prepared: Prepared) -> bool:
     """Whether engines connect to a port of the trainer's to receive weights."""
-    fleet = prepared.fleet
-    if fleet is None:
-        return False
-    chosen = backends(fleet, prepared.config, prepared.device)
-    return any(transport(fleet.infos[url].dialect, backend).listens for url, backend in chosen.items())
+    return any(
+        transport(fleet.infos[url].dialect, backend).listens
+        for fleet in _fleets(prepared)
+        for url, backend in backends(fleet, prepared.config, prepared.device).items()
+    )
+
+
+def _fleets(prepared: Prepared) -> list[ProbedFleet]:
+    return [fleet for fleet in (prepared.fleet, prepared.evaluation) if fleet is not None]
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
@@ -303,7 +311,7 @@ def _rollouts(
     found = prepared.fleet.endpoints
     engines = Engines(
         found.engines, prepared.fleet.infos, router=found.data_endpoint(), models=prepared.models, processes=processes,
-        absent=prepared.fleet.absent,
+        absent=prepared.fleet.absent, evaluation=_evaluation_engines(prepared),
     )  # fmt: skip
     # A directory of this run alone: what else lies in a shared one is other runs'.
     directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
@@ -320,6 +328,13 @@ def _rollouts(
     side.start()
     trainer.take_gpus = side.free_gpus
     return side
+
+
+def _evaluation_engines(prepared: Prepared) -> Engines | None:
+    found = prepared.evaluation
+    if found is None:
+        return None
+    return Engines(found.endpoints.engines, found.infos, router=found.endpoints.data_endpoint(), absent=found.absent)
 
 
 def _source(prepared: Prepared, engines: Rollouts | None) -> BatchSource:

@@ -27,12 +27,14 @@ from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.evaluation import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
+from rltool.rollout.own_evaluation import load_eval_function
 from rltool.rollout.own_metrics import load_metrics
 from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.validate_algorithm import check_algorithm
+from rltool.training.validate_evaluation import check_evaluation
 
 
 def needs_engines(config: TrainConfig) -> bool:
@@ -45,29 +47,12 @@ def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
     check_algorithm(config)
     check_batch_arithmetic(config)
-    check_best_metric(config)
+    check_evaluation(config, asks_engines=needs_engines(config))
     check_files(config)
     check_rollout(config)
     check_models(config)
     if needs_engines(config):
         check_mode(config)
-    if config.eval.stop_at is not None and not (config.eval.sets and config.eval.every_steps):
-        raise UsageError(
-            "eval.stop_at needs a set in [eval.sets] and eval.every_steps above 0: nothing would ever be measured"
-        )
-
-
-def check_best_metric(config: TrainConfig) -> None:
-    """What tells the best checkpoint is measured, as far as that is known beforehand."""
-    metric = config.checkpoint.best_metric
-    if metric is None or not metric.startswith("eval/"):
-        return
-    known = [f"eval/{name}/accuracy" for name in config.eval.sets]
-    if not any(metric.startswith(f"eval/{name}/") for name in config.eval.sets) or not config.eval.every_steps:
-        raise UsageError(
-            f"checkpoint.best_metric = {metric!r} would never be measured: it needs a set of that name in [eval.sets] "
-            f"(there is {', '.join(known) or 'none'}) and eval.every_steps above 0 (it is {config.eval.every_steps})"
-        )
 
 
 def check_mode(config: TrainConfig) -> None:
@@ -396,6 +381,7 @@ def check_inputs(config: TrainConfig) -> str:
         load_generate(config.rollout)
         if config.monitor.metrics is not None:
             load_metrics(config.monitor)
+        load_eval_function(config.eval)
         load_episodes(config)
         if isinstance(config.rollout.agent, str) and config.rollout.agent != "remote":
             check_agent(config.rollout.agent)

@@ -96,11 +96,12 @@ def test_a_run_that_resumes_goes_on_without_engines_that_do_not_answer_if_enough
 
 def test_a_run_that_restarts_by_itself_waits_for_engines_that_are_started_again(configure, fake_vllm, monkeypatch):
     config = configure(fake_vllm.url)
+    endpoints = resolve_endpoints(config)
     fake_vllm.die()
     with pytest.raises(EnginesAway, match=fake_vllm.url):
-        prepare._fleet(config, goes_on=True, patience=0.0)
+        prepare._probed(endpoints, 1, config, given="", patience=0.0)
     monkeypatch.setattr(prepare.time, "sleep", lambda seconds: fake_vllm.start())
-    assert set(prepare._fleet(config, goes_on=True, patience=60.0).infos) == {fake_vllm.url}
+    assert set(prepare._probed(endpoints, 1, config, given="", patience=60.0).infos) == {fake_vllm.url}
 
 
 def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_vllm, tmp_path):

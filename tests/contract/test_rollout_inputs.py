@@ -128,7 +128,7 @@ def test_every_example_works_in_one_rollout(serve, settings, stack):  # noqa: F8
             "generate_function": paths["rollout.generate_function"], "group_filter": paths["rollout.group_filter"],
             "group_hook": paths["rollout.group_hook"], "dump": True,
         },
-        monitor={"metrics": paths["monitor.metrics"]}, 
+        monitor={"metrics": paths["monitor.metrics"]},
         sampling={"max_response_tokens": 24, "max_prompt_tokens": 24, "stop_token_ids": STOPS},
     )  # fmt: skip
     [rollout] = run(serve, config, [engine])

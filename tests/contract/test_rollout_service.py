@@ -9,8 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,21 +141,26 @@ def settings(model_dir, data_file):
 
 @pytest.fixture
 def serve(tmp_path):
-    """(config, engines) -> a started RolloutService in an `async with`; lineage None: nobody syncs."""
+    """(config, engines) -> a started RolloutService in an `async with`; lineage None: nobody syncs. evaluation: engines
+    for that alone."""
     key = tmp_path / "engine-key"
     key.write_text(EXPECTED_KEY)
 
     @asynccontextmanager
     async def open_(
-        config: TrainConfig, engines: list[Any], *, lineage: Lineage | None = Lineage(RUN, 0)
-    ) -> AsyncIterator[RolloutService]:
-        endpoints = [endpoint_of(engine, key) for engine in engines]
-        async with EngineClient() as client:
-            infos = {e.url: await client.probe(e) for e in endpoints}
+        config: TrainConfig, engines: list[Any], *, lineage: Lineage | None = Lineage(RUN, 0),
+        evaluation: Sequence[Any] = (),
+    ) -> AsyncIterator[RolloutService]:  # fmt: skip
+        async def found(fakes: Sequence[Any]) -> Engines:
+            endpoints = [endpoint_of(engine, key) for engine in fakes]
+            async with EngineClient() as client:
+                return Engines(tuple(endpoints), {e.url: await client.probe(e) for e in endpoints})
+
+        whole = replace(await found(engines), evaluation=await found(evaluation) if evaluation else None)
         ranks = Ranks(config.weights, tmp_path / "nothing")
         syncing = None if lineage is None else Syncing(ranks, lineage, "cpu", tmp_path / "weights")
         service = RolloutService(
-            config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing, log=lambda line: None
+            config, whole, vocab_size=64, syncing=syncing, log=lambda line: None
         )
         try:
             await service.start()

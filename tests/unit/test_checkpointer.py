@@ -158,3 +158,70 @@ def test_a_step_that_is_done_again_replaces_what_is_left_of_the_first_time(tmp_p
     run = Run(tmp_path, resumed_from=1)
     run.save(2)
     assert run.steps() == [2]
+
+
+# -- evaluations that end after the checkpoint was written
+
+BEST = {"keep_last": 1, "keep_best": 1, "best_metric": "eval/a/accuracy"}
+
+
+def measure(run, step, accuracy):
+    run.checkpoints.measured(step, {"eval/a/accuracy": accuracy, "eval/a/samples": 8.0})
+
+
+def test_a_checkpoint_stays_until_it_is_known_how_good_it_is(tmp_path):
+    run = Run(tmp_path, **BEST)
+    run.checkpoints.awaits(1)
+    for step in (1, 2, 3):
+        run.save(step)
+    assert run.steps() == [1, 3]
+    measure(run, 1, 0.5)
+    run.checkpoints.awaits(3)
+    run.save(4)
+    run.save(5)
+    assert run.steps() == [1, 3, 5]
+    measure(run, 3, 0.75)
+    assert run.steps() == [3, 5]
+    assert all(directories.list_checkpoints(tmp_path)), "and no checkpoint was touched"
+
+
+def test_what_was_measured_later_is_known_to_a_run_that_resumes_and_not_of_a_checkpoint_that_is_made_anew(tmp_path):
+    first = Run(tmp_path, **BEST)
+    first.save(1)
+    measure(first, 1, 0.5)
+    first.save(2)
+    run = Run(tmp_path, resumed_from=2, **BEST)
+    run.save(3, eval__a__accuracy=0.25)
+    assert run.steps() == [1, 3]
+    again = Run(tmp_path, **BEST)
+    again.save(1)  # a new start from before it: nobody has evaluated these weights
+    again.save(4)
+    assert again.steps() == [3, 4]
+
+
+def test_what_is_not_the_metric_of_the_best_or_has_no_checkpoint_is_not_kept(tmp_path):
+    run = Run(tmp_path, **BEST)
+    run.checkpoints.measured(7, {"eval/a/accuracy": 1.0})
+    run.save(1)
+    run.checkpoints.measured(1, {"eval/b/accuracy": 1.0})
+    assert not (tmp_path / "measured.json").exists()
+    plain = Run(tmp_path, keep_last=1)
+    plain.checkpoints.awaits(1)
+    plain.save(2)
+    assert plain.steps() == [2], "without best_metric nothing waits"
+
+
+def test_a_save_in_flight_is_waited_for_before_its_value_is_kept(tmp_path):
+    run = Run(tmp_path, async_save=True, **BEST)
+    run.trainer.slow = True
+    run.save(1)
+    measure(run, 1, 0.5)
+    assert run.steps() == [1] and "0.5" in (tmp_path / "measured.json").read_text()
+
+
+def test_a_file_of_values_that_is_broken_is_no_reason_to_fail(tmp_path):
+    (tmp_path / "measured.json").write_text("[1")
+    run = Run(tmp_path, **BEST)
+    run.save(1)
+    measure(run, 1, 0.5)
+    assert run.steps() == [1]

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rltool.config.rollout import EvalConfig, SamplingConfig
-from rltool.engines.types import SamplingParams
+from rltool.engines.types import SamplingParams, VersionSpan
 from rltool.report.eval_table import by_set, result, result_table
 from rltool.rollout.eval_statistics import estimate, pass_at_k, wilson
-from rltool.rollout.evaluation import eval_settings
+from rltool.rollout.evaluation import eval_settings, version_metrics
 from rltool.rollout.metrics import eval_metrics
 from rltool.rollout.sample import Sample
 
@@ -119,3 +119,28 @@ def test_results_are_a_table_and_json():
     [accuracy] = [line.split() for line in text.splitlines() if "accuracy" in line]
     assert accuracy == ["│", "gsm", "│", "accuracy", "│", "0.500", "│", "0.000", "to", "1.000", "│"]
     assert "pass@1" in text and "2, 2" in text
+
+
+def test_what_an_own_evaluation_found_is_in_the_table_and_versions_are_of_no_set():
+    own = {"eval/gsm/majority": 0.75, "eval/gsm/majority_low": 0.5, "eval/gsm/majority_high": 1.0}
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(result_table(METRICS | own | {"eval/version_min": 3.0, "eval/version_max": 4.0}))
+        console.print(result_table({"eval/a/accuracy": 0.25, "eval/a/votes": 3.0, "eval/a/seconds": 1.0}))
+    lines = [[cell.strip() for cell in line.split("│")] for line in capture.get().splitlines()]
+    found = {line[2]: line[3:5] for line in lines if len(line) == 6}
+    assert found["majority"] == ["0.750", "0.500 to 1.000"] and found["votes"] == ["3.000", ""]
+    assert "majority_low" not in found and "samples" not in found
+    assert by_set({"eval/version_min": 3.0, "eval/skipped": 1.0}) == {}
+
+
+def test_the_versions_of_an_evaluation_are_those_of_its_tokens():
+    def of(*versions):
+        one = sample(0, 1.0)
+        one.versions = [VersionSpan(version, 0, 1) for version in versions]
+        return one
+
+    run = "a" * 32
+    found = version_metrics([of(f"{run}:0:9", f"{run}:0:10"), of(f"{run}:1:11")])
+    assert found == {"eval/version_min": 9.0, "eval/version_max": 11.0}
+    assert version_metrics([of("default")]) == {} == version_metrics([])

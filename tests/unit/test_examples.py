@@ -7,9 +7,11 @@ import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.config.import_path import load_callable
+from rltool.engines.types import GenerateRequest
 from rltool.errors import ContractViolation
 from rltool.rollout.contracts import (
     check_data_source,
+    check_eval_function,
     check_generate_function,
     check_group_filter,
     check_group_hook,
@@ -18,6 +20,7 @@ from rltool.rollout.contracts import (
     check_reward_function,
     example_group,
 )
+from rltool.training.contracts import check_logger
 from tests.unit.test_data import LetterTokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -38,6 +41,8 @@ CHECKS = {
     "algorithm.advantage": check_advantage_function,
     "algorithm.objective": check_loss_function,
     "monitor.metrics": check_metrics_function,
+    "monitor.logger": check_logger,
+    "eval.function": check_eval_function,
 }
 
 
@@ -95,6 +100,65 @@ def infinite(samples):
     return {"a": float("inf")}
 
 
+async def no_numbers(eval_set, context):
+    await context.samples()
+    return {"majority": "all"}
+
+
+async def a_name_of_two_parts(eval_set, context):
+    await context.samples()
+    return {"a/b": 1.0}
+
+
+async def no_accuracy(eval_set, context):
+    return {"votes": 1.0}
+
+
+def not_async(eval_set, context):
+    return {"accuracy": 1.0}
+
+
+async def rolls_dice(eval_set, context):
+    MADE.append(context)
+    return {"accuracy": float(len(MADE))}
+
+
+async def asks_without_a_seed(eval_set, context):
+    request = GenerateRequest((1, 2), context.generation.sampling, "a")
+    return {"accuracy": float(len(await context.generation.generate(request)))}
+
+
+class Deaf:
+    """Cannot be closed."""
+
+    def __init__(self, run):
+        pass
+
+    def log(self, step, metrics):
+        pass
+
+
+class Greedy(Deaf):
+    """Takes the numbers away."""
+
+    def log(self, step, metrics):
+        metrics.clear()
+
+    def close(self):
+        pass
+
+
+class OnlyForward(Greedy):
+    """Takes no step below the one before."""
+
+    last = -2
+
+    def log(self, step, metrics):
+        if step < self.last:
+            raise ValueError(f"step {step} after {self.last}")
+        self.last = step
+
+
 class Forgetful:
     """Saves nothing of where it is."""
 
@@ -141,6 +205,17 @@ BROKEN = [
     (check_group_reward, "raises", "KeyError"),
     (check_metrics_function, "list_of_numbers", "returned list, expected a dict"),
     (check_metrics_function, "infinite", "expected a finite number"),
+    (check_eval_function, "raises", "eval.function failed on set 'contract': KeyError"),
+    (check_eval_function, "no_numbers", "eval.function failed on set 'contract'.*expected a number"),
+    (check_eval_function, "a_name_of_two_parts", "expected a dict of names"),
+    (check_eval_function, "no_accuracy", "returned no accuracy and took no samples"),
+    (check_eval_function, "not_async", "it is no async function"),
+    (check_eval_function, "rolls_dice", "another result the second time"),
+    (check_eval_function, "asks_without_a_seed", "a request without a seed"),
+    (check_logger, "raises", "did not start: KeyError"),
+    (check_logger, "Deaf", r"the Deaf that it returned has no close\(\)"),
+    (check_logger, "Greedy", r"log\(\) changed the metrics"),
+    (check_logger, "OnlyForward", "raised ValueError: step 0 after 1"),
     (data_source, "Forgetful", "a source that resumed gives other rows"),
     (data_source, "Different", "two sources of one seed give different rows"),
 ]

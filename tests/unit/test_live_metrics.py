@@ -71,6 +71,18 @@ def test_the_newest_value_of_each_metric_is_exported_also_where_the_last_step_di
     assert len(live.history()["records"]) == KEPT_STEPS
 
 
+def test_an_evaluation_that_ends_late_joins_the_record_of_its_step():
+    live = LiveMetrics("demo")
+    live.log(0, {"train/loss": 2.0})
+    before = live.history()["records"]
+    live.log(1, {"train/loss": 1.0})
+    live.log(0, {"eval/a/accuracy": 0.5})
+    assert live.history()["records"] == [
+        {"step": 0, "metrics": {"train/loss": 2.0, "eval/a/accuracy": 0.5}}, {"step": 1, "metrics": {"train/loss": 1.0}}
+    ]  # fmt: skip
+    assert before[0]["metrics"] == {"train/loss": 2.0}, "who has read it has a record that stays as it was"
+
+
 def test_every_query_of_the_dashboard_names_an_exported_metric():
     root = Path(__file__).resolve().parents[2]
     dashboard = json.loads((root / "docs" / "grafana.json").read_text())

@@ -134,6 +134,20 @@ def test_a_package_that_is_missing_is_named_with_its_extra_before_anything_start
     check_loggers(MonitorConfig())
 
 
+def test_a_logger_of_ones_own_gets_the_run_and_one_that_is_none_is_refused_before_anything_starts(run):
+    config = settings(logger="examples.logger:csv_file")
+    for first_step, value in ((0, 0.5), (1, 0.25)):
+        [logger] = open_loggers(config, run, first_step=first_step)
+        for step in range(first_step, 3):
+            logger.log(step, {"train/loss": value})
+        logger.close()
+    rows = [f"{step},train/loss,{value}" for step, value in ((0, 0.5), (1, 0.25), (2, 0.25))]
+    assert (run.path / "metrics.csv").read_text().splitlines() == rows
+    check_loggers(config.monitor)
+    with pytest.raises(UsageError, match="monitor.logger = 'examples.logger:nobody'"):
+        check_loggers(MonitorConfig(logger="examples.logger:nobody"))
+
+
 class Broken:
     """Fails at its second record, and when it is closed."""
 

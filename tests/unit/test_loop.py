@@ -65,8 +65,10 @@ class World:
         self.version = step
         return {"time/sync_seconds": 0.1}
 
-    def evaluate(self):
+    def start_evaluation(self, step):
         self._do("evaluate")
+
+    def evaluated(self, *, wait):
         return {"eval/heldout/accuracy": self.accuracy}
 
     # trainer
@@ -99,6 +101,12 @@ class Saves(list):
 
     def check(self):
         return {}
+
+    def awaits(self, step):
+        pass
+
+    def measured(self, step, metrics):
+        pass
 
     def finish(self, progress):
         if not progress.saved:
@@ -296,7 +304,8 @@ def test_a_signal_in_the_first_sync_lets_it_end_and_begins_nothing_more(tmp_path
         signal.raise_signal(signal.SIGINT)
         return plain(step)
 
-    world.sync_weights, world.evaluate = sync, run.stop.raise_if_requested  # as the wait for the rollout manager does
+    world.sync_weights = sync
+    world.start_evaluation = run.stop.raise_if_requested  # as the wait for the rollout manager does
     with run.stop.installed():
         assert run.loop.run().step == 0
     assert world.calls == ["sync"] and run.saves == [] and run.stop.exit_code == 130

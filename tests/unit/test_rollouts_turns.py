@@ -26,6 +26,7 @@ class Manager:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails = ""
+        self.is_ready = True
 
     def __getattr__(self, name: str):
         return SimpleNamespace(remote=lambda *arguments, **_: (name, arguments))
@@ -38,6 +39,7 @@ class Manager:
         if name == self.fails:
             raise RltoolError("no engine took the weights")
         answers = {
+            "start": "", "close": [],
             "sync_weights": SyncReport("v", 1, 0.1), "next_batch": Rollout(None, {}, ()), "evaluate": Evaluated({}, {}),
         }  # fmt: skip
         return [answers.get(name)]
@@ -48,11 +50,12 @@ def manager(monkeypatch):
     made = Manager()
     monkeypatch.setattr(rollouts, "RolloutActor", SimpleNamespace(remote=lambda *_, **__: made))
     monkeypatch.setattr(rollouts, "get_all", made.answer)
+    monkeypatch.setattr(rollouts, "is_ready", lambda ref: made.is_ready)
     return made
 
 
-def driver(tmp_path, mode: str) -> Rollouts:
-    config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)})
+def driver(tmp_path, mode: str, **sections) -> Rollouts:
+    config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)}, **sections)
     return Rollouts(
         config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
         vocab_size=8, dump_dir=None, evals_dir=tmp_path / "evals", log_file=None,
@@ -81,11 +84,43 @@ def test_engines_that_slept_since_their_sync_are_synced_before_they_generate(man
     it.free_gpus()  # a checkpoint
     it.next_batch(3)
     it.free_gpus()
-    it.evaluate()
+    it.start_evaluation(3)
+    assert it.evaluated(wait=True) == {}
     assert manager.calls == [
         "sync_weights 3", "free_gpus", "sync_weights 3", "next_batch 3", "free_gpus", "sync_weights 3", "evaluate"
     ]  # fmt: skip
     assert it.weight_version.endswith(":3")
+
+
+def test_an_evaluation_is_asked_for_its_metrics_only_when_it_has_ended_or_is_waited_for(manager, tmp_path):
+    it = driver(tmp_path, "managed")
+    it.sync_weights(2)
+    it.start_evaluation(2)
+    manager.is_ready = False
+    assert it.evaluated(wait=False) is None and manager.calls == ["sync_weights 2"]
+    manager.is_ready = True
+    assert it.evaluated(wait=False) == {} and manager.calls[-1] == "evaluate"
+    it.start_evaluation(2)
+    manager.is_ready = False
+    assert it.evaluated(wait=True) == {}
+
+
+def test_engines_for_evaluation_alone_get_the_weights_before_it_starts(manager, tmp_path):
+    it = driver(tmp_path, "managed", eval={"engines": ["h:1"]})
+    it.sync_weights(2)
+    it.start_evaluation(2)
+    assert manager.calls == ["sync_weights 2", "hold_evaluation_engines 2"]
+    assert it.evaluated(wait=True) == {} and manager.calls[-1] == "evaluate"
+
+
+def test_a_run_that_ends_says_that_it_dropped_an_evaluation_and_how_that_ended_is_nobodys_matter(manager, tmp_path):
+    it = driver(tmp_path, "managed")
+    it.start()
+    it.start_evaluation(4)
+    manager.fails = "evaluate"
+    it.close()
+    assert manager.calls[-1] == "evaluate", "its failure was read, or Ray would print it"
+    assert "the evaluation of step 4 was dropped" in it.console.file.getvalue()
 
 
 def test_after_a_sync_that_failed_the_trainer_gets_its_memory_back(manager, tmp_path):
