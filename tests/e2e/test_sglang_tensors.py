@@ -1,5 +1,5 @@
-"""What the ipc transport sends to SGLang, read by SGLang's own unpickler and bucket; a CPU stands in for what torch would
-open on a GPU."""
+"""What the ipc transport sends to SGLang, read by SGLang's own unpickler and bucket; memory of the host stands in for
+what torch would open on a GPU."""
 
 from __future__ import annotations
 
