@@ -2,13 +2,15 @@
 
     python -m benchmarks.weight_sync --size 0.5B --engines vllm plugin        two GPUs: 0 the trainer's, 1 the engine's
     python -m benchmarks.weight_sync --size tiny --cpu --engines plugin sglang --sglang-python .venv-sglang/bin/python
+    python -m benchmarks.weight_sync --size 7B --engines plugin --engine-gpu 0,1 --backends ipc gloo --gpu-share 0.4
 
 Starts each engine with no weights of its own, and sends it random ones in the shape of a real model, through the
 classes with which the trainer does it. vllm is a stock server, plugin one with rltool's; backends are those of
 rltool.weights.transport that fit. --reference measures a bare NCCL broadcast of the same bytes as well, and vLLM's own
 sender into the stock server. One line of JSON for each round; after each backend the engine's weights are checked: by
-its own checksums where it has them (vLLM on a GPU), and by log-probabilities, which must be the same over every
-backend. The first rounds of the plugin on a GPU go through vLLM's reload, the others are replayed.
+its own checksums where it has them (vLLM on a GPU), and by log-probabilities; both must be the same over every backend.
+The first rounds of the plugin on a GPU go through vLLM's reload, the others are replayed. With ipc the trainer has a
+rank on each of the engine's GPUs (--engine-gpu), all in one process, and the engine does not sleep.
 """
 
 from __future__ import annotations
@@ -33,18 +35,21 @@ from benchmarks import weight_sync_reference as reference
 from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
 from benchmarks.weight_sync_models import SIZES, random_weights, vllm_checksums, write_model
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.checksums import of_one_rank
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import WeightSender
 from rltool.weights.transport import Backend, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "vllm": ("vllm-nccl",),
-    "plugin": ("nccl", "gloo", "disk"),
-    "sglang": ("nccl", "gloo", "disk"),
+    "plugin": ("nccl", "gloo", "disk", "ipc"),
+    "sglang": ("nccl", "gloo", "disk", "ipc"),
 }
 GROUP = "weight-benchmark"
 DEADLINE = 120.0
@@ -59,17 +64,23 @@ def show(**row: object) -> None:
     )
 
 
+Seen = tuple[dict[str, str], list[float]]
+"""Checksums, and log-probabilities."""
+
+
 class Link:
-    """One engine over one backend."""
+    """One engine over one backend. senders: of the trainer's ranks."""
 
     def __init__(
-        self, client: EngineClient, server: Server, kind: str, backend: Backend, sender: WeightSender, world_size: int
-    ) -> None:
-        self.client, self.server, self.sender = client, server, sender
+        self, client: EngineClient, server: Server, kind: str, backend: Backend, senders: Sequence[WeightSender],
+        world_size: int,
+    ) -> None:  # fmt: skip
+        self.client, self.server, self.senders = client, server, senders
         self.speaks = dialect(KINDS[kind].dialect)
         self.control = transport(KINDS[kind].dialect, backend).control
         self.after_send = self.control.after_send
-        self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size)
+        gpus = tuple(sender.gpu for sender in senders)
+        self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size, gpus)
         self.endpoint = EngineEndpoint(url=server.url, key_file=server.key_file)
         self.rendezvous: Rendezvous | None = None
 
@@ -83,37 +94,56 @@ class Link:
     async def connect(self, directory: Path) -> float:
         started = time.perf_counter()
         await self.run(self.control.leave(GROUP))
-        meeting = self.sender.host([self.receiver], GROUP, directory)
-        joining = asyncio.create_task(asyncio.to_thread(self.sender.join))
-        self.rendezvous = meeting.get(self.server.url)
+        meetings = [sender.host([self.receiver], GROUP, directory) for sender in self.senders]
+        joining = asyncio.gather(*(asyncio.to_thread(sender.join) for sender in self.senders))
+        self.rendezvous = one_meeting(meetings).get(self.server.url)
         if self.rendezvous is not None:
             await self.run(self.control.init(self.rendezvous, rank_offset=1, timeout_seconds=DEADLINE))
-        failures = await joining
+        failures = one_answer(await joining)
         if failures:
             raise RuntimeError(str(failures))
         return time.perf_counter() - started
 
-    async def sync(self, weights: Mapping[str, Tensor], version: str) -> dict[str, float]:
-        """Seconds of each phase, and in all from the pause to the resume."""
-        metas = [meta_of(name, tensor) for name, tensor in weights.items()]
-        buckets = plan_buckets(metas, self.sender.config.bucket_bytes)
-        stream = zip(metas, weights.values(), strict=True)
+    async def ready(self, version: str, taken: int) -> None:
+        """See WeightSync._acknowledge."""
+        if not self.control.acknowledged:
+            return
+        asked = (asyncio.to_thread(s.ready, self.server.url, version, taken, DEADLINE) for s in self.senders)
+        reasons = [reason for reason in await asyncio.gather(*asked) if reason is not None]
+        if reasons:
+            raise RuntimeError(reasons[0])
+
+    async def sync(self, copies: Sequence[Mapping[str, Tensor]], version: str) -> dict[str, float]:
+        """copies: the weights, as each rank has them. Seconds of each phase, and in all from the pause to the
+        resume."""
+        metas = [meta_of(name, tensor) for name, tensor in copies[0].items()]
+        buckets = plan_buckets(metas, self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
-        announced = [request for request, _ in self.control.announce(buckets, self.rendezvous, version=version)]
+        announced = self.control.announce(buckets, self.rendezvous, version=version)
 
         async def transfer() -> None:
-            sending = asyncio.create_task(
-                asyncio.to_thread(self.sender.send, stream, buckets, version, [self.server.url])
+            streams = [zip(metas, weights.values(), strict=True) for weights in copies]
+            sending = asyncio.gather(
+                *(
+                    asyncio.to_thread(sender.send, stream, buckets, version, [self.server.url])
+                    for sender, stream in zip(self.senders, streams, strict=True)
+                )
             )
             if self.after_send:
                 await sending
+            taken = 0
             try:
-                await self.run(announced)
+                for request, covered in announced:
+                    await self.ready(version, taken)
+                    await self.run([request])
+                    taken += covered
+                await self.ready(version, taken)
             except BaseException as error:
-                self.sender.abort([self.server.url], str(error))
+                for sender in self.senders:
+                    sender.abort([self.server.url], str(error))
                 raise
             finally:
-                report = await sending
+                report = one_report(await sending)
             if report.failures:
                 raise RuntimeError(str(report.failures))
 
@@ -140,13 +170,16 @@ class Benchmark:
         self.device = torch.device("cpu" if args.cpu else "cuda:0")
         self.dtype = torch.float32 if args.cpu else torch.bfloat16
         self.model = write_model(work / "model", args.size, self.dtype)
-        self.weights = random_weights(args.size, 1, self.device, self.dtype)
-        self.others = random_weights(args.size, 2, self.device, self.dtype)
+        self.devices = [self.device]
+        if "ipc" in (args.backends or ()):
+            self.devices = [torch.device("cuda", int(gpu)) for gpu in args.engine_gpu.split(",")]
+        self.weights = [random_weights(args.size, 1, device, self.dtype) for device in self.devices]
+        self.others = [random_weights(args.size, 2, device, self.dtype) for device in self.devices]
         self.failed = False
 
     def run(self) -> int:
-        size = sum(tensor.nbytes for tensor in self.weights.values())
-        show(size=self.args.size, bytes=size, tensors=len(self.weights), device=str(self.device))
+        size = sum(tensor.nbytes for tensor in self.weights[0].values())
+        show(size=self.args.size, bytes=size, tensors=len(self.weights[0]), devices=str(self.devices))
         for kind in self.args.engines:
             self._attempt(kind, lambda kind=kind: self._engine(kind))
         if self.args.reference and not self.args.cpu:
@@ -193,9 +226,9 @@ class Benchmark:
             self._backends(server, kind, own)
 
     def _backends(self, server: Server, kind: str, own: reference.VllmSender | None) -> None:
-        args, seen = self.args, dict[str, list[float]]()
-        for backend in args.backends or BACKENDS[kind]:
-            if backend in BACKENDS[kind] and not (args.cpu and "nccl" in backend):
+        args, seen = self.args, dict[str, Seen]()
+        for backend in args.backends or [backend for backend in BACKENDS[kind] if backend != "ipc"]:
+            if backend in BACKENDS[kind] and not (args.cpu and backend not in ("gloo", "disk")):
                 self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
         if own is not None:
             self._attempt("vLLM's own sender", lambda: self._vllm_sender(own))
@@ -204,18 +237,29 @@ class Benchmark:
         with self._turn():
             own.run()
 
-    def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, list[float]]) -> None:
+    def _senders(self, backend: Backend) -> list[WeightSender]:
         config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)
-        sender = WeightSender(config, device=self.device, deadline=DEADLINE, model_files=self.model)
+        buckets = plan_buckets([meta_of(*pair) for pair in self.weights[0].items()], config.bucket_bytes)
+        return [
+            WeightSender(
+                config, device=device, deadline=DEADLINE, model_files=self.model, rank=rank,
+                gpu=gpu_uuid(device) if device.type == "cuda" else "", largest_bucket=max(map(bucket_bytes, buckets)),
+            )
+            for rank, device in enumerate(self.devices if backend == "ipc" else self.devices[:1])
+        ]  # fmt: skip
+
+    def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, Seen]) -> None:
+        senders = self._senders(backend)
 
         async def rounds() -> list[dict[str, float]]:
             rows = []
             async with EngineClient() as client:
-                link = Link(client, server, kind, backend, sender, 1)
+                link = Link(client, server, kind, backend, senders, self._workers)
                 show(engine=kind, backend=backend, connect=await link.connect(self.work / "versions"))
                 for number in range(self.args.rounds):
                     last = number == self.args.rounds - 1
-                    rows.append(await link.sync(self.weights if last else self.others, f"v{number}"))
+                    copies = self.weights if last else self.others
+                    rows.append(await link.sync(copies[: len(senders)], f"v{number}"))
                     show(engine=kind, backend=backend, round=number, **rows[-1])
                 await link.run(link.control.leave(GROUP))
             return rows
@@ -224,7 +268,8 @@ class Benchmark:
             with self._turn():
                 rows = asyncio.run(rounds())
         finally:
-            sender.close()
+            for sender in senders:
+                sender.close()
         kept = rows[2:] or rows[-1:]  # the plugin replays from the third on
         show(
             engine=kind,
@@ -234,15 +279,21 @@ class Benchmark:
         )
         self._check(server, kind, backend, seen)
 
-    def _check(self, server: Server, kind: str, backend: str, seen: dict[str, list[float]]) -> None:
-        if KINDS[kind].dialect == "vllm" and not self.args.cpu:
-            wanted, found = vllm_checksums(self.weights), checksums(server)
+    @property
+    def _workers(self) -> int:
+        return 1 if self.args.cpu else len(self.args.engine_gpu.split(","))
+
+    def _check(self, server: Server, kind: str, backend: str, seen: dict[str, Seen]) -> None:
+        held = checksums(server) if KINDS[kind].dialect == "vllm" and not self.args.cpu else {}
+        if (found := of_one_rank(held)) is not None:  # else they are compared over the backends alone
+            wanted = vllm_checksums(self.weights[0])
             wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
             show(engine=kind, backend=backend, tensors=len(wanted), differ=len(wrong), first=wrong[:3])
             self.failed |= bool(wrong)
-        seen[backend] = fingerprint(server, KINDS[kind].dialect, int(SIZES[self.args.size]["vocab_size"]))
+        logprobs = fingerprint(server, KINDS[kind].dialect, int(SIZES[self.args.size]["vocab_size"]))
+        seen[backend] = held, logprobs
         same = all(values == seen[backend] for values in seen.values())
-        show(engine=kind, backend=backend, logprobs=seen[backend][:4], same_over_all_backends=same)
+        show(engine=kind, backend=backend, checksums=len(held), logprobs=logprobs[:4], same_over_all_backends=same)
         self.failed |= not same
 
 
@@ -251,14 +302,21 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="0.5B")
     parser.add_argument("--engines", nargs="+", choices=KINDS, default=["vllm", "plugin"])
     parser.add_argument(
-        "--backends", nargs="+", choices=("nccl", "vllm-nccl", "gloo", "disk"), help="default: all that fit"
+        "--backends",
+        nargs="+",
+        choices=("nccl", "vllm-nccl", "gloo", "disk", "ipc"),
+        help="default: all that fit, without ipc, which needs the trainer on the engine's GPUs",
     )
     parser.add_argument(
         "--rounds", type=int, default=7, help="syncs of each backend; the first two are not in the median"
     )
     parser.add_argument("--bucket-mib", type=int, default=1024, help="weights.bucket_bytes")
     parser.add_argument("--cpu", action="store_true", help="trainer and engines on the CPU, without NCCL")
-    parser.add_argument("--engine-gpu", default="1", help="CUDA_VISIBLE_DEVICES of the engine; the trainer has cuda:0")
+    parser.add_argument(
+        "--engine-gpu", default="1",
+        help="CUDA_VISIBLE_DEVICES of the engine, several for tensor parallelism; the trainer has cuda:0, with ipc "
+        "these (leave its own CUDA_VISIBLE_DEVICES unset)",
+    )  # fmt: skip
     parser.add_argument(
         "--gpu-share", default="0.8", help="vLLM's --gpu-memory-utilization; less for several on one GPU"
     )

@@ -124,9 +124,8 @@ def fingerprint(server: Server, dialect: str, vocabulary: int) -> list[float]:
 
 
 def checksums(server: Server) -> dict[str, str]:
-    """Of a vLLM on a GPU: parameter -> sha256."""
-    found = server.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
-    return {name.rsplit(":", 1)[-1]: value for name, value in found.items()}
+    """Of a vLLM on a GPU: RANK:parameter -> sha256."""
+    return server.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
 
 
 def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> list[str]:
@@ -139,7 +138,7 @@ def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> li
         argv += ["--middleware", "benchmarks.weight_sync_middleware.CheckableMiddleware"]
     if gpu is None:
         return [*argv, "--max-model-len", "256"]
-    return [*argv, *VLLM_GPU, "--gpu-memory-utilization", share]
+    return [*argv, *VLLM_GPU, "--gpu-memory-utilization", share, "--tensor-parallel-size", _workers(gpu)]
 
 
 def _sglang(model: Path, gpu: str | None, dtype: str) -> list[str]:
@@ -150,7 +149,11 @@ def _sglang(model: Path, gpu: str | None, dtype: str) -> list[str]:
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
         argv += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
         return argv
-    return [*argv, *SGLANG_GPU]
+    return [*argv, *SGLANG_GPU, "--tp-size", _workers(gpu), "--disable-custom-all-reduce"]
+
+
+def _workers(gpus: str) -> str:
+    return str(len(gpus.split(",")))
 
 
 def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:

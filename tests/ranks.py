@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import meta_of, plan_buckets
+from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.errors import EngineError
+from rltool.megatron.offload import Part
 from rltool.weights.implied_checksums import implied_checksums
+from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
@@ -65,3 +69,62 @@ class SenderRanks:
             self.sender.close()
         else:
             self.sender.leave(urls)
+
+
+class RanksOnGpus(SenderRanks):
+    """Ranks on these GPUs (UUIDs), each with a WeightSender; told what to do together, as RankHandles does over Ray.
+    gathers: of each rank and sync, whether it got the tensors; held: what they have on their devices."""
+
+    def __init__(
+        self, config: WeightsConfig, model_files: Path, *, gpus: Sequence[str], deadline: float = 60.0
+    ) -> None:
+        self.config, self.sent, self.gathers, self.held = config, 0, [], []
+        largest = max(map(bucket_bytes, plan_buckets([meta for meta, _ in self.stream(0)], config.bucket_bytes)))
+        self.senders = [
+            WeightSender(
+                config, device=torch.device("cpu"), deadline=deadline, model_files=model_files, rank=rank, gpu=gpu,
+                largest_bucket=largest,
+            )
+            for rank, gpu in enumerate(gpus)
+        ]  # fmt: skip
+
+    async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
+        self.meetings = await self._each(lambda sender: sender.host(receivers, group, directory))
+        return one_meeting(self.meetings)
+
+    async def join(self) -> Failures:
+        return one_answer(await self._each(lambda sender: sender.join()))
+
+    async def send(self, version: str, urls: Collection[str]) -> SendReport:
+        buckets = plan_buckets(await self.weight_metadata(), self.config.bucket_bytes)
+        self.sent = int(version.rsplit(":", 1)[1])
+
+        def send(sender: WeightSender) -> SendReport:
+            has_tensors = sender.rank == 0 or sender.gathers_everywhere(urls)
+            self.gathers.append((sender.rank, has_tensors))
+            stream = ((meta, tensor if has_tensors else None) for meta, tensor in self.stream(self.sent))
+            return sender.send(stream, buckets, version, urls)
+
+        return one_report(await self._each(send))
+
+    async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
+        senders = [sender for sender, found in zip(self.senders, self.meetings, strict=True) if url in found]
+        reasons = await self._each(lambda sender: sender.ready(url, version, number, seconds), senders)
+        if any(reasons):
+            raise EngineError(next(filter(None, reasons)))
+
+    async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
+        await self._each(lambda sender: sender.abort(urls, reason))
+
+    async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
+        await self._each(lambda sender: sender.close() if urls is None else sender.leave(urls))
+
+    async def offload(self, parts: Sequence[Part]) -> None:
+        self.held.append(("offload", *parts))
+
+    async def onload(self, parts: Sequence[Part]) -> None:
+        self.held.append(("onload", *parts))
+
+    async def _each(self, act: Callable[[WeightSender], Any], senders: Sequence[WeightSender] | None = None) -> Any:
+        chosen = self.senders if senders is None else senders
+        return await asyncio.gather(*(asyncio.to_thread(act, sender) for sender in chosen))

@@ -92,7 +92,8 @@ def serve_engines(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
     weight_backend: Annotated[
-        str | None, typer.Option(help="rltool (the plugin's: nccl, gloo or disk; the default) or nccl (vLLM's own).")
+        str | None,
+        typer.Option(help="rltool (the plugin's: nccl, ipc, gloo, disk or delta; the default) or nccl (vLLM's own)."),
     ] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all must serve (default: 600).")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,

@@ -231,10 +231,10 @@ class EvalConfig(Config):
 class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
-    transport: Literal["auto", "gloo", "disk", "delta", "nccl"] = "auto"
-    """nccl: from GPU to GPU; gloo: through the hosts' memory; both in pieces of bucket_bytes; disk: a directory that
-    trainer and engines share. auto: for each engine the first of these that it can take. delta: what changed alone,
-    through a store."""
+    transport: Literal["auto", "ipc", "nccl", "gloo", "disk", "delta"] = "auto"
+    """ipc: within a GPU that trainer and engine share (engines.mode = "colocate"); nccl: from GPU to GPU; gloo: through
+    the hosts' memory; these three in pieces of bucket_bytes; disk: a directory that trainer and engines share. auto:
+    for each engine the first of these that it can take. delta: what changed alone, through a store."""
     bucket_bytes: int = Field(default=256 * 1024 * 1024, ge=1)
     """Tensors are sent together until they are larger than this many bytes: a bucket is closed after the tensor that
     makes it so."""

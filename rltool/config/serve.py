@@ -59,7 +59,7 @@ class EngineGroup(Config):
     engine_python: Path | None = None
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend = "rltool"
-    """How vLLM receives weights: rltool is the plugin's (nccl, gloo, disk or delta), nccl vLLM's own."""
+    """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until an engine serves."""
 
@@ -125,7 +125,7 @@ class ServeConfig(Config):
     engine_python: Path | None = None
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend = "rltool"
-    """How vLLM receives weights: rltool is the plugin's (nccl, gloo, disk or delta), nccl vLLM's own."""
+    """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until all engines serve."""
     extra_args: tuple[str, ...] = ()

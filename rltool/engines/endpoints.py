@@ -42,6 +42,8 @@ class EngineEndpoint(Config):
     plugin: bool = False
     boot_id: str | None = None
     gpus: tuple[int, ...] = ()
+    gpu_uuids: tuple[str, ...] = ()
+    """Of `gpus`, in their order; () where they are not known."""
     key_file: Path | None = None
     log: Path | None = None
     """Of the server, where rltool started it: on that host alone."""

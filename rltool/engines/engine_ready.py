@@ -13,6 +13,7 @@ from rltool.engines.plan import role_of, url_of
 from rltool.engines.supported import refusal, training_refusal
 from rltool.engines.types import EngineInfo, GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
+from rltool.processes.gpus import gpu_uuids
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.spawn import RunningProcess
 
@@ -29,7 +30,7 @@ async def wait_for_all(
     async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
 
         async def wait(launch: EngineLaunch, process: RunningProcess) -> EngineEndpoint:
-            probe = _Probe(client, launch, process)
+            probe = _Probe(client, launch, process, await asyncio.to_thread(gpu_uuids, launch.gpus))
             endpoint = await wait_until_ready(process, probe, timeout=launch.ready_timeout, probe_timeout=PROBE_SECONDS)
             report(
                 f"{process.role} ready: {endpoint.url}, world size {launch.world_size}, "
@@ -52,7 +53,9 @@ class _Probe:
     """Ready means: healthy, the right server and model, its control routes there, the world size as ordered, and it
     generates. Halves of a prefill and decode pair cannot generate alone; an encoder answers its health route only."""
 
-    def __init__(self, client: EngineClient, launch: EngineLaunch, process: RunningProcess) -> None:
+    def __init__(
+        self, client: EngineClient, launch: EngineLaunch, process: RunningProcess, gpu_uuids: tuple[str, ...]
+    ) -> None:
         self.client, self.launch, self.process = client, launch, process
         self.endpoint = EngineEndpoint(
             url=url_of(launch),
@@ -66,6 +69,7 @@ class _Probe:
             weight_backend=launch.weight_backend,
             boot_id=launch.boot_id,
             gpus=launch.gpus,
+            gpu_uuids=gpu_uuids,
             key_file=launch.key_file,
             log=process.log,
         )

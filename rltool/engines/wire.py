@@ -11,6 +11,10 @@ nccl
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
     `rltool.engines.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update info
     announces several: `bucket_sizes` says how many of the names belong to each.
+ipc
+    Init info {transport: "ipc", handles}: UUID of a GPU -> base64 of the CUDA IPC handle of memory there, which the
+    trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} says that
+    its bucket lies at the beginning of that memory, where it stays until the request is answered.
 delta
     Init info {transport: "delta"}. POST /rltool/prefetch {version, seconds, store} has every worker fetch the version
     while it generates (rltool.engines.delta has what lies in the store); one update info {names: [], dtypes: [],

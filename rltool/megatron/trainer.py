@@ -232,13 +232,13 @@ class MegatronTrainer(TrainedModel):
         """HF names, dtypes and shapes, in the order of `export_weights`."""
         return hf_weights.weight_metadata(self.family, self.dtype)
 
-    def export_weights(self) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """HF tensors one by one: on global rank 0 the tensor, None elsewhere.
+    def export_weights(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+        """HF tensors one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
 
-        Every rank of data-parallel rank 0 must run the iterator to its end (others may). Tensors may alias parameters:
-        use them before the next step.
+        Every rank of data-parallel rank 0 must run the iterator to its end (others may; everywhere: must). Tensors may
+        alias parameters: use them before the next step.
         """
-        return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime)
+        return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime, everywhere=everywhere)
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +19,29 @@ _QUERY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_mib` is None where nvidia-smi is missing."""
+    """`memory_mib` is None where nvidia-smi is missing. uuid: as CUDA writes it, without "GPU-"; "" where it is not
+    known."""
 
     index: int
     name: str
     memory_mib: int | None = None
+    uuid: str = ""
 
 
 def visible_gpus() -> list[Gpu]:
     """NVIDIA GPUs of this host, less those that CUDA_VISIBLE_DEVICES hides, with the host's own indices."""
-    return hide_gpus(_from_nvidia_smi() or _from_proc(_PROC), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    return hide_gpus(_all_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def gpu_uuids(indices: Sequence[int]) -> tuple[str, ...]:
+    """The UUIDs of these GPUs of the host, whatever CUDA_VISIBLE_DEVICES hides; () where one is not known."""
+    known = {gpu.index: gpu.uuid for gpu in _all_gpus()} if indices else {}
+    found = tuple(known.get(index, "") for index in indices)
+    return found if all(found) else ()
+
+
+def _all_gpus() -> list[Gpu]:
+    return _from_nvidia_smi() or _from_proc(_PROC)
 
 
 def hide_gpus(gpus: list[Gpu], cuda_visible_devices: str | None) -> list[Gpu]:
@@ -47,11 +62,11 @@ def restricts_by_uuid() -> bool:
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
-    """Lines of `index, name, memory.total` in MiB without header and units."""
+    """Lines of `index, name, memory.total, uuid` in MiB without header and units."""
     gpus = []
     for line in text.strip().splitlines():
-        index, name, memory = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(int(index), name, int(memory) if memory.isdigit() else None))
+        index, name, memory, uuid = (part.strip() for part in line.split(","))
+        gpus.append(Gpu(int(index), name, int(memory) if memory.isdigit() else None, uuid.removeprefix("GPU-")))
     return gpus
 
 
@@ -69,7 +84,7 @@ def _from_nvidia_smi() -> list[Gpu]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    argv = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
+    argv = [program, "--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits"]
     try:
         reply = subprocess.run(argv, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):  # a driver that does not answer: /proc may still tell
@@ -80,4 +95,13 @@ def _from_nvidia_smi() -> list[Gpu]:
 def _from_proc(directory: Path) -> list[Gpu]:
     if not directory.is_dir():
         return []
-    return [Gpu(index, entry.name) for index, entry in enumerate(sorted(directory.iterdir()))]
+    return [Gpu(index, entry.name, uuid=_uuid(entry)) for index, entry in enumerate(sorted(directory.iterdir()))]
+
+
+def _uuid(entry: Path) -> str:
+    try:
+        text = (entry / "information").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"^GPU UUID:\s*GPU-(\S+)", text, re.MULTILINE)
+    return found[1] if found else ""

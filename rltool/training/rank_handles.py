@@ -11,9 +11,11 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.engines.types import TensorMeta
+from rltool.errors import EngineError
 from rltool.megatron.offload import Part
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
+from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
 
@@ -23,25 +25,37 @@ class RankHandles:
 
     def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder) -> None:
         self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
+        self._senders: dict[str, list[int]] = {}  # of each engine, the ranks that have hosted it
 
     async def weight_metadata(self) -> list[TensorMeta]:
         return (await self._all([rank.weight_metadata.remote() for rank in self._handles]))[0]
 
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
-        return (await self._all([self._handles[0].host.remote(receivers, group, directory)]))[0]
+        meetings = await self._all([rank.host.remote(receivers, group, directory) for rank in self._handles])
+        for receiver in receivers:
+            self._senders[receiver.url] = [rank for rank, found in enumerate(meetings) if receiver.url in found]
+        return one_meeting(meetings)
 
     async def join(self) -> dict[str, str]:
-        return (await self._all([self._handles[0].join.remote()]))[0]
+        return one_answer(await self._all([rank.join.remote() for rank in self._handles]))
 
     async def send(self, version: str, urls: Collection[str]) -> SendReport:
-        return (await self._all([rank.send.remote(version, list(urls)) for rank in self._handles]))[0]
+        return one_report(await self._all([rank.send.remote(version, list(urls)) for rank in self._handles]))
+
+    async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
+        """Runs beside `send`: see TrainerActor."""
+        ranks = self._senders[url]
+        asked = [self._handles[rank].ready.remote(url, version, number, seconds) for rank in ranks]
+        reasons = await self._all(asked, ranks)
+        if any(reasons):
+            raise EngineError(next(filter(None, reasons)))
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         """Runs beside what the rank is doing: see TrainerActor."""
-        await self._all([self._handles[0].abort_transfer.remote(urls, reason)])
+        await self._all([rank.abort_transfer.remote(urls, reason) for rank in self._handles])
 
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
-        await self._all([self._handles[0].leave_transfer.remote(urls)])
+        await self._all([rank.leave_transfer.remote(urls) for rank in self._handles])
 
     async def weight_checksums(self, dtype: str) -> dict[str, str]:
         return (await self._all([rank.weight_checksums.remote(dtype) for rank in self._handles]))[0]
@@ -62,10 +76,11 @@ class RankHandles:
         await self._all([rank.onload.remote(parts) for rank in self._handles])
 
     @staticmethod
-    async def _all(refs: Sequence[Any]) -> list[Any]:
+    async def _all(refs: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
         """All results, after every rank has ended its part: one that is left running would hold up the next training
-        step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all."""
-        names = rank_names(len(refs))
+        step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all. ranks:
+        that were asked, None: all."""
+        names = rank_names(len(refs)) if ranks is None else [rank_names(rank + 1)[rank] for rank in ranks]
         tasks = {asyncio.ensure_future(_result(ref)): name for ref, name in zip(refs, names, strict=True)}
         pending: set[asyncio.Task[Any]] = set(tasks)
         failures: dict[str, BaseException] = {}

@@ -13,8 +13,9 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
+from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import Bucket
-from rltool.engines.wire import plan_buckets
+from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.megatron.offload import Part
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
@@ -25,16 +26,16 @@ from rltool.weights.stream import drain
 from rltool.weights.transport import Receiver, Rendezvous
 
 
-@cast(Any, ray.remote)(concurrency_groups={"abort": 1})  # which its overloads do not have
+@cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": 2})  # which its overloads do not have
 class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
-    the concurrency group "abort" run beside them, on another."""
+    the concurrency groups "abort" and "ready" run beside them, on others."""
 
     def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
         redirect_output(log_file)
         self.config = config
         self.rank = rank
-        self.sender: WeightSender | None = None  # rank 0 has one
+        self.sender: WeightSender | None = None
         self.buckets: list[Bucket] = []
         self.trainer: Any = None
         self.critic: Any = None
@@ -77,13 +78,12 @@ class TrainerActor:
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
         self.buckets = plan_buckets(self.trainer.weight_metadata(), config.weights.bucket_bytes)
-        if self.rank == 0:
-            self.sender = WeightSender(
-                config.weights,
-                device=self.trainer.runtime.device,
-                deadline=config.deadlines.bucket,
-                model_files=config.model.path,
-            )
+        device = self.trainer.runtime.device
+        self.sender = WeightSender(
+            config.weights, device=device, deadline=config.deadlines.bucket, model_files=config.model.path,
+            rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
+            largest_bucket=max(map(bucket_bytes, self.buckets), default=0),
+        )  # fmt: skip
         return self.trainer.coordinates
 
     def load_weights(self) -> None:
@@ -179,11 +179,15 @@ class TrainerActor:
     def join(self) -> dict[str, str]:
         return self._sender.join()
 
-    def send(self, version: str, urls: Sequence[str]) -> SendReport | None:
-        """A collective of all ranks; the report comes from rank 0."""
-        if self.sender is None:
-            return drain(self.trainer.export_weights())
-        return self.sender.send(self.trainer.export_weights(), self.buckets, version, urls)
+    def send(self, version: str, urls: Sequence[str]) -> SendReport:
+        """A collective of all ranks; each reports of the engines that it sends to."""
+        stream = self.trainer.export_weights(everywhere=self._sender.gathers_everywhere(urls))
+        return self._sender.send(stream, self.buckets, version, urls)
+
+    @ray.method(concurrency_group="ready")
+    def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
+        """Beside `send`: see WeightSender."""
+        return self._sender.ready(url, version, number, seconds)
 
     def weight_checksums(self, dtype: str) -> dict[str, str]:
         """A collective of all ranks; those of an engine that holds the present weights in `dtype` come from rank 0."""
@@ -253,5 +257,5 @@ class TrainerActor:
 
     @property
     def _sender(self) -> WeightSender:
-        assert self.sender is not None, "only rank 0, once it has started, sends weights"
+        assert self.sender is not None, "start comes first"
         return self.sender

@@ -58,6 +58,11 @@ def check_config(config: TrainConfig) -> None:
 def check_mode(config: TrainConfig) -> None:
     """The relation between engines and trainer."""
     engines = config.engines
+    if config.weights.transport == "ipc" and not engines.shares_gpus:
+        raise UsageError(
+            f'weights.transport = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
+            'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
+        )
     if engines.mode == "external":
         if not engines.external:
             raise UsageError(
@@ -98,6 +103,11 @@ def check_turns(config: TrainConfig) -> None:
         raise UsageError(
             'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '
             'processes on one GPU; leave weights.transport at "auto"'
+        )
+    if config.weights.transport == "ipc" and config.trainer.device == "cpu":
+        raise UsageError(
+            'weights.transport = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares memory of '
+            'GPUs; leave weights.transport at "auto"'
         )
 
 

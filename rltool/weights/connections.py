@@ -25,18 +25,23 @@ from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, Transport, choose, transport
 
+NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
 STEP_SHARE = 2
 """Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited. host, join, abort and leave concern rank 0 alone, the others are collectives of all
-    ranks. Every rank knows the buckets: they follow from the metadata and weights.bucket_bytes (plan_buckets)."""
+    """The trainer's ranks, awaited: all of them (ranks_together). Every rank knows the buckets: they follow from the
+    metadata and weights.bucket_bytes (plan_buckets)."""
 
     async def weight_metadata(self) -> list[TensorMeta]: ...
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]: ...
     async def join(self) -> Failures: ...
     async def send(self, version: str, urls: Collection[str]) -> SendReport: ...
+
+    async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
+        """Beside `send`, of the ranks that send to this engine: see AcknowledgedSender. Raises EngineError."""
+        ...
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         """Beside `join` and `send`: what is under way to these engines ends."""
@@ -109,6 +114,7 @@ class Connections:
             joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
+        failures |= {url: NO_RANK for url in receivers if url not in meeting and url not in failures}
         self._connected |= {
             url: Connection(self._boot_id(url), self._transport(receiver), meeting[url])
             for url, receiver in receivers.items()
@@ -170,7 +176,7 @@ class Connections:
             except UsageError as error:
                 refused[url] = str(error)
                 continue
-            receivers[url] = Receiver(url, info.dialect, backend, info.world_size)
+            receivers[url] = Receiver(url, info.dialect, backend, info.world_size, self._calls.endpoints[url].gpu_uuids)
         return receivers, refused
 
     def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:

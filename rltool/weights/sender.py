@@ -1,4 +1,5 @@
-"""The trainer's end of a weight transfer: one connection per engine, all fed from one gather of the weights.
+"""The end of a weight transfer in one rank: a connection for each engine that it sends to, all fed from one gather of
+the weights.
 
 Each connection has a thread of its own (channel.py), so engines take buckets side by side and each at its own pace, at
 most one bucket behind the gather. One that holds a bucket longer than its deadline is dropped from the sync.
@@ -21,8 +22,17 @@ from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.weights.buffers import BucketBuffers
 from rltool.weights.channel import Call, Channel
-from rltool.weights.stream import Stream, fill_buckets
-from rltool.weights.transport import Receiver, Rendezvous, SenderFactory, SenderOptions, SenderTransport, transport
+from rltool.weights.stream import Stream, drain, fill_buckets
+from rltool.weights.transport import (
+    AcknowledgedSender,
+    Receiver,
+    Rendezvous,
+    SenderFactory,
+    SenderOptions,
+    SenderTransport,
+    TransportError,
+    transport,
+)
 
 SENDING = "sending weights"
 JOINING = "joining its transfer group"
@@ -39,26 +49,37 @@ class SendReport:
 
 
 class WeightSender:
-    """Lives in trainer rank 0. One call at a time; `abort` alone may come from another thread, at any time.
+    """Lives in each trainer rank. One call at a time; `abort` and `ready` alone may come from other threads, at any
+    time. What one rank is told, all are told, in the same order.
 
     device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket (deadlines.bucket);
-    model_files: the trainer's model, see SenderOptions.
+    model_files, gpu, largest_bucket: see SenderOptions.
     """
 
-    def __init__(self, config: WeightsConfig, *, device: torch.device, deadline: float, model_files: Path) -> None:
+    def __init__(
+        self, config: WeightsConfig, *, device: torch.device, deadline: float, model_files: Path, rank: int = 0,
+        gpu: str = "", largest_bucket: int = 0,
+    ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
+        self.rank, self.gpu, self.largest_bucket = rank, gpu, largest_bucket
         self._channels: dict[str, Channel] = {}
+        self._elsewhere: set[str] = set()  # engines that other ranks send to
+        self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank
+        self._dropped: dict[str, str] = {}  # engines whose connection has failed, and why
         self._shared: dict[SenderFactory, Channel] = {}
         self._hosted: list[str] = []
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
-        """Open a connection for each of these engines, listening from now on, and say where it is, by URL; where that
-        fails, `join` says why. Connections with others stay. directory: of this run alone, for transports that leave
-        files."""
-        options = SenderOptions(group, self.config, self.device, self.deadline, directory, self.model_files)
+        """Open a connection for each of these engines that this rank sends to, listening from now on, and say where it
+        is, by URL; where that fails, `join` says why. Connections with others stay. directory: of this run alone, for
+        transports that leave files."""
+        options = SenderOptions(
+            group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu, self.largest_bucket
+        )
         self.leave([receiver.url for receiver in receivers])
-        self._hosted = [receiver.url for receiver in receivers]
-        self._channels |= {receiver.url: self._channel(receiver, options) for receiver in receivers}
+        here = [receiver for receiver in receivers if self._sends_to(receiver)]
+        self._hosted = [receiver.url for receiver in here]
+        self._channels |= {receiver.url: self._channel(receiver, options) for receiver in here}
         meeting = {}
         for url in self._hosted:
             try:
@@ -86,11 +107,14 @@ class WeightSender:
         producing it is a collective of all trainer ranks.
         """
         started = time.perf_counter()
-        unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels}
-        known = [url for url in urls if url not in unknown]
+        known = [url for url in urls if url in self._channels]
+        unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels and url not in self._elsewhere}
         channels = self._of(known)
         try:
-            self._feed(stream, buckets, version, channels)
+            if channels:
+                self._feed(stream, buckets, version, channels)
+            else:
+                drain(stream)
         except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
             for channel in channels:
                 channel.fail(f"the trainer failed: {type(error).__name__}: {error}")
@@ -99,6 +123,23 @@ class WeightSender:
             failures = self._drop_failed(known)
         size = sum(map(bucket_bytes, buckets))
         return SendReport(size, time.perf_counter() - started, unknown | failures)
+
+    def gathers_everywhere(self, urls: Collection[str]) -> bool:
+        """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has
+        failed on one of them: producing the stream is a collective."""
+        return not self._by_every_rank.isdisjoint(urls)
+
+    def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
+        """See AcknowledgedSender. None: the next bucket is there; else why it does not come."""
+        channel = self._channels.get(url)
+        if channel is None:
+            return self._dropped.get(url, NOT_CONNECTED)
+        assert isinstance(channel.transport, AcknowledgedSender), "others are not asked"
+        try:
+            channel.transport.ready(version, number, seconds)
+        except TransportError as error:
+            return str(error)
+        return None
 
     def abort(self, urls: Collection[str], reason: str) -> None:
         """End what is under way to these engines, which have failed: nobody waits for them any more. An engine that
@@ -110,6 +151,11 @@ class WeightSender:
 
     def leave(self, urls: Collection[str]) -> None:
         """Leave the groups with these engines."""
+        self._elsewhere -= set(urls)
+        self._by_every_rank -= set(urls)
+        self._close(urls)
+
+    def _close(self, urls: Collection[str]) -> None:
         for url in urls:
             channel = self._channels.pop(url, None)
             if channel is not None and channel not in self._channels.values():
@@ -118,7 +164,17 @@ class WeightSender:
 
     def close(self) -> None:
         """Leave all groups."""
-        self.leave(list(self._channels))
+        self.leave({*self._channels, *self._elsewhere, *self._by_every_rank})
+
+    def _sends_to(self, receiver: Receiver) -> bool:
+        if transport(receiver.dialect, receiver.backend).senders == "rank0":
+            sends = self.rank == 0
+        else:
+            self._by_every_rank.add(receiver.url)
+            sends = self.gpu in receiver.gpus
+        if not sends:
+            self._elsewhere.add(receiver.url)
+        return sends
 
     def _channel(self, receiver: Receiver, options: SenderOptions) -> Channel:
         kind = transport(receiver.dialect, receiver.backend)
@@ -159,5 +215,6 @@ class WeightSender:
         """A peer that is gone or out of step needs a new connection in any case. URL -> reason."""
         reasons = {url: self._channels[url].failure for url in urls}
         failures = {url: reason for url, reason in reasons.items() if reason is not None}
-        self.leave(list(failures))
+        self._dropped |= failures
+        self._close(list(failures))
         return failures

@@ -228,9 +228,18 @@ class WeightSync:
                 raise EngineError(f"it cannot be paused now: {self.fleet.member(endpoint.url).reason}")
             self.fleet.pause(endpoint.url)
             await self._pause_and_begin(endpoint)
+        taken = 0
         for request, buckets in connection.control.announce(self._buckets, rendezvous, version=version):
+            await self._acknowledge(endpoint.url, version, taken)
             seconds = STEP_SHARE * self.calls.deadline + (buckets - 1) * self.bucket_deadline
             await self.client.run(endpoint, [request], timeout=seconds)
+            taken += buckets
+        await self._acknowledge(endpoint.url, version, taken)
+
+    async def _acknowledge(self, url: str, version: str, taken: int) -> None:
+        """Of an engine whose ranks cannot see what it has taken: they are told, and have the next bucket ready then."""
+        if self.connections[url].control.acknowledged:
+            await self.ranks.ready(url, version, taken, STEP_SHARE * self.calls.deadline)
 
     def _generates_on(self, url: str) -> bool:
         """Whether this engine is paused only when it has all bytes."""

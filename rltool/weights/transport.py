@@ -1,4 +1,5 @@
-"""How weights reach one engine: a sender in trainer rank 0, and the HTTP requests that make the engine receive.
+"""How weights reach one engine: a sender in trainer rank 0, or in each rank that is on one of the engine's GPUs, and
+the HTTP requests that make the engine receive.
 
 A transport is chosen per engine (`choose`), from what the engine reports and from weights.transport; one sync may feed
 engines over several of them. Nothing outside `transports/` depends on which it is.
@@ -7,10 +8,10 @@ engines over several of them. Nothing outside `transports/` depends on which it 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 
-Backend = Literal["gloo", "disk", "delta", "nccl", "vllm-nccl"]
+Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl"]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang."""
 
 
@@ -31,12 +32,13 @@ class TransportError(EngineError):
 @dataclass(frozen=True)
 class Receiver:
     """An engine that shall receive weights. world_size: workers, as it reports them, data-parallel replicas
-    included."""
+    included; gpus: their GPUs' UUIDs in the order of the workers, () where these are not known."""
 
     url: str
     dialect: str
     backend: Backend
     world_size: int
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Rendezvous:
     """Where an engine finds the trainer, which is rank 0 of `world_size` = 1 + the engine's. JSON-able.
 
     address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; bucket_bytes: what the buckets are
-    cut by; nccl_version: of the trainer's library; directory: for transports that leave files.
+    cut by; nccl_version: of the trainer's library; directory: for transports that leave files; handles: for each GPU of
+    the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none.
     """
 
     transport: Backend
@@ -56,6 +59,7 @@ class Rendezvous:
     bucket_bytes: int = 0
     nccl_version: int = 0
     directory: str | None = None
+    handles: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class SenderOptions:
 
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (deadlines.bucket); directory: of
     this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go with those files.
+    gpu: UUID of the rank's own, "" without one; largest_bucket: bytes.
     """
 
     group: str
@@ -72,6 +77,8 @@ class SenderOptions:
     deadline: float
     directory: Path
     model_files: Path
+    gpu: str = ""
+    largest_bucket: int = 0
 
 
 class Work(Protocol):
@@ -83,7 +90,7 @@ class Work(Protocol):
 
 
 class SenderTransport(Protocol):
-    """The trainer's end of one connection, in rank 0. Made by its factory without side effects.
+    """The trainer's end of one connection, in one rank. Made by its factory without side effects.
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
     All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
@@ -124,16 +131,29 @@ class SenderTransport(Protocol):
         ...
 
 
+@runtime_checkable
+class AcknowledgedSender(SenderTransport, Protocol):
+    """One that learns only from the rollout manager that its engine has taken a bucket."""
+
+    def ready(self, version: str, number: int, seconds: float) -> None:
+        """From any thread: the engine has taken the first `number` buckets of `version`. Returns once the next one lies
+        there for it, or there is none. Raises TransportError where it does not come within so many seconds."""
+        ...
+
+
 class ReceiverControl(Protocol):
     """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
 
     after_send: the engine takes what the ranks have left for it, once they have sent everything. staged: it takes the
     buckets beside the sending, by `prefetch`. Either way it generates until `prefetch` has been answered, and only then
     is it paused, for `begin` and `announce`. The others are paused first, and announced to beside the sending.
+    acknowledged: the sender is an AcknowledgedSender: each request of `announce` is for one bucket, waits until that
+    is ready, and has taken it when it is answered.
     """
 
     after_send: bool
     staged: bool
+    acknowledged: bool
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """Join the group; blocks in the engine until the trainer has joined as rank 0. timeout_seconds: for that, and
@@ -178,7 +198,8 @@ can."""
 class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
-    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot."""
+    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot. senders: the ranks that
+    have one for an engine; every: each rank that is on one of the engine's GPUs."""
 
     sender: SenderFactory
     control: ReceiverControl
@@ -187,9 +208,12 @@ class Transport:
     listens: bool = True
     located: Located | None = None
     staged: ReceiverControl | None = None
+    senders: Literal["rank0", "every"] = "rank0"
 
 
 TRANSPORTS: dict[tuple[str, Backend], str] = {
+    ("vllm", "ipc"): "rltool.weights.transports.ipc:VLLM",
+    ("sglang", "ipc"): "rltool.weights.transports.ipc:SGLANG",
     ("vllm", "gloo"): "rltool.weights.transports.gloo:VLLM",
     ("sglang", "gloo"): "rltool.weights.transports.gloo:SGLANG",
     ("vllm", "disk"): "rltool.weights.transports.disk:VLLM",
@@ -206,7 +230,8 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
 NO_TRANSFER = "has no weight transfer; start vLLM with --weight-transfer-config, or use `rltool serve-engines`"
 
 CANDIDATES: dict[str, tuple[Backend, ...]] = {
-    "auto": ("nccl", "vllm-nccl", "gloo", "disk"),
+    "auto": ("ipc", "nccl", "vllm-nccl", "gloo", "disk"),
+    "ipc": ("ipc",),
     "nccl": ("nccl", "vllm-nccl"),
     "gloo": ("gloo",),
     "disk": ("disk",),
@@ -217,6 +242,7 @@ CANDIDATES: dict[str, tuple[Backend, ...]] = {
 
 BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl")
 ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
+ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
 
 
 def transport(dialect: str, backend: Backend) -> Transport:
@@ -233,7 +259,12 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     """
     reasons = []
     for backend in CANDIDATES[config.transport]:
-        why = ON_ONE_GPU if shares_gpus and backend in BETWEEN_GPUS else obstacle(info, backend, trainer_device)
+        if shares_gpus and backend in BETWEEN_GPUS:
+            why = ON_ONE_GPU
+        elif backend == "ipc" and not shares_gpus:
+            why = ON_OTHER_GPUS
+        else:
+            why = obstacle(info, backend, trainer_device)
         if why is None:
             if config.staged and transport(info.dialect, backend).staged is None:
                 raise UsageError(

@@ -13,6 +13,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import WeightVersion
+from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import WeightSync
 from rltool.weights.verify import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
@@ -30,7 +31,7 @@ def version(step: int) -> WeightVersion:
 
 class Rig(Generic[R]):
     """ranks(config, directory): makes the ranks; deadline: seconds of every step and of every bucket. `engines` are the
-    fakes, in the order in which they were added."""
+    fakes, in the order in which they were added; `ended` those that were to be ended, and why."""
 
     def __init__(
         self,
@@ -39,7 +40,10 @@ class Rig(Generic[R]):
         config: WeightsConfig,
         directory: Path,
         deadline: float,
+        trainer_device: str,
+        shares_gpus: bool,
     ) -> None:
+        self.trainer_device, self.shares_gpus, self.ended = trainer_device, shares_gpus, []
         self.client, self.config, self.directory, self.deadline = client, config, directory, deadline
         self._make_ranks, self._key = ranks, directory / "key"
         self._key.write_text(KEY)
@@ -54,14 +58,20 @@ class Rig(Generic[R]):
         self.sync = WeightSync(
             self.client, self.fleet, self.endpoints, self.infos, self.ranks, self.config,
             ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            trainer_device="cpu", step_deadline=self.deadline, bucket_deadline=self.deadline,
+            trainer_device=self.trainer_device, step_deadline=self.deadline, bucket_deadline=self.deadline,
             directory=self.directory / "weights",
+            gpus=SharedGpus(self.ranks, self.infos, self.trainer_device, self._end) if self.shares_gpus else None,
         )  # fmt: skip
+
+    async def _end(self, url: str, why: str) -> None:
+        self.ended.append((url, why))
 
     async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
         kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
         self.engines.append(engine)
-        self.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect=kind, key_file=self._key)
+        self.endpoints[engine.url] = EngineEndpoint(
+            url=engine.url, dialect=kind, key_file=self._key, gpu_uuids=engine.gpus
+        )
         self.fleet.add(engine.url, takes_weights=takes_weights)
         await self.probe(engine)
 
@@ -82,12 +92,14 @@ async def rig(
     directory: Path,
     *,
     deadline: float,
+    trainer_device: str = "cpu",
+    shares_gpus: bool = False,
 ) -> AsyncIterator[Rig[R]]:
     async with EngineClient() as client:
-        made = Rig(client, ranks, config, directory, deadline)
+        made = Rig(client, ranks, config, directory, deadline, trainer_device, shares_gpus)
         for engine in engines:
             await made.add(engine)
         try:
             yield made
         finally:
-            made.ranks.sender.close()
+            await made.ranks.leave_transfer()

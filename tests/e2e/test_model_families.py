@@ -31,11 +31,14 @@ LENGTHS = [5, 17, 2, 9, 12, 3, 8, 40]
 
 
 def case(place, path, batch, layout):
-    """Log-probabilities, metrics of one step of supervised training, and the weights before it."""
+    """The weights as every rank gets them, log-probabilities, and metrics of one step of supervised training."""
     options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}}
     with closing(make_trainer(place, path, **layout, **options)) as trainer:
         at = trainer.coordinates
-        exported = {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
+        exported = {meta.name: t.clone() for meta, t in trainer.export_weights(everywhere=True)}
+        for meta, tensor in trainer.export_weights():
+            assert (tensor is not None) == (at.rank == 0)
+            assert tensor is None or torch.equal(tensor, exported[meta.name])
         logprobs = trainer.compute_logprobs([batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])])
         own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         micro_batches = [batch.select(own[:1]), batch.select(own[1:])]
@@ -86,10 +89,11 @@ def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout
     original = on_disk(path)
     for world, layout in layouts(kind):
         results = ranks.run(case, world, path, batch, layout)
-        exported, _, metrics = results[0]
-        assert exported.keys() == original.keys(), layout
-        for name, tensor in original.items():
-            assert torch.equal(exported[name], tensor), f"{layout} {name}"
+        metrics = results[0][2]
+        for exported, _, _ in results:
+            assert exported.keys() == original.keys(), layout
+            for name, tensor in original.items():
+                assert torch.equal(exported[name], tensor), f"{layout} {name}"
         for _, found, _ in results:
             if found is not None:
                 torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=3e-5, msg=f"{layout}")

@@ -153,6 +153,10 @@ class BlockedSender:
         self.joining.set()
         return {} if self.aborted.wait(SECONDS) else {"nobody": "aborted it"}
 
+    def ready(self, url: str, version: str, number: int, seconds: float) -> None:
+        assert self.joining.wait(SECONDS)
+        self.threads["ready"] = threading.get_ident()
+
     def abort(self, urls: list[str], reason: str) -> None:
         assert self.joining.wait(SECONDS)
         self.threads["abort"] = threading.get_ident()
@@ -160,7 +164,7 @@ class BlockedSender:
 
 
 @pytest.mark.long
-def test_an_abort_runs_beside_a_blocked_call_and_all_else_on_one_thread(cluster, tmp_path):
+def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_one_thread(cluster, tmp_path):
     """Megatron's patches for the CPU are thread-local."""
 
     def prepare(actor) -> int:
@@ -178,10 +182,11 @@ def test_an_abort_runs_beside_a_blocked_call_and_all_else_on_one_thread(cluster,
     try:
         ident = call(prepare)
         joining = actor.join.remote()
+        assert ray.get(actor.ready.remote("http://engine:1", "v", 0, SECONDS), timeout=SECONDS) is None
         ray.get(actor.abort_transfer.remote(["http://engine:1"], "it failed"), timeout=SECONDS)
         assert ray.get(joining, timeout=SECONDS) == {}
         threads = call(lambda actor: actor.sender.threads)
-        assert threads["join"] == ident != threads["abort"]
+        assert threads["join"] == ident and ident not in (threads["abort"], threads["ready"])
         assert [call(look) for _ in range(5)] == [(ident, True)] * 5
     finally:
         ray.kill(actor)

@@ -55,6 +55,7 @@ OWNERS = {
         "engines/wire.py": "the wire contract, which trainer and plugin share",
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
         "engines/nccl.py": "communicators, which trainer and plugin share",
+        "engines/ipc.py": "memory that the trainer shares with the plugin",
         "rollout/batching.py": "samples become tensors",
         "rollout/turns.py": "so do their turns",
         "quickstart/tiny_model.py": "makes a model",
@@ -104,7 +105,7 @@ IMPORTS_NOTHING_HEAVY = (
 )  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
 
-TORCH_ALONE = ("engines/wire.py", "engines/nccl.py", "engines/delta/")
+TORCH_ALONE = ("engines/wire.py", "engines/nccl.py", "engines/ipc.py", "engines/delta/")
 """What trainer and plugin share; it needs torch."""
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from rltool.errors import PartLost, RltoolError, RunFault, SaveFailed, UsageError
+from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
 from rltool.megatron.runtime import OtherRankFailed
 from rltool.training import ray_calls
 from rltool.training.rank_handles import RankHandles
 from rltool.training.ray_calls import DeadlinePassed, cause, get_all
+from rltool.weights.transport import Receiver, Rendezvous
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:3: Connection reset by peer"
 
@@ -217,6 +219,42 @@ def test_the_rollout_manager_waits_for_all_ranks_and_raises_our_own_errors_as_th
 
     asyncio.run(asyncio.wait_for(story(), 30))
     assert ended == [1]
+
+
+def test_only_the_ranks_that_send_to_an_engine_are_asked_for_its_next_bucket():
+    asked: list[int] = []
+
+    class Rank:
+        """On a GPU of the engine, if it has a handle for that."""
+
+        def __init__(self, number, handles, reason=None):
+            self.host, self.ready = self.Method(self._host), self.Method(self._ready)
+            self.number, self.handles, self.reason = number, handles, reason
+
+        class Method:
+            def __init__(self, call):
+                self.remote = call
+
+        async def _host(self, receivers, group, directory):
+            return {"http://e": Rendezvous("ipc", 3, group, handles=self.handles)} if self.handles else {}
+
+        async def _ready(self, url, version, number, seconds):
+            asked.append(self.number)
+            return self.reason
+
+    async def story():
+        engine = Receiver("http://e", "vllm", "ipc", 2, ("a", "b"))
+        ranks = RankHandles([Rank(0, {}), Rank(1, {"a": "A", "b": ""}), Rank(2, {"a": "", "b": "B"})], [], None)
+        meeting = await ranks.host([engine], "g", Path("/"))
+        assert meeting["http://e"].handles == {"a": "A", "b": "B"}
+        await ranks.ready("http://e", "v", 0, 1.0)
+        assert sorted(asked) == [1, 2]
+        ranks = RankHandles([Rank(0, {"a": "A", "b": "B"}, reason="CUDA error")], [], None)
+        await ranks.host([engine], "g", Path("/"))
+        with pytest.raises(EngineError, match="CUDA error"):
+            await ranks.ready("http://e", "v", 0, 1.0)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
 
 
 def test_what_a_fault_is():

@@ -42,7 +42,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     """Eight GPUs, as the real program lists them."""
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
-    rows = "".join(f"echo '{index}, NVIDIA H200, 143771'\n" for index in range(8))
+    rows = "".join(f"echo '{index}, NVIDIA H200, 143771, GPU-{index}'\n" for index in range(8))
     program.write_text(f"#!/bin/sh\n{rows}")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")

@@ -40,6 +40,8 @@ def test_a_sound_configuration_passes(base):
         ([*COLOCATE, "rollout.max_staleness=1"], 'max_staleness = 1 contradict each other.*sleep.*"managed"'),
         ([*COLOCATE, "weights.staged=true"], "generate nothing while weights arrive"),
         ([*COLOCATE, 'weights.transport="nccl"'], "NCCL joins no two processes on one GPU"),
+        ([*COLOCATE, 'weights.transport="ipc"', 'trainer.device="cpu"'], "CUDA IPC shares memory of GPUs"),
+        (['weights.transport="ipc"'], r'engines\.mode = "external" contradict each other: CUDA IPC is for engines on'),
         ([MANAGED, "engines.external=[]", 'engines.groups=[{role="placeholder"}]'], "no engine to start"),
         ([MANAGED, "engines.external=[]", "engines.groups=[{gpus=[0]}]"], "names gpus.*--gpus"),
         (

@@ -220,9 +220,15 @@ def test_a_trainer_on_a_gpu_sends_over_nccl_to_whoever_has_one_too(changes, want
 
 
 @pytest.mark.parametrize(
-    ("changes", "chosen"), [({}, "gloo"), (SGLANG, "gloo"), ({**SGLANG, "dp_size": 2}, "disk")]
+    ("changes", "chosen"),
+    [
+        ({}, "ipc"),
+        (SGLANG, "ipc"),
+        ({"device": "cpu"}, "gloo"),
+        ({**SGLANG, "dp_size": 2}, "disk"),
+    ],
 )
-def test_on_a_gpu_that_trainer_and_engine_share_nobody_is_reached_over_nccl(changes, chosen):
+def test_on_a_gpu_that_trainer_and_engine_share_weights_go_through_its_memory_and_never_over_nccl(changes, chosen):
     assert choose(info(**changes), WeightsConfig(), "cuda", shares_gpus=True) == chosen
     with pytest.raises(UsageError, match="NCCL joins no two ranks on one GPU"):
         choose(info(**changes), WeightsConfig(transport="nccl"), "cuda", shares_gpus=True)
@@ -239,6 +245,26 @@ def test_on_a_gpu_that_trainer_and_engine_share_nobody_is_reached_over_nccl(chan
 def test_an_engine_that_cannot_be_reached_over_nccl_says_why(changes, message):
     with pytest.raises(UsageError, match=message):
         choose(info(**changes), WeightsConfig(transport="nccl"), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "shared", "message"),
+    [
+        ({}, "cuda", False, "has GPUs of its own"),
+        ({}, "cpu", True, "need GPUs"),
+        ({"device": "cpu"}, "cuda", True, "need GPUs"),
+        ({"weight_backend": "nccl"}, "cuda", True, "cannot open the trainer's memory.*--weight-backend rltool"),
+        ({"weight_backend": None}, "cuda", True, "has no weight transfer"),
+        ({**SGLANG, "dp_size": 2}, "cuda", True, "has 2 data-parallel replicas"),
+    ],
+)
+def test_an_engine_that_cannot_be_reached_over_ipc_says_why(changes, device, shared, message):
+    with pytest.raises(UsageError, match=message):
+        choose(info(**changes), WeightsConfig(transport="ipc"), device, shares_gpus=shared)
+
+
+def test_colocated_engines_on_the_cpu_are_reached_over_gloo():
+    assert choose(info(), WeightsConfig(), "cpu", shares_gpus=True) == "gloo"
 
 
 def test_a_transport_that_this_version_lacks_is_named(monkeypatch):

@@ -5,12 +5,12 @@ A channel is opened by the init request and closed when the trainer, or another 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from rltool.engines import nccl, wire
+from rltool.engines import ipc, nccl, wire
 from rltool.engines.types import Bucket
 
 
@@ -103,6 +103,32 @@ class NcclChannel:
         if work is not None:
             work.wait(self._seconds)
         return bucket, flat
+
+
+class IpcChannel:
+    """Out of memory of the trainer's rank on this worker's own GPU, one bucket for each request."""
+
+    def __init__(self, handles: Mapping[str, str], gpu: str, device: torch.device) -> None:
+        """handles: by the UUID of the GPU that they were exported on; gpu: this worker's."""
+        if not handles.get(gpu):
+            raise ChannelError(
+                f"this worker is on GPU {gpu}, and the trainer's ranks are on {', '.join(handles)}: each GPU of a "
+                "colocated engine needs a rank"
+            )
+        try:
+            self._buffer = ipc.OpenedBuffer(handles[gpu], device)
+        except ipc.IpcError as error:
+            raise ChannelError(f"opening the trainer's memory on GPU {gpu}: {error}") from error
+
+    def receive(self, buckets: Sequence[Bucket]) -> Arriving:
+        if len(buckets) != 1:
+            raise ChannelError(f"{len(buckets)} buckets were announced at once, and the trainer's memory holds one")
+        # A copy: the trainer fills its memory anew once the request is answered, while layers that are not complete
+        # wait with the tensors that they have got.
+        yield buckets[0], self._buffer.flat(wire.bucket_bytes(buckets[0])).clone()
+
+    def close(self) -> None:
+        self._buffer.close()
 
 
 def read_bucket_file(bucket: Bucket, path: str) -> list[tuple[str, torch.Tensor]]:

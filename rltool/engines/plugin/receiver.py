@@ -11,14 +11,22 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
+from rltool.engines import ipc
 from rltool.engines.plugin import reload
-from rltool.engines.plugin.channels import ChannelError, FlatChannel, GlooChannel, NcclChannel, read_bucket_file
+from rltool.engines.plugin.channels import (
+    ChannelError,
+    FlatChannel,
+    GlooChannel,
+    IpcChannel,
+    NcclChannel,
+    read_bucket_file,
+)
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
 from rltool.engines.types import Bucket, TensorMeta
@@ -26,6 +34,7 @@ from rltool.engines.types import Bucket, TensorMeta
 NEEDED = {
     "gloo": ("address", "port", "group", "timeout_seconds"),
     "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
+    "ipc": ("handles",),
     "disk": (),
     "delta": (),
 }
@@ -45,6 +54,7 @@ class InitInfo(WeightTransferInitInfo):
     timeout_seconds: float = 0.0
     unique_id: str = ""
     nccl_version: int = 0
+    handles: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.transport not in NEEDED:
@@ -127,6 +137,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 device=self.device,
                 timeout_seconds=init_info.timeout_seconds,
             )
+        elif init_info.transport == "ipc":
+            self._channel = IpcChannel(init_info.handles, ipc.gpu_uuid(self.device), self.device)
         self._transport = init_info.transport
 
     def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ class SglangControl:
 
     after_send = False
     staged = False
+    acknowledged = False
 
     def prefetch(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
@@ -62,7 +63,7 @@ def bucket_request(bucket: Bucket, group: str) -> HttpRequest:
 
     The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
     """
-    _check_alignment(bucket)
+    check_alignment(bucket)
     body = {
         "names": [meta.name for meta in bucket],
         "dtypes": [meta.dtype for meta in bucket],
@@ -90,7 +91,7 @@ def data_parallel(info: EngineInfo) -> str | None:
     return None
 
 
-def _check_alignment(bucket: Bucket) -> None:
+def check_alignment(bucket: Bucket) -> None:
     """SGLang views each tensor in place in the flat buffer, so each must start at a multiple of its item size."""
     offset = 0
     for meta in bucket:

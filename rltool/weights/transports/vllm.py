@@ -15,6 +15,7 @@ class VllmControl:
 
     after_send = False
     staged = False
+    acknowledged = False
 
     def prefetch(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float

@@ -8,13 +8,17 @@ arrived. tests/e2e/test_sglang.py exercises the same contract on the real server
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import io
+import pickle
 import threading
 import uuid
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 from aiohttp import web
@@ -66,6 +70,7 @@ class FakeSglang:
     tp: int = 1
     memory_saver: bool = True
     cpu_backup: bool = False
+    gpus: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -155,6 +160,7 @@ class FakeSglang:
         yield "POST", "/init_weights_update_group", self._init_group
         yield "POST", "/destroy_weights_update_group", self._destroy_group
         yield "POST", "/update_weights_from_distributed", self._update
+        yield "POST", "/update_weights_from_tensor", self._update_from_tensor
         yield "POST", "/update_weights_from_disk", self._load_directory
         yield "POST", "/update_weight_version", self._set_version
         yield "POST", "/weights_checker", self._check_weights
@@ -356,6 +362,24 @@ class FakeSglang:
         self._changed()
         return _outcome(True)
 
+    async def _update_from_tensor(self, request: web.Request) -> web.Response:
+        """Each rank unpickles its own; what goes wrong in that kills the real one's scheduler."""
+        if not self._session_open and self._since(21):
+            return _outcome(
+                False, "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
+            )
+        body = self.bodies[request.path]
+        assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
+        if "weights" in self.asleep:
+            await self._die()
+        taken = [
+            unpickled(payload, gpu) for gpu, payload in zip(self.gpus, body["serialized_named_tensors"], strict=True)
+        ]
+        assert all(each == taken[0] for each in taken), "the ranks disagree"
+        self.weights.update(taken[0])
+        self._changed()
+        return _outcome(True)
+
     async def _load_directory(self, request: web.Request) -> web.Response:
         from safetensors.torch import load_file
 
@@ -453,6 +477,43 @@ def _receive_flat(group, body: dict[str, Any]) -> dict[str, bytes]:
     flat = torch.empty(offset, dtype=torch.uint8)
     torch.distributed.broadcast(flat, src=0, group=group)
     return {name: _bytes(flat[start:end]) for name, start, end in slices}
+
+
+def unpickled(payload: str, gpu: str) -> dict[str, bytes]:
+    """What the rank on this GPU makes of it, with the few names of SafeUnpickler's list that are needed, and torch's
+    rebuild_cuda_tensor on memory of the host (fakes.ipc)."""
+    import torch
+
+    from rltool.engines import ipc
+
+    def rebuild(cls, size, stride, offset, storage, dtype, device, handle, num_bytes, start, *rest):
+        assert (cls, stride, offset, dtype, start) == (torch.Tensor, (1,), 0, torch.uint8, 0)
+        assert storage is torch.storage.TypedStorage and rest == (False, bytes(64), 0, bytes(64), False)
+        assert device == gpu and len(handle) == 64 and size[0] <= num_bytes, f"Invalid device_uuid={device}"
+        opened = ipc.OpenedBuffer(base64.b64encode(handle).decode(), torch.device("cpu"))
+        flat = opened.flat(num_bytes)[: size[0]].clone()
+        opened.close()
+        return flat
+
+    allowed = {
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): rebuild,
+        ("torch", "Tensor"): torch.Tensor,
+        ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
+        ("types", "SimpleNamespace"): SimpleNamespace,
+        **{("torch", name): getattr(torch, name) for name in ("uint8", "float32", "bfloat16")},
+    }
+
+    class Restricted(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return allowed[module, name]
+
+    content = Restricted(io.BytesIO(base64.b64decode(payload, validate=True))).load()
+    flat, found = content["flattened_tensor"], {}
+    for meta in content["metadata"]:
+        tensor = flat[meta.start_idx : meta.end_idx].view(meta.dtype).reshape(meta.shape)
+        assert meta.numel == meta.end_idx - meta.start_idx
+        found[meta.name] = _bytes(tensor)
+    return found
 
 
 def _bytes(tensor) -> bytes:

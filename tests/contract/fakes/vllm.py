@@ -30,6 +30,7 @@ from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import EngineError
+from tests.contract.fakes import ipc
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import StockVllmTransfer, Workers
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
@@ -73,6 +74,7 @@ class FakeVllm(FakeServer):
         self.seconds = 0.0
         self.hours_later = 0
         self.sleep_mode = True
+        self.gpu_workers: list[ipc.Worker] = []  # processes that take weights by IPC
         self._policy = GuardPolicy(key) if key else None
         self.forget()
 
@@ -99,6 +101,11 @@ class FakeVllm(FakeServer):
     @version.setter
     def version(self, version: str) -> None:
         self.batch.note(version)
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """UUIDs."""
+        return tuple(worker.gpu for worker in self.gpu_workers)
 
     @property
     def paused(self) -> bool:
@@ -439,6 +446,9 @@ class FakeVllm(FakeServer):
                     self.world_size,
                     info["timeout_seconds"],
                 )
+            elif info["transport"] == "ipc":
+                for worker in self.gpu_workers:
+                    await asyncio.to_thread(worker.open, info["handles"])
         except (RuntimeError, EngineError) as error:  # torch's own errors at a rendezvous that fails, or NCCL's
             return _worker_failed(str(error))
         self.transport = info["transport"]
@@ -495,6 +505,11 @@ class FakeVllm(FakeServer):
                     self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
             elif self.transport == "nccl":
                 self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
+            elif self.transport == "ipc":
+                taken = [await asyncio.to_thread(worker.take, bucket) for worker in self.gpu_workers]
+                for name, tensor in taken[0].items():
+                    assert all(each[name].equal(tensor) for each in taken), "the workers disagree"
+                self.tensors |= taken[0]
             else:
                 import torch
 
@@ -526,6 +541,9 @@ class FakeVllm(FakeServer):
             self.version = "incomplete"
 
     def _leave(self) -> None:
+        if self.transport == "ipc":
+            for worker in self.gpu_workers:
+                worker.leave()
         self.transport = None
         if self._group is not None:
             self._group.shutdown()

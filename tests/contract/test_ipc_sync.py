@@ -1,0 +1,208 @@
+"""Weights to engines on the trainer's GPUs: two ranks and the workers of real processes, which share memory of the host
+in place of a GPU's. Sender, receiver's channel, requests and SGLang's payload are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.config.rollout import WeightsConfig
+from rltool.engines.fleet import State
+from rltool.weights.sync_report import WeightSyncFailed
+from tests.contract import sync_rig
+from tests.contract.fakes import ipc as fake_ipc
+from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
+from tests.contract.fakes.vllm import FakeVllm
+from tests.contract.sync_rig import Rig, version
+from tests.ranks import RanksOnGpus
+
+GPUS = ("gpu-a", "gpu-b")
+DEADLINE = 10.0
+CONFIG = WeightsConfig(bucket_bytes=40)
+
+
+class Ranks(RanksOnGpus):
+    def weights(self, step):
+        changing = {"a": torch.full((2, 9), float(step)), "c": torch.ones(7) + step, "d": torch.zeros(30) - step}
+        return changing | {"b": torch.arange(5, dtype=torch.bfloat16)}
+
+    async def logprobs(self, batch):
+        return batch.rollout_logprobs.clone()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[fake_ipc.Worker]]:
+    """One on each GPU."""
+    process = fake_ipc.WorkerProcess()
+    started = [fake_ipc.Worker(process, gpu) for gpu in GPUS]
+    try:
+        started[0].leave()  # once it answers: no deadline of a sync counts its imports
+        yield started
+    finally:
+        process.kill()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(monkeypatch) -> Iterator[None]:
+    fake_ipc.installed(monkeypatch)
+    yield
+    assert fake_ipc.SharedExport.live == set(), "every buffer is freed when its engine is left"
+
+
+@pytest.fixture
+def vllm(stack) -> Callable[..., FakeVllm]:
+    def start(*workers: fake_ipc.Worker) -> FakeVllm:
+        engine = stack.enter_context(FakeVllm(key=EXPECTED_KEY))
+        engine.gpu_workers, engine.world_size, engine.device = list(workers), len(workers), "cuda"
+        return engine
+
+    return start
+
+
+def syncing(
+    engines: list[Any], directory: Path, scenario: Callable[[Rig[Ranks]], Awaitable[None]], *, deadline=DEADLINE,
+    gpus: tuple[str, ...] = GPUS,
+) -> None:  # fmt: skip
+    async def run() -> None:
+        ranks = partial(Ranks, gpus=gpus, deadline=deadline)
+        options: dict[str, Any] = {"deadline": deadline, "trainer_device": "cuda", "shares_gpus": True}
+        async with sync_rig.rig(engines, ranks, CONFIG, directory, **options) as r:
+            await scenario(r)
+
+    asyncio.run(run())
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def assert_has(engine, ranks, step):
+    wanted = {name: raw(tensor) for name, tensor in ranks.weights(step).items()}
+    if isinstance(engine, FakeSglang):
+        assert engine.weights == wanted and engine.weight_version == str(version(step))
+    else:
+        assert {name: raw(tensor) for name, tensor in engine.tensors.items()} == wanted
+        assert engine.version == str(version(step))
+
+
+def test_each_worker_takes_the_weights_out_of_memory_of_its_own_gpu(vllm, workers, tmp_path):
+    engine = vllm(*workers)
+
+    async def scenario(r):
+        for step in (0, 1, 1, 2):  # the same version once more, over the same connection
+            assert (await r.sync.sync(version(step))).failed == {}
+            assert_has(engine, r.ranks, step)
+        assert engine.paths().count("/init_weight_transfer_engine") == 1
+        assert set(r.ranks.gathers) == {(0, True), (1, True)}
+        assert r.ranks.held[-2:] == [("onload", "parameters"), ("offload", "parameters")]
+
+    syncing([engine], tmp_path, scenario)
+
+
+def test_two_engines_of_one_gpu_each_have_a_rank_of_their_own(vllm, workers, tmp_path):
+    engines = [vllm(workers[0]), vllm(workers[1])]
+
+    async def scenario(r):
+        await r.sync.sync(version(3))
+        for engine in engines:
+            assert_has(engine, r.ranks, 3)
+        assert [set(meeting) for meeting in r.ranks.meetings] == [{engines[0].url}, {engines[1].url}]
+
+    syncing(engines, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("release", ["0.5.23", "0.5.17"])
+def test_sglang_gets_a_payload_for_each_of_its_ranks(release, tmp_path):
+    with FakeSglang(gpus=("gpu-b", "gpu-a"), tp=2, version=release) as engine:
+
+        async def scenario(r):
+            for step in (0, 1):
+                assert (await r.sync.sync(version(step))).failed == {}
+                assert_has(engine, r.ranks, step)
+
+        syncing([engine], tmp_path, scenario)
+
+
+def test_an_engine_that_sleeps_gets_its_weights_before_its_cache(vllm, workers, tmp_path):
+    engine = vllm(workers[1])
+
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        r.fleet.fall_asleep(engine.url)
+        for request in r.sync.gpus.residency(engine.url).release():
+            await r.client.run(r.endpoints[engine.url], [request], timeout=DEADLINE)
+        assert engine.tensors == {} and engine.asleep
+        await r.sync.sync(version(1))
+        assert_has(engine, r.ranks, 1)
+        assert not engine.asleep and not engine.paused and r.ended == []
+        woken = [path for path in engine.paths() if path in ("/wake_up", "/update_weights", "/resume")]
+        assert woken[-6:] == ["/wake_up", *["/update_weights"] * 3, "/wake_up", "/resume"]
+
+    syncing([engine], tmp_path, scenario)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "message"),
+    [
+        (("gpu-a", "elsewhere"), "no trainer rank shares memory on its GPU gpu-b"),
+        (("elsewhere", "gone"), "no rank of the trainer is on one of its GPUs"),
+    ],
+)
+def test_an_engine_on_a_gpu_without_a_rank_is_refused(gpus, message, vllm, workers, tmp_path):
+    engine = vllm(*workers)
+
+    async def scenario(r):
+        with pytest.raises(WeightSyncFailed, match=message):
+            await r.sync.sync(version(0))
+        assert "/init_weight_transfer_engine" not in engine.paths()
+
+    syncing([engine], tmp_path, scenario, gpus=gpus)
+
+
+def test_an_engine_that_takes_nothing_holds_up_neither_the_ranks_nor_the_others(vllm, workers, tmp_path):
+    engines = [vllm(workers[0]), vllm(workers[1])]
+
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        engines[0].fail("/update_weights", status=500, times=1)
+        report = await r.sync.sync(version(1))
+        assert set(report.failed) == {engines[0].url} and report.updated == (engines[1].url,)
+        assert_has(engines[1], r.ranks, 1)
+        assert r.states() == [State.STALE, State.READY]
+        assert (await r.sync.sync(version(1), only={engines[0].url})).failed == {}
+        assert_has(engines[0], r.ranks, 1)
+
+    syncing(engines, tmp_path, scenario)
+
+
+def test_an_engine_that_hangs_in_a_bucket_is_dropped_at_the_deadline(vllm, workers, tmp_path):
+    engines = [vllm(workers[0]), vllm(workers[1])]
+
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        engines[0].hang("/update_weights")
+        report = await r.sync.sync(version(1))
+        assert set(report.failed) == {engines[0].url}
+        assert_has(engines[1], r.ranks, 1)
+
+    syncing(engines, tmp_path, scenario, deadline=1.0)
+
+
+def test_a_rank_that_fails_is_a_failure_of_its_engine_alone(vllm, workers, tmp_path, monkeypatch):
+    engines = [vllm(workers[0]), vllm(workers[1])]
+
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        broken = r.ranks.senders[1]._channels[engines[1].url].transport
+        monkeypatch.setattr(broken, "send", lambda *_: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        report = await r.sync.sync(version(1))
+        assert "CUDA error" in report.failed[engines[1].url]
+        assert_has(engines[0], r.ranks, 1)
+
+    syncing(engines, tmp_path, scenario)
