@@ -92,10 +92,7 @@ class RolloutWork:
 
     async def _add_baseline(self, group: Group) -> str | None:
         """The reward of a greedy response to the group's prompt, in all of its samples. Returns why there is none."""
-
-        async def generate(request: GenerateRequest) -> list[Completion]:
-            return await self._ask(request, group=group.id)
-
+        generate = partial(self._ask, self._plane, group=group.id)
         sampling = replace(self._context.sampling, temperature=0.0)
         context = replace(self._context, generate=generate, sampling=sampling, prompt=group.prompt)
         [greedy] = new_samples(group.id, group.prompt, count=1, run_seed=self._config.seed)
