@@ -206,12 +206,12 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
 
 
 def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_for_it(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
     sick = two[0]
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             await r.sync.sync(version(0))
+            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.2)  # a busy host answers within three of them
             r.sync.calls.deadline = 600.0  # only the health checks can end this in time
             monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
             for path in ("/pause", "/resume", "/health"):
@@ -719,8 +719,6 @@ def test_the_ranks_do_not_wait_in_send_for_an_engine_that_failed(two, tmp_path, 
 
 
 def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.05)
-    monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
     sick, healthy = two
 
     async def run() -> None:
@@ -728,6 +726,8 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
             patient(r)
             r.ranks.tensors = LARGE
             await within(r.sync.sync(version(0)))
+            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.2)
+            monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
             for path in ("/update_weights", "/resume", "/health"):
                 sick.hang(path)
             report = await within(r.sync.sync(version(1)))

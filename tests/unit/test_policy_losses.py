@@ -245,10 +245,12 @@ OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
 OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step", "reference_update_steps"}
 """Change what the next step uses: tests/unit/test_controllers.py, tests/unit/test_loop_coefficients.py."""
+OF_SEVERAL_TURNS = {"credit", "turn_gamma"}
+"""Change nothing where a sample has one turn, as those here: tests/unit/test_turn_credit.py."""
 
 
 def test_every_setting_has_its_case_below():
-    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | OF_THE_CRITIC | OF_THE_NEXT_STEP
+    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_SEVERAL_TURNS
 
 
 @pytest.mark.parametrize("name", EFFECTS)
