@@ -34,7 +34,7 @@ def parameters(said: str) -> str:
 def facts(job: Job, run: str) -> list[dict]:
     """What training computed, by step; times and what has to do with checkpoints left out."""
     return [
-        {name: value for name, value in record.items() if name == "step" or name.startswith("train/")}
+        {n: value for n, value in record.items() if n == "step" or (n.startswith("train/") and "per_second" not in n)}
         for record in job.steps(run)
     ]
 
