@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 
-from rltool.rollout.evaluation import EvalSet
+from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.own_evaluation import EvalContext
 from rltool.rollout.sample import Sample
 

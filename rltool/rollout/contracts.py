@@ -21,7 +21,8 @@ from rltool.engines.types import Completion, GenerateRequest, SamplingParams, Ve
 from rltool.errors import ContractViolation
 from rltool.rollout.data import Prompt
 from rltool.rollout.data.own import OwnSource, load_own_source
-from rltool.rollout.evaluation import EvalSet, EvalSettings, evaluate_set
+from rltool.rollout.eval_set import EvalSet, EvalSettings
+from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.model_clients import Models

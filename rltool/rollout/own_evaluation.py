@@ -6,17 +6,15 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import EvalConfig
 from rltool.errors import RltoolError
+from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.generate import GenerateContext
 from rltool.rollout.reward_worker import describe, finite
 from rltool.rollout.sample import Sample
-
-if TYPE_CHECKING:
-    from rltool.rollout.evaluation import EvalSet
 
 _NAME = re.compile(r"[\w.@-]+")
 
@@ -43,7 +41,7 @@ class EvalContext:
         return self.drawn
 
 
-EvalFunction = Callable[["EvalSet", EvalContext], Awaitable[Mapping[str, float]]]
+EvalFunction = Callable[[EvalSet, EvalContext], Awaitable[Mapping[str, float]]]
 """`async def f(eval_set: EvalSet, context: EvalContext) -> dict[str, float]`: names and finite numbers, recorded as
 eval/SET/NAME."""
 

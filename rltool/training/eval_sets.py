@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from rltool.config.train import TrainConfig
 from rltool.rollout.data import Prompt
-from rltool.rollout.evaluation import EvalSet, eval_settings
+from rltool.rollout.eval_set import EvalSet, eval_settings
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_parts import RewardParts, start_rewards
 from rltool.rollout.reward_pool import RewardPool

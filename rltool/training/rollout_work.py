@@ -12,7 +12,8 @@ from rltool.config.train import TrainConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.evaluation import EvalSet, Evaluated, evaluate_set, version_metrics
+from rltool.rollout.eval_set import EvalSet
+from rltool.rollout.evaluation import Evaluated, evaluate_set, version_metrics
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import Group, new_samples
 from rltool.rollout.model_clients import Models

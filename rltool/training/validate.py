@@ -24,7 +24,7 @@ from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import parse_spec
-from rltool.rollout.evaluation import eval_settings
+from rltool.rollout.eval_set import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
 from rltool.rollout.own_evaluation import load_eval_function
