@@ -31,7 +31,7 @@ def model_in(directory: Path, kind: str, seed: int):
 def test_after_each_of_two_syncs_sglang_computes_with_the_experts_that_were_sent(kind, tmp_path, monkeypatch):
     models = {seed: model_in(tmp_path / str(seed), kind, seed) for seed in range(3)}
     sent = {model: load_file(tmp_path / str(seed) / "model.safetensors") for seed, model in models.items()}
-    monkeypatch.setattr("tests.e2e.test_sglang.tensors_of", sent.__getitem__)
+    monkeypatch.setattr("tests.e2e.hf_ranks.tensors_of", sent.__getitem__)
 
     async def scenario(transport: str, before: int, after: int) -> None:
         async with EngineClient() as client:
