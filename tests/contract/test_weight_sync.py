@@ -211,7 +211,7 @@ def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             await r.sync.sync(version(0))
-            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.2)  # a busy host answers within three of them
+            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.5)  # a busy host answers within three of them
             r.sync.calls.deadline = 600.0  # only the health checks can end this in time
             monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
             for path in ("/pause", "/resume", "/health"):
@@ -231,13 +231,13 @@ def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_
 
 
 def test_an_engine_that_is_slow_and_healthy_is_waited_for(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.02)
+    monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.5)
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            two[0].delay("/pause", 0.5)
+            two[0].delay("/pause", 2.0)
             assert (await r.sync.sync(version(0))).failed == {}
-            assert two[0].paths().count("/health") >= 3
+            assert two[0].paths().count("/health") >= 2
 
     asyncio.run(run())
 
@@ -726,7 +726,7 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
             patient(r)
             r.ranks.tensors = LARGE
             await within(r.sync.sync(version(0)))
-            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.2)
+            monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.5)
             monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
             for path in ("/update_weights", "/resume", "/health"):
                 sick.hang(path)
