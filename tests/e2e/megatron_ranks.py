@@ -6,6 +6,7 @@ import gc
 import multiprocessing as mp
 import os
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import psutil
 
 DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
+IDLE_SECONDS = 30.0
+"""After which ranks without a case end: those that had hundreds keep a third of a core busy (_serve)."""
 
 
 class CaseFailed(AssertionError):
@@ -48,7 +51,7 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             pipe.send((False, f"rank {place.rank}:\n{traceback.format_exc()}"))
         # A model's references go in circles and hold its process groups, and each of these has a gloo thread that wakes
-        # up a hundred times a second: without this, after a hundred cases, idle ranks keep a core busy.
+        # up a hundred times a second. Some stay all the same.
         gc.collect()
 
 
@@ -61,6 +64,8 @@ class RankPool:
     def __init__(self, size: int = 2) -> None:
         self._size = size
         self._workers: list[tuple[mp.process.BaseProcess, Connection]] = []
+        self._lock = threading.Lock()
+        self._idle: threading.Timer | None = None
 
     def _start(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -74,6 +79,25 @@ class RankPool:
             self._workers.append((process, ours))
 
     def run(self, case: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            try:
+                return self._run(case, world_size, *arguments)
+            finally:
+                self._idle = threading.Timer(IDLE_SECONDS, self.close)
+                self._idle.daemon = True
+                self._idle.start()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._idle is not None:
+                self._idle.cancel()
+            self._end()
+
+    # -- the rest is private
+
+    def _run(self, case: Callable[..., Any], world_size: int, *arguments: Any) -> list[Any]:
         if not self._workers:
             self._start()
         port = free_port()
@@ -92,11 +116,11 @@ class RankPool:
                 good, value = False, "a rank died"
             (replies if good else failures).append(value)
         if failures:
-            self.close(firm=True)
+            self._end(firm=True)
             raise CaseFailed("\n".join(failures))
         return replies
 
-    def close(self, *, firm: bool = False) -> None:
+    def _end(self, *, firm: bool = False) -> None:
         for process, pipe in self._workers:
             if not firm and process.is_alive():
                 pipe.send(None)

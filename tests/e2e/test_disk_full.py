@@ -64,11 +64,12 @@ def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_s
 
 @pytest.mark.long
 def test_if_so_configured_training_goes_on_and_uses_the_space_that_is_freed(job):
-    """A ballast fills the disk until the first failure has been recorded."""
+    """From the first checkpoint on a ballast fills the disk, until a failure has been recorded."""
     metrics = job.runs / "continue" / "metrics.jsonl"
     failed = f"grep -qs checkpoint/failures {metrics}"
-    freed = f'(for i in $(seq 2000); do {failed} && break; sleep 0.05; done; rm "$1"/ballast) & '
-    ballast = f'head -c {int(2.5 * CHECKPOINT)} /dev/zero > "$1"/ballast; {freed}'
+    filled = 'for i in $(seq 2000); do [ -e "$1"/latest ] && break; sleep 0.05; done; cat /dev/zero > "$1"/ballast'
+    freed = f'for i in $(seq 2000); do {failed} && break; sleep 0.05; done; rm "$1"/ballast'
+    ballast = f"({filled}; {freed}) 2> /dev/null & "
     settings = ('checkpoint.on_save_failure="continue"', "checkpoint.keep_last=2")
     code, said = train_on_a_small_disk(job, "continue", int(3.4 * CHECKPOINT), 40, *settings, before=ballast)
     assert code == 0, said
