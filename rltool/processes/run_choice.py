@@ -93,4 +93,4 @@ def is_trained(run: RunDirectory) -> bool:
 def runs_of(endpoints_files: Iterable[Path]) -> list[RunDirectory]:
     """The runs that these files lie in, each once; a file elsewhere belongs to none."""
     directories = {file.absolute().parent.resolve(): None for file in endpoints_files if file.name == "endpoints.json"}
-    return [RunDirectory(path) for path in directories if (path / "state" / "run.json").exists()]
+    return [run for run in map(RunDirectory, directories) if run.is_made]

@@ -104,6 +104,11 @@ class RunDirectory:
         return _identity(self.path)["id"]
 
     @property
+    def is_made(self) -> bool:
+        """It has an identity: `open_run` has made it. Before that there may be a directory, for a mount beneath it."""
+        return (self.state_dir / "run.json").exists()
+
+    @property
     def attempt(self) -> int:
         """The newest attempt that has logs; 0 before the first."""
         return max((_attempt_number(path) for path in self.logs_dir.glob("attempt_*")), default=0)

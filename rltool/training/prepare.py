@@ -146,7 +146,7 @@ def prepare(
     find = partial(
         _fleet, config=config, device=device, goes_on=resume_from is not None or restarted,
         patience=config.deadlines.engines if restarted else 0.0,
-        steal=steal, run_id=run.run_id if run.path.exists() else None,
+        steal=steal, run_id=run.run_id if run.is_made else None,
     )  # fmt: skip
     if generates and not managed:
         fleet = find(resolve_endpoints(config), needed=config.engines.min_serving)
