@@ -390,6 +390,7 @@ class RolloutService:
                 "rollout/requests_in_flight": float(self._plane.in_flight),
                 "rollout/event_loop_lag_max": self._monitor.lag.worst_since(self._clock() - collected.interval),
                 **{f"rollout/groups_{name}": float(counts[name]) for name in ("running", "partial", "ready")},
+                "rollout/groups_dropped_total": float(counts["dropped"]),
                 **{f"rollout/{name}_total": float(count) for name, count in self._plane.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in self._monitor.counts.items()},
                 **{f"engines/{name}_total": float(count) for name, count in restarts.items()},

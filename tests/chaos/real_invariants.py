@@ -47,7 +47,7 @@ class RealInvariants:
         self._staleness = staleness
         self._trained: dict[int, int] = {}
         """Group -> the step that trained it, along the line of weights that survives."""
-        self._dropped: dict[int, int] = {}
+        self._dropped = 0
         """Step -> groups that were dropped while it was waited for."""
         self.attempt: int | None = None
         """Of the newest recorded step; each resume is a new one."""
@@ -95,7 +95,7 @@ class RealInvariants:
     def check_end(self) -> None:
         """The books of the whole run, once it has ended in order."""
         self._read_steps()
-        missing, dropped = set(range(max(self._trained) + 1)) - self._trained.keys(), sum(self._dropped.values())
+        missing, dropped = set(range(max(self._trained) + 1)) - self._trained.keys(), self._dropped
         _require(len(missing) <= dropped, f"groups {sorted(missing)} were lost, {dropped} dropped")
 
     def lines(self) -> list[str]:
@@ -103,7 +103,7 @@ class RealInvariants:
         waits = {kind: f"{min(found):.1f} to {max(found):.1f}" for kind, found in sorted(self._waits.items())}
         return [
             f"{self.completed} steps ({self.completed - self.steps} of them done again after a resume), "
-            f"{self._tokens} tokens trained, {sum(self._dropped.values())} groups dropped",
+            f"{self._tokens} tokens trained, {self._dropped} groups dropped",
             f"seconds from a fault to the next completed step: {waits}",
             f"largest mean |log-probability difference| of a step: {self._disagreement:.1e}",
             f"the run's counts: {self._totals}",
@@ -136,7 +136,6 @@ class RealInvariants:
             self._ancestors[self.attempt] = first
         self._run_id, self.attempt, self.steps = newest.run, newest.attempt, first
         self._trained = {group: step for group, step in self._trained.items() if step < first}
-        self._dropped = {step: count for step, count in self._dropped.items() if step < first}
 
     def _check_step(self, record: dict) -> None:
         step = record["step"]
@@ -169,7 +168,7 @@ class RealInvariants:
 
     def _note_step(self, record: dict, difference: float) -> None:
         now = time.monotonic()
-        self._dropped[self.steps] = int(record.get("rollout/dropped_groups", 0))
+        self._dropped = int(record.get("rollout/groups_dropped_total", 0))
         self.steps, self.completed, self._last_step_at = self.steps + 1, self.completed + 1, now
         self._disagreement = max(self._disagreement, difference)
         for kind, at in self._struck.items():

@@ -45,7 +45,7 @@ def record(
     samples = [sample(group, index, spans) for group in groups for index in range(SAMPLES)]
     write_dump(directory / "rollouts", step=step, seed=0, samples=samples)
     metrics = {"step": step, "weight_version": f"{VERSION}:{attempt}:{step + 1}"}
-    metrics |= {"train/logprob_abs_diff_mean": difference, "rollout/dropped_groups": dropped}
+    metrics |= {"train/logprob_abs_diff_mean": difference, "rollout/groups_dropped_total": dropped}
     with (directory / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(metrics) + "\n")
 

@@ -259,6 +259,7 @@ def test_a_refused_group_is_dropped_and_many_of_them_quote_the_engine(serve, set
             spellers[0].fail(GENERATE, 400, body={"error": "this model is tired"}, times=1)
             rollout = await service.next_batch(0)
             assert rollout.metrics["rollout/dropped_groups_rejected"] == 1
+            assert rollout.metrics["rollout/groups_dropped_total"] == 1, "kept by checkpoints"
             for engine in spellers:
                 engine.fail(GENERATE, 400, body={"error": "this model is tired"})
             await service.sync_weights(1)
