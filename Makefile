@@ -49,8 +49,12 @@ docs:
 	.venv-docs/bin/mkdocs build --strict
 
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
-test-long: venv
-	.venv/bin/python -m pytest -m long $(ARGS)
+# NIXL is what prefill and decode engines hand KV caches over with; its CUDA build works without a GPU.
+NIXL = nixl==1.5.1 nixl-cu12==1.5.1
+test-long: venv venv-sglang
+	.venv/bin/python -m pip install --quiet --no-deps $(NIXL)
+	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long $(ARGS)
 
 # Runs on fake engines that break all the time: ARGS="--seed 0 --minutes 1", ARGS="--soak --minutes 60" (docs/troubleshooting.md).
 chaos: venv

@@ -62,7 +62,9 @@ def trained(model_directory: Path, lr: float, steps: int, dtype: torch.dtype) ->
             return
         drawn = torch.randint(0, 26, (32, 8), generator=generator).tolist()
         words = ["".join(letters[i] for i in row) for row in drawn]
-        ids = torch.tensor([tokenizer(f"{word} => {word[::-1]}").input_ids for word in words])
+        texts = [tokenizer(f"{word} => {word[::-1]}").input_ids for word in words]
+        shortest = min(map(len, texts))  # a tokenizer of more than letters
+        ids = torch.tensor([text[:shortest] for text in texts])
         model(input_ids=ids, labels=ids).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

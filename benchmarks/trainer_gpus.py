@@ -22,6 +22,8 @@ from typing import Any
 
 ONE_CONFIGURATION = ("--shape", "1.5B", "--recompute", "full", "--recompute-layers", "8", "--samples", "256")
 """In which speed, memory, packing and scaling of the 1.5B shape are measured."""
+EXPERTS = ("--shape", "30B-A3B", "--samples", "48")
+"""In which grouped products of experts are measured against one expert after the other."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ RUNS = (
     Run("1.5B-fast", ("--shape", "1.5B", "--keep-head"), goal="MFU >= 0.50, log-probabilities >= 0.60"),
     Run("1.5B-selective", ("--shape", "1.5B", "--recompute", "selective")),
     Run("1.5B-eager", (*ONE_CONFIGURATION, "--eager", "--steps", "1")),
+    Run("30B-A3B", (*EXPERTS, "--expert-products", "grouped")),
+    Run("30B-A3B-sequential", (*EXPERTS, "--expert-products", "sequential")),
     Run("1.5B-4", (*ONE_CONFIGURATION, "--distributed-optimizer"), gpus=4, goal="tokens/s >= 3.6 x one GPU's"),
     Run("1.5B-2", (*ONE_CONFIGURATION, "--distributed-optimizer"), gpus=2),
     Run("7B-2", ("--shape", "7B", "--recompute", "full", "--distributed-optimizer"), gpus=2, goal="MFU >= 0.45"),
@@ -63,6 +67,7 @@ COLUMNS = (
     "mfu",
     "logprob_mfu",
     "attention",
+    "experts",
     "peak_allocated_gib",
     "micro_batches",
     "warmup_seconds",
@@ -91,7 +96,7 @@ def measure(run: Run, extra: list[str], profiles: Path | None, timeout: float) -
 
 
 def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Of whole tokens/s: packing's gain, and what several GPUs give of one's."""
+    """Of whole tokens/s: packing's gain, what several GPUs give of one's, grouped products' gain."""
 
     def speed(name: str) -> float | None:
         found = results.get(name, {})
@@ -101,6 +106,7 @@ def ratios(results: dict[str, dict[str, Any]]) -> dict[str, float]:
         "packed / padded, 1.5B": ("1.5B", "1.5B-padded"),
         "4 GPUs / 1, 1.5B": ("1.5B-4", "1.5B"),
         "2 GPUs / 1, 1.5B": ("1.5B-2", "1.5B"),
+        "grouped / sequential, 30B-A3B": ("30B-A3B", "30B-A3B-sequential"),
     }
     pairs = {name: (speed(above), speed(below)) for name, (above, below) in wanted.items()}
     return {name: round(above / below, 3) for name, (above, below) in pairs.items() if above and below}

@@ -31,9 +31,11 @@ from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.megatron import attention
+from rltool.megatron.experts import GroupedExperts
 from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
+EXPERTS: dict[str, Any] = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", norm_topk_prob=True)
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": dict(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -59,8 +61,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
     ),
+    "30B-A3B": dict(
+        **EXPERTS, hidden_size=2048, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
+        num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
+    "small-experts": dict(
+        **EXPERTS, hidden_size=256, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128, head_dim=32,
+        num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
+    ),
 }  # fmt: skip
-"""Those of Qwen2.5's published configurations, and three for the CPU."""
+"""Those of Qwen2.5's published configurations, four layers of Qwen3-30B-A3B's with its embedding as the head, and four
+for the CPU."""
 
 
 def options() -> argparse.Namespace:
@@ -83,10 +95,12 @@ def options() -> argparse.Namespace:
     parser.add_argument(
         "--attention", default="auto", choices=("auto", "torch", "flash_attention_4", "transformer_engine")
     )
+    parser.add_argument("--expert-products", default="auto", choices=("auto", "grouped", "sequential"))
     parser.add_argument("--threads", type=int, help="CPU threads of each rank; default: the trainer's own choice")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
     parser.add_argument("--context-parallel", type=int, default=1)
+    parser.add_argument("--expert-parallel", type=int, default=1)
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--peak-tflops", type=float, default=990.0, help="dense, in --dtype, of one device")
@@ -168,6 +182,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             world_size=args.ranks,
             tensor_parallel=args.tensor_parallel,
             context_parallel=args.context_parallel,
+            expert_parallel=args.expert_parallel,
             sequence_parallel=args.sequence_parallel,
             distributed_optimizer=args.distributed_optimizer,
             recompute=args.recompute,
@@ -175,6 +190,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             head_chunk_tokens=args.head_chunk,
             recompute_head=not args.keep_head,
             attention=args.attention,
+            expert_products=args.expert_products,
             torch_threads=args.threads,
             compile=not args.eager,
         ),
@@ -233,6 +249,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "compiled": not args.eager,
             "head_kept": args.keep_head,
             "attention": kernel_name(trainer) if cuda else "padded",
+            "experts": expert_products(trainer),
             "threads": torch.get_num_threads(),
             "parameters": trainer.family.cost().parameters,
             "samples": samples,
@@ -273,6 +290,14 @@ def kernel_name(trainer: MegatronTrainer) -> str:
         trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks
     )
     return "padded" if trainer.dtype is torch.float32 else attention.judged(shape, trainer.config.attention).__name__
+
+
+def expert_products(trainer: MegatronTrainer) -> str:
+    """What this model's experts ran by in the steps before."""
+    if not trainer.family.num_experts:
+        return ""
+    experts = trainer.gpt.decoder.layers[0].mlp.experts
+    return "grouped" if isinstance(experts, GroupedExperts) and experts.grouped else "sequential"
 
 
 def write_profile(path: Path | None, trace: Path | None, action: Callable[[], tuple[float, float]], cuda: bool) -> None:

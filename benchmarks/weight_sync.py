@@ -22,8 +22,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +43,7 @@ from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
-from rltool.weights.sender import WeightSender
+from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.transport import Backend, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -73,11 +73,12 @@ class Link:
 
     def __init__(
         self, client: EngineClient, server: Server, kind: str, backend: Backend, senders: Sequence[WeightSender],
-        world_size: int,
+        world_size: int, staged: bool,
     ) -> None:  # fmt: skip
         self.client, self.server, self.senders = client, server, senders
         self.speaks = dialect(KINDS[kind].dialect)
-        self.control = transport(KINDS[kind].dialect, backend).control
+        offered = transport(KINDS[kind].dialect, backend)
+        self.control = offered.staged if staged and offered.staged is not None else offered.control
         self.after_send = self.control.after_send
         gpus = tuple(sender.gpu for sender in senders)
         self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size, gpus)
@@ -119,25 +120,33 @@ class Link:
         metas = [meta_of(name, tensor) for name, tensor in copies[0].items()]
         buckets = plan_buckets(metas, self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
-        announced = self.control.announce(buckets, self.rendezvous, version=version)
+        rendezvous = self.rendezvous
+        announced = self.control.announce(buckets, rendezvous, version=version)
+        loop = asyncio.get_running_loop()
 
-        async def transfer() -> None:
+        def send() -> asyncio.Future[list[SendReport]]:
             streams = [zip(metas, weights.values(), strict=True) for weights in copies]
-            sending = asyncio.gather(
+            return asyncio.gather(
                 *(
-                    asyncio.to_thread(sender.send, stream, buckets, version, [self.server.url])
+                    loop.run_in_executor(None, sender.send, stream, buckets, version, [self.server.url])
                     for sender, stream in zip(self.senders, streams, strict=True)
                 )
             )
-            if self.after_send:
-                await sending
+
+        async def load() -> None:
             taken = 0
-            try:
-                for request, covered in announced:
-                    await self.ready(version, taken)
-                    await self.run([request])
-                    taken += covered
+            for request, covered in announced:
                 await self.ready(version, taken)
+                await self.run([request])
+                taken += covered
+            await self.ready(version, taken)
+
+        @asynccontextmanager
+        async def sent() -> AsyncIterator[asyncio.Future[list[SendReport]]]:
+            """The ranks send; in the end all have, or have given up."""
+            sending = send()
+            try:
+                yield sending
             except BaseException as error:
                 for sender in self.senders:
                     sender.abort([self.server.url], str(error))
@@ -147,6 +156,12 @@ class Link:
             if report.failures:
                 raise RuntimeError(str(report.failures))
 
+        async def transfer() -> None:
+            async with sent() as sending:
+                if self.after_send:
+                    await sending
+                await load()
+
         seconds: dict[str, float] = {}
 
         async def timed(name: str, step: Awaitable[None]) -> None:
@@ -154,14 +169,24 @@ class Link:
             await step
             seconds[name] = time.perf_counter() - started
 
-        started = time.perf_counter()
-        await timed("pause", self.run(self.speaks.pause("keep")))
-        await timed("begin", self.run(self.control.begin()))
-        await timed("transfer", transfer())
-        await timed("finish", self.run(self.control.finish(version)))
-        await timed("resume", self.run(self.speaks.resume()))
-        total = time.perf_counter() - started
-        return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / seconds["transfer"]}
+        async def paused(load: Awaitable[None]) -> float:
+            started = time.perf_counter()
+            await timed("pause", self.run(self.speaks.pause("keep")))
+            await timed("begin", self.run(self.control.begin()))
+            await timed("transfer", load)
+            await timed("finish", self.run(self.control.finish(version)))
+            await timed("resume", self.run(self.speaks.resume()))
+            return time.perf_counter() - started
+
+        if self.control.staged:
+            asked = self.control.prefetch(buckets, rendezvous, version=version, seconds=DEADLINE)
+            async with sent():
+                await timed("prefetch", self.run(asked))
+            total, moved = await paused(load()), seconds["prefetch"]
+        else:
+            total = await paused(transfer())
+            moved = seconds["transfer"]
+        return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / moved}
 
 
 class Benchmark:
@@ -228,6 +253,8 @@ class Benchmark:
     def _backends(self, server: Server, kind: str, own: reference.VllmSender | None) -> None:
         args, seen = self.args, dict[str, Seen]()
         for backend in args.backends or [backend for backend in BACKENDS[kind] if backend != "ipc"]:
+            if args.staged and transport(KINDS[kind].dialect, backend).staged is None:
+                continue
             if backend in BACKENDS[kind] and not (args.cpu and backend not in ("gloo", "disk")):
                 self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
         if own is not None:
@@ -254,7 +281,7 @@ class Benchmark:
         async def rounds() -> list[dict[str, float]]:
             rows = []
             async with EngineClient() as client:
-                link = Link(client, server, kind, backend, senders, self._workers)
+                link = Link(client, server, kind, backend, senders, self._workers, self.args.staged)
                 show(engine=kind, backend=backend, connect=await link.connect(self.work / "versions"))
                 for number in range(self.args.rounds):
                     last = number == self.args.rounds - 1
@@ -322,6 +349,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--lock", type=Path, help="file: benchmarks that share it start side by side and measure in turn"
+    )
+    parser.add_argument(
+        "--staged", action="store_true", help="weights.staged: the engine is paused only to load what it has by then"
     )
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", default=sys.executable, help="interpreter of SGLang's own environment")

@@ -100,10 +100,10 @@ class Bench:
         self.work.mkdir(parents=True, exist_ok=True)
         self.environment = {**os.environ, "RLTOOL_RUNS": str(self.work), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 
-    def rltool(self, *words: str, **variables: str) -> None:
+    def rltool(self, *words: str) -> None:
         print("$ rltool", *words, file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "rltool", *words]
-        subprocess.run(command, env=self.environment | variables, check=True, stdout=sys.stderr)
+        subprocess.run(command, env=self.environment, check=True, stdout=sys.stderr)
 
     def serve(self, model: Path) -> None:
         args = self.args
@@ -117,8 +117,8 @@ class Bench:
         config = self.work / f"{run}.toml"
         config.write_text(configuration(self.args, model, data, staleness))
         words = ["train", "--config", str(config), "--run", run]
-        words += ["--rollout-external", f"@{self.work}/engines/endpoints.json"]
-        self.rltool(*words, CUDA_VISIBLE_DEVICES=self.args.trainer_gpus)
+        words += ["--rollout-external", f"@{self.work}/engines/endpoints.json", "--gpus", self.args.trainer_gpus]
+        self.rltool(*words, *(word for pair in self.args.set for word in ("--set", pair)))
         lines = (self.work / run / "metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "train/loss" in record][self.args.exclude :]
         seconds = {phase: statistics.median(record[f"time/{phase}_seconds"] for record in records) for phase in PHASES}
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
     parser.add_argument("--old-logprobs", choices=("trainer", "rollout"), default="trainer")
     parser.add_argument("--verify-tolerance", type=float, default=0.2, help="bf16 on both sides")
+    parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of train's configuration")
     parser.add_argument("--serve", nargs="*", default=[], help="further words of serve-engines")
     parser.add_argument("--engine-args", nargs="*", default=[], help="further arguments of the engine")
     args = parser.parse_args()

@@ -22,6 +22,7 @@ import psutil
 from pydantic import BaseModel
 
 from rltool import __version__
+from rltool.engines.supported import newest
 from rltool.errors import RltoolError
 from rltool.processes.gpus import Gpu, visible_gpus
 from rltool.processes.ports import reserved_ports
@@ -71,7 +72,7 @@ FEATURES = (
         "sglang",
         "wants an environment of its own, for its requirements conflict with vLLM's",
         apart=(
-            "python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install sglang==0.5.23; then "
+            f"python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install sglang=={newest('sglang')}; then "
             "--engine-python .venv-sglang/bin/python",
             "tests/sglang_cpu/setup.sh .venv-sglang, in a checkout; then --engine-python .venv-sglang/bin/python",
         ),

@@ -42,7 +42,34 @@ def write_tiny_qwen2(directory: Path, *, tied: bool, seed: int = 0, layers: int 
     return directory
 
 
-def write_tiny_tokenizer(directory: Path) -> None:
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_tiny_reward_model(directory: Path, *, num_labels: int = 1, seed: int = 7) -> Path:
+    """A Qwen2ForSequenceClassification with random weights, fp32, and its tokenizer, which has CHAT_TEMPLATE."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        num_labels=num_labels, dtype="float32",
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Qwen2ForSequenceClassification(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(directory)
+    write_tiny_tokenizer(directory, chat_template=CHAT_TEMPLATE)
+    return directory
+
+
+def write_tiny_tokenizer(directory: Path, *, chat_template: str | None = None) -> None:
     """One token per printable ASCII character; 0 is padding, 1 the end, 2 unknown."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -53,4 +80,5 @@ def write_tiny_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    fast.chat_template = chat_template
     fast.save_pretrained(directory)

@@ -71,7 +71,7 @@ def _stages(
             "--set", f"steps={steps}", *common, metrics=run.metrics_file,
         )  # fmt: skip
     with stages.stage("report"):
-        write_report(run.path, stages=stages.timings)
+        write_report([run.path], stages=stages.timings)
 
 
 def success(run: RunDirectory) -> list[tuple[int, float]]:

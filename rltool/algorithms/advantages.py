@@ -76,8 +76,8 @@ def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
-    """ReMax (Li et al. 2024, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
-    Large Language Models", section 4): reward minus that of the greedy response to the same prompt, [N].
+    """ReMax (Li et al. 2023, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
+    Large Language Models", arXiv 2310.10505): reward minus that of the greedy response to the same prompt, [N].
 
     baselines: [N], of the policy as it was when the group was complete. It needs no group: one sample a prompt will do.
     """

@@ -10,11 +10,16 @@ from torch import Tensor
 
 from rltool.algorithms.ragged import sum_per_sample
 
-MATRICES = frozenset({"reward_parts", "part_weights"})
-"""Fields of a TrainBatch with a row of several numbers a sample."""
-PER_SAMPLE = MATRICES | {"lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs", "entropy_coefs"}
+MATRICES = frozenset({"reward_parts", "part_weights", "teacher_topk_ids", "teacher_topk_logprobs"})
+"""Fields of a TrainBatch with a row of several numbers a sample or a token."""
+PER_SAMPLE = frozenset({
+    "reward_parts", "part_weights", "lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs",
+    "entropy_coefs",
+})  # fmt: skip
 """Fields with one entry a sample; all others have one a token."""
 INTEGERS = frozenset({"tokens", "token_versions", "turns", "lengths", "group_ids", "episode_ids"})
+SMALL_INTEGERS = frozenset({"teacher_topk_ids"})
+"""INTEGERS are int64, these int32: there are K of them a token."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
 
@@ -55,6 +60,9 @@ class TrainBatch:
     old_logprobs: [T] float32, trainer's log-probability before the first optimizer step; None until computed
     ref_logprobs: [T] float32, reference model's; None without a reference
     teacher_logprobs: [T] float32, teacher's; None without a teacher
+    teacher_topk_ids: [T, K] int32, the teacher's K most probable tokens at each position, most probable first, and
+        teacher_topk_logprobs: [T, K] float32, their log-probabilities; any values where loss_mask is 0. None unless
+        the loss has a KL over them
     token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not
         sample the token, None without
     old_entropies: [T] float32, entropy of the old policy's distribution at the token, in nats; None unless needed
@@ -86,6 +94,8 @@ class TrainBatch:
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None
+    teacher_topk_logprobs: Tensor | None = None
     token_rewards: Tensor | None = None
     old_entropies: Tensor | None = None
     is_weights: Tensor | None = None
@@ -106,7 +116,10 @@ class TrainBatch:
                 expected += value.shape[1:2]
             if value.shape != expected or len(expected) != 1 + (item.name in MATRICES):
                 raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected {expected}")
-            dtype = torch.int64 if item.name in INTEGERS else torch.float32
+            if item.name in SMALL_INTEGERS:
+                dtype = torch.int32
+            else:
+                dtype = torch.int64 if item.name in INTEGERS else torch.float32
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")
 

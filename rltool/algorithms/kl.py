@@ -1,5 +1,5 @@
 """Estimates of KL(policy || reference) per token from the sampled token alone (J. Schulman, "Approximating KL
-divergence", 2020).
+divergence", 2020); and KL(teacher || policy) over the teacher's most probable tokens (`topk_kl`).
 
 logprobs, ref_logprobs: log-probabilities of the sampled tokens, any shape; results have that shape, in nats.
 All have the right value at policy = reference. As a *loss* they differ: k1 is useless there (see `k1`).
@@ -74,3 +74,22 @@ def _weighted_k3(logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor, r
     product = ratio * (near.expm1() - near)
     constant = (ref_logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
     return torch.where(log_ratio > 1.0, constant - ratio * (1 + log_ratio), product)
+
+
+def topk_kl(teacher_topk: Tensor, topk: Tensor, tail: Tensor) -> Tensor:
+    """KL(teacher || policy) at each position over K + 1 outcomes: the teacher's K most probable tokens, and all others
+    as one (forward KL of Agarwal et al. 2024, arXiv 2306.13649, eq. 1; K tokens as verl has it, and a tail).
+
+    teacher_topk: [R, K], the teacher's log-probabilities of its tokens, constants, -inf allowed; topk: [R, K] the
+    policy's of the same tokens; tail: [R] the logarithm of the policy's probability of all others, -inf where there are
+    none. Returns [R] in nats, in topk's dtype. Merging outcomes loses divergence and adds none, so this is at most the
+    KL over the whole vocabulary, which it is at K = V; 0 where both agree on the K tokens; up to rounding not negative.
+    The teacher's tail is what its K leave of 1. Its gradient with respect to the policy's logits is softmax minus
+    target, at most 1 for any token.
+    """
+    target = teacher_topk.exp()
+    apart = torch.where(target > 0, teacher_topk - topk, 0.0)
+    # In float64: of K that are nearly everything, float32 leaves no digit of the rest.
+    rest = (1 - teacher_topk.double().exp().sum(-1)).clamp(min=0.0).to(topk.dtype)
+    rest = torch.where(tail > -torch.inf, rest, 0.0)
+    return (target * apart).sum(-1) + torch.special.xlogy(rest, rest) - rest * torch.where(rest > 0, tail, 0.0)

@@ -24,7 +24,9 @@ class LossTokens:
     old_logprobs: [R], the trainer's before the first optimizer step; advantages: [R]; sample: [R] int64, the sample of
     each token, ascending; num_samples: how many samples the micro-batch has; entropy: [R], in the graph, of the
     trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not
-    computed; kl_cov_coefs, kl_coefs, entropy_coefs: as in TrainBatch, but [R] each
+    computed; teacher_topk_logprobs: [R, K], and in the graph topk_logprobs [R, K] and tail_logprobs [R], as in
+    algorithms/kl.py, topk_kl, None without algorithm.distill_kl_coef; kl_cov_coefs, kl_coefs, entropy_coefs: as in
+    TrainBatch, but [R] each
     """
 
     old_logprobs: Tensor
@@ -35,6 +37,9 @@ class LossTokens:
     rollout_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    teacher_topk_logprobs: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+    tail_logprobs: Tensor | None = None
     kl_cov_coefs: Tensor | None = None
     kl_coefs: Tensor | None = None
     entropy_coefs: Tensor | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rltool.algorithms.kl import kl_loss
+from rltool.algorithms.kl import kl_loss, topk_kl
 from rltool.algorithms.losses import (
     LossTokens,
     PolicyLoss,
@@ -61,9 +61,9 @@ def policy_token_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss of each token [R], detached per-token values [R] by metric name: see `metric_names`).
 
-    w * surrogate + kl_coef * KL - entropy_coef * entropy, with w = is_weights and, where configured, the mask of
-    off-policy samples: the correction is of the advantage's expectation; KL and entropy pull on every token, masked or
-    not.
+    w * surrogate + kl_coef * KL + distill_kl_coef * KL(teacher || policy) - entropy_coef * entropy, with w = is_weights
+    and, where configured, the mask of off-policy samples: the correction is of the advantage's expectation; KLs and
+    entropy pull on every token, masked or not.
     """
     surrogate = policy_objective(logprobs, tokens, algorithm)
     loss = surrogate.loss if is_weights is None else surrogate.loss * is_weights
@@ -89,6 +89,10 @@ def policy_token_losses(
         )
         loss = loss + (algorithm.kl_coef if tokens.kl_coefs is None else tokens.kl_coefs) * kl
         values["kl"] = kl.detach()
+    if algorithm.distill_kl_coef > 0:
+        kl = _distillation_kl(tokens)
+        loss = loss + algorithm.distill_kl_coef * kl
+        values["distill_kl"] = kl.detach()
     if tokens.entropy_coefs is not None:
         loss = loss - tokens.entropy_coefs * tokens.entropy
     elif algorithm.entropy_coef > 0:
@@ -105,7 +109,15 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
         names.append("dual_clip_fraction")
     if algorithm.off_policy_mask_threshold is not None:
         names.append("off_policy_masked_fraction")
-    return [*names, "kl"] if _kl_in_loss(algorithm) else names
+    if _kl_in_loss(algorithm):
+        names.append("kl")
+    return [*names, "distill_kl"] if algorithm.distill_kl_coef > 0 else names
+
+
+def _distillation_kl(tokens: LossTokens) -> Tensor:
+    teacher, topk, tail = tokens.teacher_topk_logprobs, tokens.topk_logprobs, tokens.tail_logprobs
+    assert teacher is not None and topk is not None and tail is not None
+    return topk_kl(teacher, topk, tail)
 
 
 def _off_policy_mask(logprobs: Tensor, tokens: LossTokens, threshold: float) -> Tensor:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rltool import __version__
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.manifest import Manifest
@@ -30,7 +31,8 @@ class Saved:
 def finish(partial: Path, final: Path, manifest: Manifest, described: dict[str, Any] | None = None) -> None:
     """Hashes every file, writes the manifest, makes all of it durable and gives it its name.
     described: files hashed already."""
-    versions = {name: version(name) for name in ("rltool", "megatron-core", "torch")}
+    # rltool's own is in the source: there is no metadata of a package that was not installed.
+    versions = {"rltool": __version__, **{name: version(name) for name in ("megatron-core", "torch")}}
     complete = Manifest(
         **{**vars(manifest), "versions": versions, "files": manifests.describe_files(partial, described)}
     )

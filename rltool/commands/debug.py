@@ -79,7 +79,8 @@ def rollout_only(
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_engines import Engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
-    from rltool.training.validate import check_files, check_generation, check_mode
+    from rltool.training.validate import check_files, check_generation
+    from rltool.training.validate_engines import check_mode
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)

@@ -62,6 +62,9 @@ def serve_engines(
     gpus: Annotated[
         str | None, typer.Option(help="GPUs of this host, given to engines in order: 0,1,2,3 or 0-3 (default: from 0).")
     ] = None,
+    engines_per_gpu: Annotated[
+        int | None, typer.Option(help="So many engines share the same GPUs and their memory (default: 1).")
+    ] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel size: GPUs per engine (default: 1).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: cuda).")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
@@ -81,6 +84,10 @@ def serve_engines(
             help="Whether trainers update its weights (default); a judge's or a reward model's they leave alone.",
         ),
     ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="generate (default) or classify: a model with a classification head (a reward model)."),
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence in tokens (default: the model's).")
     ] = None,
@@ -95,7 +102,7 @@ def serve_engines(
         str | None,
         typer.Option(help="rltool (the plugin's: nccl, ipc, gloo, disk or delta; the default) or nccl (vLLM's own)."),
     ] = None,
-    ready_timeout: Annotated[float | None, typer.Option(help="Seconds until all must serve (default: 600).")] = None,
+    ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")
@@ -110,6 +117,7 @@ def serve_engines(
         "model": ("MODEL", model),
         "engine": ("--engine", engine),
         "num_engines": ("--num-engines", num_engines),
+        "engines_per_gpu": ("--engines-per-gpu", engines_per_gpu),
         "gpus": ("--gpus", None if gpus is None else parse_gpus(gpus)),
         "tp": ("--tp", tp),
         "device": ("--device", device),
@@ -118,6 +126,7 @@ def serve_engines(
         "engine_python": ("--engine-python", engine_python),
         "served_name": ("--served-name", served_name),
         "update_weights": ("--update-weights", update_weights),
+        "task": ("--task", task),
         "max_model_len": ("--max-model-len", max_model_len),
         "dtype": ("--dtype", dtype),
         "seed": ("--seed", seed),
@@ -142,7 +151,7 @@ def serve_engines(
             engine
             for name, engines in found.items()
             for engine in engines
-            if order.models[name].update_weights and engine.role == "regular"
+            if order.models[name].update_weights and engine.role != "encoder"
         ]
         if not no_join and trained:
             join(users_of_engines(directory), trained, _say)

@@ -56,9 +56,10 @@ def _print(run: RunDirectory, report: RunReport) -> None:
     console.print(table)
     if report.training is not None:
         console.print(progress_line(report.training), highlight=False, markup=False, soft_wrap=True)
-        engines = report.training.get("engines")
-        if engines:
-            console.print(engine_table(engines, "the run's engines"))
+        for name, title in (("engines", "the run's engines"), ("evaluation_engines", "its engines for evaluation")):
+            engines = report.training.get(name)
+            if engines:
+                console.print(engine_table(engines, title))
     for row in rows:
         if row.log is not None:
             console.print(f"{row.role}: {row.log}", soft_wrap=True, highlight=False)

@@ -34,14 +34,16 @@ class AlgorithmConfig(Config):
 
     advantage: (
         Literal[
-            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae"
+            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae",
+            "none",
         ]
         | OwnFunction
     ) = "grpo"
     """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; remax
     samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
-    critic ([critic]). `package.module:function`: f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per
-    sample or [T] per token; see rltool/algorithms/contracts.py."""
+    critic ([critic]); none is no policy gradient, beside distill_kl_coef. `package.module:function`:
+    f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
+    rltool/algorithms/contracts.py."""
     credit: Literal["episode", "turn"] = "episode"
     """Episodes of several turns. episode: all tokens are judged by the whole reward; turn: those of each turn by what
     it and the turns behind it have earned (grpo, reinforce_pp, gae; docs/agents.md)."""
@@ -63,6 +65,13 @@ class AlgorithmConfig(Config):
     distill_coef: float = Field(default=0.0, ge=0)
     """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
     whitening; needs a teacher as well. 0: none."""
+    distill_kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of KL(teacher || policy) at each token, in nats, over the teacher's distill_top_k most probable tokens and
+    all others as one; a term of the loss, differentiated through the policy's probabilities. Needs a teacher as well.
+    0: none."""
+    distill_top_k: int = Field(default=20, ge=1)
+    """How many of the teacher's tokens distill_kl_coef's term tells apart. vLLM gives no more than its --max-logprobs,
+    20 unless set."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)
@@ -225,10 +234,15 @@ class AlgorithmConfig(Config):
         return self.objective in ("ppo", "cispo", "gmpo")
 
     @property
-    def uses_teacher(self) -> bool:
-        """The teacher's log-probabilities are part of the advantages, or may be."""
+    def uses_teacher_logprobs(self) -> bool:
+        """The teacher's log-probabilities of the sampled tokens are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
         return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+
+    @property
+    def uses_teacher_topk(self) -> bool:
+        """The teacher's most probable tokens are part of the loss."""
+        return self.loss == "policy" and self.distill_kl_coef > 0
 
     @property
     def needs_greedy_baseline(self) -> bool:

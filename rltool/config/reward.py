@@ -8,14 +8,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rltool.config.base import Config, OwnFunction
+from rltool.config.serve import Task
 
 
 class Shipped(NamedTuple):
-    """path: what the name stands for; package, extra: what it needs beside the base installation, or ""."""
+    """path: what the name stands for; package, extra: what it needs beside the base installation, or ""; asks: what
+    the model is for that its option `model` names, None where it has no such option."""
 
     path: str
     package: str = ""
     extra: str = ""
+    asks: Task | None = None
 
 
 SHIPPED = {
@@ -29,15 +32,16 @@ SHIPPED = {
     "instructions": Shipped("rltool.rollout.instructions:instructions_followed"),
     "reasoning-gym": Shipped("rltool.rollout.rewards:reasoning_gym_score", "reasoning_gym", "quickstart"),
     "remote": Shipped("rltool.rollout.remote_reward:remote"),
-    "judge": Shipped("rltool.rollout.judges:graded"),
-    "judge-probability": Shipped("rltool.rollout.judges:probability_of_yes"),
+    "judge": Shipped("rltool.rollout.judges:graded", asks="generate"),
+    "judge-probability": Shipped("rltool.rollout.judges:probability_of_yes", asks="generate"),
+    "reward-model": Shipped("rltool.rollout.reward_model:reward_model", asks="classify"),
     "slime": Shipped("rltool.rollout.slime:custom_rm"),
 }
 """Rewards by name (docs/rewards.md)."""
 
 SHIPPED_FOR_GROUPS = {
     "rank": Shipped("rltool.rollout.group_reward:rank"),
-    "pairwise-judge": Shipped("rltool.rollout.judges:pairwise"),
+    "pairwise-judge": Shipped("rltool.rollout.judges:pairwise", asks="generate"),
 }
 """What reward.group may name beside a function of the user's own."""
 

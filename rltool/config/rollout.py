@@ -291,7 +291,8 @@ class DeadlinesConfig(Config):
     generate: float = Field(default=600.0, gt=0)
     """For one generation request at one engine; then it counts as failed there, and is sent to another."""
     engines: float = Field(default=300.0, gt=0)
-    """For engines.min_serving engines to serve, or to take weights, again; then the run ends with a checkpoint."""
+    """For engines.min_serving engines to serve, or to take weights, again; then the run ends with a checkpoint. For an
+    engine of a model that rewards ask to serve again; then these samples have no reward."""
     bucket: float = Field(default=30.0, gt=0)
     """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
     drain: float = Field(default=120.0, gt=0)
@@ -304,7 +305,8 @@ class DeadlinesConfig(Config):
     environment: float = Field(default=60.0, gt=0)
     """For each call of an environment: reset, step, reward, close. A later answer fails its sample."""
     reward: float = Field(default=60.0, gt=0)
-    """For one call of the reward function; a later answer counts as a failure."""
+    """For one call of the reward function; a later answer counts as a failure. It stands still while a model that the
+    function may ask has no engine that serves, for deadlines.engines at most."""
     batch: float = Field(default=7200.0, gt=0)
     """For the next batch to be complete."""
     evaluate: float = Field(default=7200.0, gt=0)

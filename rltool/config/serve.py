@@ -14,6 +14,9 @@ EngineKind = Literal["vllm", "sglang"]
 Device = Literal["cuda", "cpu"]
 WeightBackend = Literal["rltool", "nccl"]
 Role = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+Task = Literal["generate", "classify"]
+"""What a model is served for. classify: a sequence classifier, such as a reward model with a scalar head; never
+synced."""
 
 POLICY = "policy"
 """Name of the model that the trainer trains; every other one stands in [models.NAME]."""
@@ -31,8 +34,9 @@ class EngineGroup(Config):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel size. More GPUs of one engine follow from its own flags, such as --pipeline-parallel-size."""
     role: Role = "regular"
-    """prefill and decode: halves of one service, behind a router (SGLang). encoder: encodes images for the others of
-    its model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no process."""
+    """prefill and decode: halves of one service, behind a router (SGLang) or asked one after the other (vLLM). encoder:
+    encodes images for the others of its model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no
+    process."""
     model: str = POLICY
     """policy is model.path; another name is that of [models.NAME]."""
     flags: tuple[str, ...] = ()
@@ -42,6 +46,10 @@ class EngineGroup(Config):
     gpus: tuple[int, ...] = ()
     """serve-engines: GPU indices of this host, given to the engines in order; empty: the next ones. train chooses for
     all groups (trainer.gpus)."""
+    engines_per_gpu: int = Field(default=1, ge=1)
+    """serve-engines: so many engines after each other share the same GPUs, and start one after the other. Each has
+    its part of the memory, unless flags say how much. More tokens where one engine's CPU work holds it back: small
+    models."""
     device: Device | None = None
     """None: with serve-engines cuda, in a run what the trainer runs on."""
     host: str | None = None
@@ -65,12 +73,17 @@ class EngineGroup(Config):
 
     @model_validator(mode="after")
     def _possible(self) -> EngineGroup:
-        if self.engine == "vllm" and self.role in ("prefill", "decode", "encoder"):
-            raise ValueError(
-                f'role = "{self.role}" is launched for SGLang only: set engine = "sglang", or role = "regular"'
-            )
+        if self.engine == "vllm" and self.role == "encoder":
+            raise ValueError('role = "encoder" is launched for SGLang only: set engine = "sglang", or role = "regular"')
         if self.role == "placeholder" and self.flags:
             raise ValueError("a placeholder starts no process, so its flags would have no effect")
+        if self.role == "placeholder" and self.engines_per_gpu > 1:
+            raise ValueError("a placeholder keeps whole GPUs: leave engines_per_gpu out")
+        if self.count < self.engines_per_gpu:
+            raise ValueError(
+                f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: memory of the GPUs is left to "
+                "nobody"
+            )
         return self
 
 
@@ -83,12 +96,23 @@ class ServedModel(Config):
     `external`, which are then asked with token ids alone."""
     update_weights: bool = False
     """False: no trainer ever touches its weights. `train` updates the policy alone, and refuses true."""
+    task: Task = "generate"
+    """generate: a judge, a frozen reference. classify: a model with a classification head, such as a reward model with
+    one label: vLLM is started with --runner pooling, SGLang with --is-embedding; docs/rewards.md."""
     external: tuple[str, ...] = ()
     """host:port or @endpoints.json of engines of this model that run already; train."""
     api_key_file: Path | None = None
     """Bearer key for addresses given as host:port."""
     start_router: bool = False
     """Start a router in front of its engines; with prefill and decode groups there is always one."""
+
+    @model_validator(mode="after")
+    def _classifies(self) -> ServedModel:
+        if self.task == "classify" and self.update_weights:
+            raise ValueError('task = "classify" and update_weights = true: no trainer syncs such a model; leave it out')
+        if self.task == "classify" and self.start_router:
+            raise ValueError('task = "classify": its engines are asked directly; leave start_router out')
+        return self
 
 
 class ServeConfig(Config):
@@ -98,10 +122,12 @@ class ServeConfig(Config):
     """Hugging Face model directory, or a name of the hub, with `@REVISION` or without."""
     engine: EngineKind = "vllm"
     num_engines: int = Field(default=1, ge=1)
-    """Each has tp GPUs of its own."""
+    """Each has tp GPUs, of its own unless engines_per_gpu says otherwise."""
+    engines_per_gpu: int = Field(default=1, ge=1)
+    """So many engines share the same GPUs, and their memory."""
     gpus: tuple[int, ...] = ()
-    """GPU indices of this host, given to engines in order, tp at a time. Empty with device cuda: 0 .. num_engines * tp
-    - 1."""
+    """GPU indices of this host, given to engines in order, tp at a time. Empty with device cuda: as many as it takes,
+    from 0."""
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel size: GPUs per engine."""
     device: Device = "cuda"
@@ -114,6 +140,8 @@ class ServeConfig(Config):
     """Name of the model in endpoints.json and on the servers' /v1/models."""
     update_weights: bool = True
     """False: a model that is never synced, such as a judge; endpoints.json says so, and train leaves it alone."""
+    task: Task = "generate"
+    """classify: a model with a classification head, such as a reward model; with update_weights = false."""
     dtype: str | None = None
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
@@ -127,18 +155,25 @@ class ServeConfig(Config):
     weight_backend: WeightBackend = "rltool"
     """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
     ready_timeout: float = Field(default=600.0, gt=0)
-    """Seconds from launch until all engines serve."""
+    """Seconds from its launch until an engine serves."""
     extra_args: tuple[str, ...] = ()
     """Passed to each engine's own command line untouched."""
+
+    @model_validator(mode="after")
+    def _classifies(self) -> ServeConfig:
+        if self.task == "classify" and self.update_weights:
+            raise ValueError("--task classify goes with --no-update-weights: no trainer syncs such a model")
+        return self
 
     @property
     def group(self) -> EngineGroup:
         """The same as one group of engines."""
         return EngineGroup(
             engine=self.engine, count=self.num_engines, tp=self.tp, model=self.served_name, flags=self.extra_args,
-            gpus=self.gpus, device=self.device, host=self.host, port=self.port, dtype=self.dtype,
-            max_model_len=self.max_model_len, seed=self.seed, trust_remote_code=self.trust_remote_code,
-            engine_python=self.engine_python, weight_backend=self.weight_backend, ready_timeout=self.ready_timeout,
+            gpus=self.gpus, engines_per_gpu=self.engines_per_gpu, device=self.device, host=self.host, port=self.port,
+            dtype=self.dtype, max_model_len=self.max_model_len, seed=self.seed,
+            trust_remote_code=self.trust_remote_code, engine_python=self.engine_python,
+            weight_backend=self.weight_backend, ready_timeout=self.ready_timeout,
         )  # fmt: skip
 
 
@@ -167,6 +202,7 @@ class EngineLaunch(Config):
     """Pipeline-parallel size, and below data-parallel size, as the engine's own flags have them."""
     dp: int = 1
     update_weights: bool = True
+    task: Task = "generate"
     ready_timeout: float = 600.0
     model: Path
     host: str

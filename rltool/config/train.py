@@ -33,8 +33,8 @@ class ModelConfig(Config):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameters and activations of the trainer; bfloat16 keeps fp32 master weights and gradients."""
     teacher_path: Path | None = None
-    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill", or
-    for your own."""
+    """Weights of the teacher, of the same architecture and shape as the model: for algorithm.advantage = "distill",
+    algorithm.distill_coef, algorithm.distill_kl_coef, or a function of your own."""
     teacher: str | None = None
     """In place of teacher_path: a model of [models.NAME], of any size, with the model's tokenizer. Its engines score
     the responses as they come; needs sampling.temperature = 1."""
@@ -79,6 +79,10 @@ class TrainerConfig(Config):
     attention: Literal["auto", "torch", "flash_attention_4", "transformer_engine"] = "auto"
     """The kernel on CUDA in bf16. auto: that of package flash-attn-4, else Transformer Engine's, where it is installed
     and gives torch's results on a small batch at the start; else torch's."""
+    expert_products: Literal["auto", "grouped", "sequential"] = "auto"
+    """How the experts of a mixture run: those of a layer at once by grouped matrix products, or one after the other.
+    auto: grouped on CUDA in bf16, where torch has a kernel for the GPU that gives the results of single products on a
+    small batch."""
     compile: bool = True
     """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C
     compiler)."""
@@ -304,6 +308,12 @@ class TrainConfig(Config):
                 )
             if group.model != POLICY and self.models[group.model].path is None:
                 raise ValueError(f"models.{group.model}.path: group {group.name!r} has to serve it; give its directory")
+            classifies = group.model != POLICY and self.models[group.model].task == "classify"
+            if classifies and group.role not in ("regular", "placeholder"):
+                raise ValueError(
+                    f'models.{group.model}.task = "classify": group {group.name!r} has role = "{group.role}", and a '
+                    "classifier has regular engines alone"
+                )
         return self
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,6 +30,7 @@ from rltool.engines.types import (
     EngineLoad,
     GenerateRequest,
     HttpRequest,
+    TokenScores,
 )
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
 
@@ -105,13 +106,14 @@ class EngineClient:
         timeout: float,
         retry: bool,
         attempts: int | None = None,
+        again: Callable[[], HttpRequest] | None = None,
         answered_by: set[str] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
-        answered_by: receives the boot ids of the processes that answered, errors included, where their replies tell.
-        headers: further ones, for a router.
+        again: makes what is sent in its place at each further attempt. answered_by: receives the boot ids of the
+        processes that answered, errors included, where their replies tell. headers: further ones, for a router.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
         or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
@@ -133,6 +135,7 @@ class EngineClient:
                     except _Temporary as error:
                         failure, cause = error.failure, error.__cause__
                         if tried < attempts:
+                            request = again() if again is not None else request
                             await asyncio.sleep(self.retry.delay(attempt, self._rng))
         except TimeoutError as error:
             before = f"; before that: {failure}" if failure else ""
@@ -199,7 +202,7 @@ class EngineClient:
         knows other engines tries once here and then elsewhere: attempts=1. answered_by, headers: as in `request`.
 
         Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which
-        makes the engine abort them.
+        makes the engine abort them. Each further attempt has ids of its own (GenerateRequest.again).
         """
         speaks = _dialect_of(endpoint)
         key = endpoint.read_key()
@@ -211,10 +214,11 @@ class EngineClient:
                 timeout=timeout,
                 retry=True,
                 attempts=attempts,
+                again=lambda index=index: speaks.generate(request.again())[index],
                 answered_by=answered_by,
                 headers=headers,
             )
-            for http in speaks.generate(request)
+            for index, http in enumerate(speaks.generate(request))
         )
         with making_sense_of(f"generation at {endpoint.url}"):
             return speaks.parse_generate(request, replies)
@@ -352,6 +356,31 @@ class EngineClient:
         )
         with making_sense_of(f"the scores of {endpoint.url}"):
             return speaks.parse_score(token_ids, reply)
+
+    async def score_topk(
+        self, endpoint: EngineEndpoint, token_ids: Sequence[int], topk: int, *, timeout: float
+    ) -> TokenScores:
+        """`score`, and the `topk` most probable tokens in the place of each."""
+        speaks = _dialect_of(endpoint)
+        reply = await self.request(
+            endpoint.url, speaks.score(token_ids, topk), key=endpoint.read_key(), timeout=timeout, retry=True
+        )
+        with making_sense_of(f"the scores of {endpoint.url}"):
+            return speaks.parse_topk(token_ids, reply, topk)
+
+    async def classify(
+        self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, use_activation: bool, timeout: float,
+        attempts: int | None = None,
+    ) -> tuple[float, ...]:  # fmt: skip
+        """One score for each label, from an engine of a classifier (never a router); see Dialect.classify. attempts: as
+        in `request`."""
+        speaks = _dialect_of(endpoint)
+        http = speaks.classify(token_ids, use_activation=use_activation)
+        reply = await self.request(
+            endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=True, attempts=attempts
+        )
+        with making_sense_of(f"the classification of {endpoint.url}"):
+            return speaks.parse_classify(reply)
 
 
 class _Temporary(Exception):

@@ -11,7 +11,15 @@ from typing import Any, Literal, Protocol
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.checksums import Checksums
-from rltool.engines.types import Completion, EngineCounters, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
+from rltool.engines.types import (
+    Completion,
+    EngineCounters,
+    EngineInfo,
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    TokenScores,
+)
 
 PauseMode = Literal["keep", "wait", "abort"]
 SleepLevel = Literal[1, 2]
@@ -116,12 +124,27 @@ class Dialect(Protocol):
         """None where the engine has none."""
         ...
 
-    def score(self, token_ids: Sequence[int]) -> HttpRequest:
-        """Ask for the log-probabilities of given tokens, each after those before it. The reply goes to parse_score."""
+    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
+        """Ask for the log-probabilities of given tokens, each after those before it. The reply goes to parse_score.
+        topk: of so many most probable tokens in the place of each as well; then the reply goes to parse_topk."""
         ...
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         """Natural logs at temperature 1 of all tokens but the first. Raises EngineError, MissingLogprobs."""
+        ...
+
+    def parse_topk(self, token_ids: Sequence[int], reply: Any, topk: int) -> TokenScores:
+        """As parse_score, with the most probable tokens."""
+        ...
+
+    # -- classification, of engines that were started for it
+    def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
+        """Ask for the scores of a text, one for each label. use_activation: the model's sigmoid or softmax behind its
+        head. The reply goes to parse_classify. Raises UsageError for what this kind of engine cannot do."""
+        ...
+
+    def parse_classify(self, reply: Any) -> tuple[float, ...]:
+        """In the order of the labels. Raises EngineError where one is no finite number."""
         ...
 
     # -- launching

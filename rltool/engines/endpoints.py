@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from rltool.config.base import Config
 from rltool.config.serve import EngineKind
+from rltool.engines.types import EngineInfo, EngineRole
 from rltool.errors import UsageError
 from rltool.processes.files import write_text_atomic
 from rltool.processes.keys import read_key
@@ -32,9 +33,11 @@ class EngineEndpoint(Config):
     url: str
     dialect: EngineKind | None = None
     group: str = "default"
-    role: Literal["regular", "prefill", "decode", "encoder"] = "regular"
-    """Beside regular ones: engines that answer only together, through a router that knows their roles."""
+    role: EngineRole = "regular"
+    """prefill and decode: of which a request needs one each (engines/disaggregation.py); encoder: SGLang's, for the
+    others of its model."""
     bootstrap_port: int | None = None
+    """Where a prefill and a decode engine meet: SGLang's of prefill engines; NIXL's side channel of each of vLLM's."""
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -55,6 +58,19 @@ class EngineEndpoint(Config):
         if self.key_file is None:
             return None
         return read_key(self.key_file, self.url)
+
+    def probed(self, info: EngineInfo) -> EngineEndpoint:
+        """With what the engine itself has told. Its word on its role counts: it may have been named by address."""
+        return self.model_copy(
+            update={
+                "dialect": info.dialect,
+                "plugin": info.plugin,
+                "boot_id": info.boot_id or self.boot_id,
+                "weight_backend": info.weight_backend,
+                "role": info.role or self.role,
+                "bootstrap_port": info.bootstrap_port or self.bootstrap_port,
+            }
+        )
 
 
 class ModelEndpoints(Config):

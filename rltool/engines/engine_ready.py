@@ -1,17 +1,19 @@
-"""When a started engine counts as ready: the right server, with the right model and size, and it generates."""
+"""When a started engine counts as ready: the right server, with the right model and size, and it generates, or
+classifies."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.canary import canary
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plan import role_of, url_of
 from rltool.engines.supported import refusal, training_refusal
-from rltool.engines.types import EngineInfo, GenerateRequest, HttpRequest, SamplingParams
+from rltool.engines.tasks import all_of
+from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.processes.gpus import gpu_uuids
 from rltool.processes.readiness import NotReady, wait_until_ready
@@ -38,20 +40,13 @@ async def wait_for_all(
             )
             return endpoint
 
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                waiting = [
-                    tasks.create_task(wait(launch, process))
-                    for launch, process in zip(launches, processes, strict=True)
-                ]
-        except* RltoolError as errors:
-            raise errors.exceptions[0] from None  # the first failure wins; the others follow from being stopped
-        return [task.result() for task in waiting]
+        # Not `except*` around a TaskGroup: before Python 3.11.4 what is raised in one comes out as a group.
+        return await all_of(wait(launch, process) for launch, process in zip(launches, processes, strict=True))
 
 
 class _Probe:
     """Ready means: healthy, the right server and model, its control routes there, the world size as ordered, and it
-    generates. Halves of a prefill and decode pair cannot generate alone; an encoder answers its health route only."""
+    generates or classifies. An encoder answers its health route only."""
 
     def __init__(
         self, client: EngineClient, launch: EngineLaunch, process: RunningProcess, gpu_uuids: tuple[str, ...]
@@ -95,11 +90,8 @@ class _Probe:
         info = await self.client.probe(self.endpoint, timeout=PROBE_SECONDS)
         check_identity(self.process.role, self.launch, info)
         check_version(self.process, info)
-        if self.launch.role == "regular":
-            one_token = GenerateRequest(
-                prompt_ids=(1,), sampling=SamplingParams(max_tokens=1), request_id=uuid.uuid4().hex, seed=0
-            )
-            await self.client.generate(self.endpoint, one_token, timeout=PROBE_SECONDS)
+        if self.launch.role != "encoder":
+            await canary(self.client, self.endpoint, self.launch.task, timeout=PROBE_SECONDS)
         update = {
             "plugin": info.plugin,
             "weight_backend": info.weight_backend or self.launch.weight_backend,
@@ -136,11 +128,6 @@ def check_identity(role: str, launch: EngineLaunch, info: EngineInfo) -> None:
             f"{launch.pp} x dp {launch.dp}): its flags change its parallelism in a way that rltool does not read; "
             "set tp, and write the others as --pipeline-parallel-size N and --data-parallel-size N"
         )
-
-
-def serving(launches: Sequence[EngineLaunch]) -> list[EngineLaunch]:
-    """One for each engine: that of its first host."""
-    return [launch for launch in launches if launch.node_rank == 0]
 
 
 def process_role(launch: EngineLaunch) -> str:

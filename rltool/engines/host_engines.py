@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.engine_ready import process_role, wait_for_all
-from rltool.engines.launch import check_processes, engine_spec, held_ports, start_here
+from rltool.engines.launch import Release, check_processes, engine_spec, held_ports, start_here
 from rltool.engines.liveness import Liveness
 from rltool.engines.plan import PortNeeds, Ports
 from rltool.engines.sync_client import exchange
@@ -45,7 +45,7 @@ class HostEngines:
         self._closed = False
         self._running: dict[int, _Running] = {}
         self._ports = ExitStack()
-        self._release: Callable[[], None] = lambda: None
+        self._release: Release = lambda _: None
 
     def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
         """Free ports for the engines that `start` will be given, held until then. UsageError for one that is taken."""

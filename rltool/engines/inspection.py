@@ -6,14 +6,19 @@ Sources: vllm/entrypoints/rl/online/api_router.py, sglang/srt/utils/weight_check
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from rltool.engines.checksums import Checksums
 from rltool.engines.plugin import sglang_api
-from rltool.engines.types import HttpRequest
-from rltool.errors import MissingLogprobs
+from rltool.engines.types import HttpRequest, TokenScores
+from rltool.errors import MissingLogprobs, UsageError
 
+MAX_LOGPROBS = 20
+"""vLLM's, unless --max-logprobs says otherwise (vllm/config/model.py)."""
 NO_SUCH_ROUTE = 404
 """What supported versions answer on the routes that later ones added."""
 
@@ -28,8 +33,8 @@ class VllmInspection:
     def parse_checksums(self, reply: Any) -> Checksums | None:
         return None if reply == NO_SUCH_ROUTE else dict(reply["checksums"])
 
-    def score(self, token_ids: Sequence[int]) -> HttpRequest:
-        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
+        parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": topk, "detokenize": False}
         return HttpRequest("POST", sglang_api.VLLM_PATH, {"token_ids": list(token_ids), "sampling_params": parameters})
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
@@ -37,6 +42,12 @@ class VllmInspection:
         if not isinstance(entries, list) or len(entries) != len(token_ids):
             raise _unscored(sglang_api.VLLM_PATH, token_ids, entries or ())
         return tuple(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True))
+
+    def parse_topk(self, token_ids: Sequence[int], reply: Any, topk: int) -> TokenScores:
+        logprobs = self.parse_score(token_ids, reply)
+        # The token itself stands among them also where it is none of the most probable.
+        places = (entry.items() for entry in reply["prompt_logprobs"][1:])
+        return _scores(logprobs, ([(found["logprob"], int(token)) for token, found in place] for place in places), topk)
 
 
 class SglangInspection:
@@ -57,14 +68,14 @@ class SglangInspection:
             found |= {f"{where}:{name}": digest for name, digest in rank["checksums"].items()}
         return found
 
-    def score(self, token_ids: Sequence[int]) -> HttpRequest:
+    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return HttpRequest("POST", "/generate", body)
+        return HttpRequest("POST", "/generate", body | ({"top_logprobs_num": topk} if topk else {}))
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         entries = reply["meta_info"].get("input_token_logprobs") or ()
@@ -74,6 +85,38 @@ class SglangInspection:
         if len(entries) != len(token_ids) or given != list(token_ids):
             raise _unscored("/generate", token_ids, entries)
         return tuple(entry[0] for entry in entries[1:])
+
+    def parse_topk(self, token_ids: Sequence[int], reply: Any, topk: int) -> TokenScores:
+        logprobs = self.parse_score(token_ids, reply)
+        entries = reply["meta_info"].get("input_top_logprobs") or ()
+        if len(entries) != len(token_ids):
+            raise _unscored("/generate", token_ids, entries)
+        return _scores(logprobs, ([(value, token) for value, token, *_ in entry] for entry in entries[1:]), topk)
+
+
+def max_logprobs(flags: Sequence[str]) -> float:
+    """How many tokens a vLLM server with these flags gives the log-probabilities of in one place; inf: all.
+
+    Raises UsageError for a value that is no number.
+    """
+    limit, words = str(MAX_LOGPROBS), [word for flag in flags for word in flag.split("=", 1)]
+    for word, following in pairwise([*words, ""]):
+        if word.replace("_", "-") == "--max-logprobs":
+            limit = following
+    if not limit.removeprefix("-").isdigit():
+        raise UsageError(f"--max-logprobs {limit!r}: expected a number, -1 for no limit")
+    return math.inf if limit.startswith("-") else int(limit)
+
+
+def _scores(logprobs: tuple[float, ...], places: Iterable[list[tuple[float, int]]], topk: int) -> TokenScores:
+    """places: of each token the (log-probability, id) of others in its place, in any order."""
+    ids, values = array("i"), array("f")
+    for place in places:
+        best = sorted(place, reverse=True)[:topk]
+        lacking = topk - len(best)
+        ids.extend([*(token for _, token in best), *[-1] * lacking])
+        values.extend([*(value for value, _ in best), *[-math.inf] * lacking])
+    return TokenScores(logprobs, ids, values)
 
 
 def _unscored(path: str, token_ids: Sequence[int], entries: Sequence[Any]) -> MissingLogprobs:

@@ -18,7 +18,7 @@ from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
-from rltool.engines.engine_ready import process_role, serving, wait_for_all
+from rltool.engines.engine_ready import process_role, wait_for_all
 from rltool.engines.interpreter import check_engine_python
 from rltool.engines.liveness import Liveness
 from rltool.engines.plan import (
@@ -32,7 +32,9 @@ from rltool.engines.plan import (
     handed_out,
     plan_engines,
     port_needs,
+    ports_of,
     seat_slots,
+    start_order,
     url_of,
 )
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
@@ -42,7 +44,7 @@ from rltool.processes.gpus import gpus_in_use, visible_gpus
 from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.spawn import ProcessSpec, RunningProcess
+from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.state import is_alive, read_state, read_states
 from rltool.processes.supervise import ProcessGroup
 
@@ -64,7 +66,7 @@ class Order:
 
 def order_of_flags(config: ServeConfig) -> Order:
     """What the command line of serve-engines asks for."""
-    return Order((config.group,), {config.served_name: Model(config.model, config.update_weights)})
+    return Order((config.group,), {config.served_name: Model(config.model, config.update_weights, task=config.task)})
 
 
 def order_of_file(config: TrainConfig) -> Order:
@@ -74,7 +76,7 @@ def order_of_file(config: TrainConfig) -> Order:
         raise UsageError("no engine to start: the configuration has no [[engines.groups]]; see docs/engines.md")
     models = {POLICY: Model(config.model.path, start_router=config.engines.start_router)}
     models |= {
-        name: Model(model.path, model.update_weights, model.start_router)
+        name: Model(model.path, model.update_weights, model.start_router, model.task)
         for name, model in config.models.items()
         if model.path is not None
     }
@@ -184,16 +186,20 @@ def _check_plan_gpus(plan: EnginePlan, root: Path | None = None) -> None:
     gpus = [gpu for launch in plan.launches for gpu in launch.gpus]
     gpus += [gpu for kept in plan.kept for gpu in kept.seat.gpus]
     if gpus:
-        check_gpus(gpus, [gpu.index for gpu in visible_gpus()], gpus_in_use(root))
+        check_gpus(list(dict.fromkeys(gpus)), [gpu.index for gpu in visible_gpus()], gpus_in_use(root))
 
 
 # -- the plan on this host
 
 
+Release = Callable[[Sequence[EngineLaunch]], None]
+"""Lets go of the ports of processes that start now."""
+
+
 @contextmanager
-def held_ports(needs: PortNeeds) -> Iterator[tuple[Ports, Callable[[], None]]]:
-    """Ports of this host that cover the needs of a plan, held open until the second of the pair is called, or the block
-    ends. Raises UsageError for a fixed one that cannot be bound."""
+def held_ports(needs: PortNeeds) -> Iterator[tuple[Ports, Release]]:
+    """Ports of this host that cover the needs of a plan, held open until the second of the pair lets go of them, or the
+    block ends. Raises UsageError for a fixed one that cannot be bound."""
     with ExitStack() as stack:
         reservations = [
             stack.enter_context(reserved_ports(1, host=address, first=port)) for _, address, port in needs.fixed
@@ -204,15 +210,16 @@ def held_ports(needs: PortNeeds) -> Iterator[tuple[Ports, Callable[[], None]]]:
             found[node, address] = reservation.ports
             reservations.append(reservation)
 
-        def release() -> None:
+        def release(launches: Sequence[EngineLaunch]) -> None:
+            ports = {port for launch in launches for port in ports_of(launch)}
             for reservation in reservations:
-                reservation.release()
+                reservation.release(ports)
 
         yield handed_out(found), release
 
 
 @contextmanager
-def _planned(order: Order, run: RunDirectory, *, first: int) -> Iterator[tuple[EnginePlan, Callable[[], None]]]:
+def _planned(order: Order, run: RunDirectory, *, first: int) -> Iterator[tuple[EnginePlan, Release]]:
     """The plan on this host with ports that are held; the second of the pair lets go of them."""
     slots = engine_slots(order.groups)
     wanted = sum(share for slot in slots for share in slot.shares)
@@ -263,13 +270,13 @@ def engine_spec(launch: EngineLaunch) -> ProcessSpec:
 
 
 def start_here(
-    launches: Sequence[EngineLaunch], group: ProcessGroup, *, release: Callable[[], None] = lambda: None
+    launches: Sequence[EngineLaunch], group: ProcessGroup, *, release: Release = lambda _: None
 ) -> list[RunningProcess]:
     """Start these processes on this host, in order, in `group`. release: lets go of their ports, at the last moment."""
     for launch in launches:
         launch.work_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     specs = [engine_spec(launch) for launch in launches]
-    release()
+    release(launches)
     return [group.start(spec) for spec in specs]
 
 
@@ -286,19 +293,23 @@ def launch_engines(
     check_order(order, root=run.path.parent)
     read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     living = living_engines(run)
+    serve: dict[int, EngineEndpoint] = {}
     with _planned(order, run, first=max(living, default=-1) + 1) as (plan, release):
-        processes = start_here(plan.launches, group, release=release)
-    for process in processes:
-        report(f"{process.role} started: pid {process.state.pid}, {process.state.url}")
-    launches = serving(plan.launches)  # all of them: on one host no engine has a second part
-    endpoints = asyncio.run(wait_for_all(launches, processes, report))
-    group.checks |= {
-        process.role: Liveness(process.state.pid, endpoint.url)
-        for process, endpoint in zip(processes, endpoints, strict=True)
-    }
+        for launches in start_order(plan.launches):
+            processes = start_here(launches, group, release=release)
+            for process in processes:
+                report(f"{process.role} started: pid {process.state.pid}, {process.state.url}")
+            # Each of them serves: on one host no engine has a second part.
+            endpoints = asyncio.run(wait_for_all(launches, processes, report))
+            for launch, process, endpoint in zip(launches, processes, endpoints, strict=True):
+                group.checks[process.role] = Liveness(process.state.pid, endpoint.url)
+                serve[launch.index] = endpoint
+            for earlier in group.processes:  # one may have died while others on its GPU were loading
+                if (code := earlier.exit_code()) is not None:
+                    raise earlier.failure(f"{describe_exit(code)} while others were starting")
     found: dict[str, list[EngineEndpoint]] = {}
-    for launch, endpoint in zip(launches, endpoints, strict=True):
-        found.setdefault(launch.model_name, []).append(endpoint)
+    for launch in plan.launches:
+        found.setdefault(launch.model_name, []).append(serve[launch.index])
     entries = {
         name: ModelEndpoints(update_weights=order.models[name].update_weights, engines=tuple(engines))
         for name, engines in found.items()

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch
+from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch, Task
 from rltool.engines.interpreter import default_engine_python
+from rltool.engines.memory_flags import shares_memory
 from rltool.engines.parallel_flags import parallel_sizes
 from rltool.errors import UsageError
 from rltool.processes.hosts import http_url
@@ -60,6 +61,7 @@ class Model:
     path: Path
     update_weights: bool = True
     start_router: bool = False
+    task: Task = "generate"
 
 
 @dataclass(frozen=True)
@@ -123,10 +125,10 @@ def engine_slots(
         if device_of(group, device) == "cpu":
             if group.role == "placeholder":
                 continue  # it keeps GPUs free, and there are none
-            if group.gpus:
+            if group.gpus or group.engines_per_gpu > 1:
                 raise UsageError(
-                    f"--gpus with --device cpu (group {group.name!r}): engines on the CPU take no GPU; leave one of "
-                    "the two out"
+                    f"--{'gpus' if group.gpus else 'engines-per-gpu'} with --device cpu (group {group.name!r}): "
+                    "engines on the CPU take no GPU; leave one of the two out"
                 )
             shares: tuple[int, ...] = (0,)
         else:
@@ -148,13 +150,17 @@ def _shares(group: EngineGroup, per_host: int | None) -> tuple[int, ...]:
 
 def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat, ...]]:
     """A seat for every process of every slot: the first host with room for it; the processes of one engine on different
-    hosts; on the CPU the host with the fewest. Raises UsageError, with what is left, where that is too little."""
+    hosts; on the CPU the host with the fewest; engines that share GPUs in the same. Raises UsageError, with what is
+    left, where that is too little."""
     named = _named(slots)
     claimed = {gpu for gpus in named.values() for gpu in gpus}
     free = {host.name: [gpu for gpu in host.gpus if host is not hosts[0] or gpu not in claimed] for host in hosts}
     on_cpu: Counter[str] = Counter()
     seats = []
     for slot in slots:
+        if _shares_seat(slot):
+            seats.append(seats[-1])
+            continue
         taken: list[Seat] = []
         for share in slot.shares:
             if share == 0:
@@ -176,22 +182,36 @@ def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat,
     return seats
 
 
+def _shares_seat(slot: Slot) -> bool:
+    """Whether it is on the GPUs of the engine before it."""
+    return slot.number % slot.group.engines_per_gpu > 0
+
+
 def _named(slots: Sequence[Slot]) -> dict[str, list[int]]:
     """The GPUs that each group names. Raises UsageError for the wrong number, and one that is named twice."""
     groups = {slot.group.name: slot.group for slot in slots if slot.group.gpus}
     every = [gpu for group in groups.values() for gpu in group.gpus]
     twice = sorted({gpu for gpu in every if every.count(gpu) > 1})
     if twice:
-        raise UsageError(f"--gpus names GPU {', '.join(map(str, twice))} twice; every GPU serves one engine")
+        raise UsageError(
+            f"--gpus names GPU {', '.join(map(str, twice))} twice; for several engines on each GPU name it once and "
+            "set --engines-per-gpu"
+        )
     for name, group in groups.items():
-        needed = sum(sum(slot.shares) for slot in slots if slot.group.name == name)
+        needed = sum(sum(slot.shares) for slot in slots if slot.group.name == name and not _shares_seat(slot))
         if len(group.gpus) != needed:
             raise UsageError(
-                f"group {name!r}: {group.count} x {needed // group.count} takes {needed} GPUs, --gpus names "
+                f"group {name!r}: {_times(group)} takes {needed} GPUs, --gpus names "
                 f"{len(group.gpus)} ({','.join(map(str, group.gpus))}): "
                 + ("name more, or start fewer engines" if len(group.gpus) < needed else "name fewer, or start more")
             )
     return {name: list(group.gpus) for name, group in groups.items()}
+
+
+def _times(group: EngineGroup) -> str:
+    """What takes GPUs in a group, for a message."""
+    shared = f", {group.engines_per_gpu} on the same GPUs," if group.engines_per_gpu > 1 else ""
+    return f"{group.count} x {parallel_sizes(group).world_size}{shared}"
 
 
 def _too_few(slot: Slot, share: int, free: Mapping[str, Sequence[int]]) -> str:
@@ -230,11 +250,12 @@ def plan_engines(
 def _processes(
     index: int, slot: Slot, seats: Sequence[Seat], settings: Settings, ports: Ports
 ) -> Iterator[EngineLaunch]:
-    group = slot.group
+    group = shares_memory(slot.group, slot.number)
     device = device_of(group, settings.device)
     listens = [group.host or (seat.address if settings.spread else LOOPBACK) for seat in seats]
     port = group.port + slot.number if group.port else ports(seats[0].node, listens[0])
-    bootstrap = ports(seats[0].node, listens[0]) if group.role == "prefill" else None
+    meets = group.role == "prefill" or (group.role == "decode" and group.engine == "vllm")
+    bootstrap = ports(seats[0].node, listens[0]) if meets else None
     meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
     model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
     for rank, seat in enumerate(seats):
@@ -245,7 +266,7 @@ def _processes(
             pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
             model=model.path, host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
-            seed=group.seed + index, trust_remote_code=group.trust_remote_code,
+            seed=group.seed + index, task=model.task, trust_remote_code=group.trust_remote_code,
             # Absolute, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.
             python=group.engine_python.absolute() if group.engine_python else default_engine_python(),
@@ -266,6 +287,20 @@ def _with_encoders(launches: Sequence[EngineLaunch]) -> Iterator[EngineLaunch]:
         yield launch.model_copy(update={"encoder_urls": urls}) if urls and reads else launch
 
 
+def start_order(launches: Sequence[EngineLaunch]) -> list[list[EngineLaunch]]:
+    """Who is started together, batch by batch. Engines on one GPU start one after the other, for each measures what is
+    free there while it starts, and takes what another one allocates meanwhile for its own."""
+    batches: list[list[EngineLaunch]] = []
+    for launch in launches:
+        others = (batch for batch in batches if not any(set(other.gpus) & set(launch.gpus) for other in batch))
+        batch = next(others, None)
+        if batch is None:
+            batches.append([launch])
+        else:
+            batch.append(launch)
+    return batches
+
+
 def url_of(launch: EngineLaunch) -> str:
     """Where the engine is reached."""
     return http_url(launch.address or launch.host, launch.port)
@@ -274,7 +309,7 @@ def url_of(launch: EngineLaunch) -> str:
 def planned_routers(groups: Sequence[EngineGroup], models: Mapping[str, Model]) -> Iterator[Router]:
     """Where one is asked for, and where prefill and decode need one."""
     for name in dict.fromkeys(group.model for group in groups if group.role != "placeholder"):
-        disaggregated = any(group.model == name and group.role == "prefill" for group in groups)
+        disaggregated = any(g.model == name and g.role == "prefill" and g.engine == "sglang" for g in groups)
         if disaggregated or models[name].start_router:
             yield Router(name, disaggregated)
 
@@ -287,6 +322,9 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
                 f"model {name!r} has engines of role {' and '.join(sorted(roles))}: prefill and decode go together, "
                 "and a model that has them has no regular ones"
             )
+        halves = [group for group in groups if group.model == name and group.role in ("prefill", "decode")]
+        if len({group.engine for group in halves}) > 1:
+            raise UsageError(f"model {name!r}: prefill and decode engines are all vLLM's or all SGLang's")
 
 
 # -- ports
@@ -311,6 +349,12 @@ def port_needs(slots: Sequence[Slot], seats: Sequence[tuple[Seat, ...]], setting
     plan = plan_engines(slots, seats, settings, count)
     fixed = [(x.node, x.host, x.port) for x in plan.launches if x.port and x.node_rank == 0]
     return PortNeeds(dict(free), tuple(fixed))
+
+
+def ports_of(launch: EngineLaunch) -> set[int]:
+    """Those that its processes listen on."""
+    meeting = launch.dist_init.rpartition(":")[2] if launch.dist_init else None
+    return {int(port) for port in (launch.port, launch.bootstrap_port, meeting) if port}
 
 
 def handed_out(ports: Mapping[tuple[str, str], Iterable[int]]) -> Ports:

@@ -63,13 +63,15 @@ class GroupCounts(TypedDict, total=False):
 class RunStatus(TypedDict, total=False):
     """GET /status. step: finished training steps, of `steps`; progress: what the driver waits for now, in words.
 
-    router: the address that generation goes through; endpoints_files: those that the run was given its engines by.
+    evaluation_engines: those of eval.engines; router: the address that generation goes through; endpoints_files: those
+    that the run was given its engines by.
     """
 
     step: int
     steps: int
     weight_version: str | None
     engines: list[EngineStatus]
+    evaluation_engines: list[EngineStatus]
     groups: GroupCounts
     requests_in_flight: int
     router: str | None

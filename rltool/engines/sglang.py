@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.classification import SglangClassification
 from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
 from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
 from rltool.engines.sglang_group_flags import flags_in_its_group
@@ -24,6 +25,7 @@ from rltool.engines.types import (
     EngineCounters,
     EngineInfo,
     EngineLoad,
+    EngineRole,
     GenerateRequest,
     HttpRequest,
     VersionSpan,
@@ -46,6 +48,9 @@ prompt."""
 MEMORY: dict[MemoryTag, tuple[str, ...]] = {"weights": ("weights",), "kv_cache": ("kv_cache", "cuda_graph")}
 """SGLang's own tags. CUDA graphs are of no use without the cache."""
 
+TASKS = {True: "generate", False: "classify"}
+"""By is_generation. SGLang does not tell classifiers from embedding models."""
+
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
 
@@ -59,7 +64,7 @@ process. Its log starts with all its arguments, the key among them: the log file
 (0600)."""
 
 
-class SglangDialect(SglangInspection):
+class SglangDialect(SglangInspection, SglangClassification):
     """See rltool.engines.dialect.Dialect."""
 
     name = "sglang"
@@ -149,6 +154,9 @@ class SglangDialect(SglangInspection):
             model_config={"model_type": model["model_type"], "architectures": model["architectures"]},
             model_path=server.get("model_path") or model.get("model_path"),  # the latter follows updates from disk
             sleep_levels=_sleep_levels(server),
+            role=_role(server),
+            bootstrap_port=server.get("disaggregation_bootstrap_port") if _role(server) == "prefill" else None,
+            task=TASKS[model["is_generation"]] if "is_generation" in model else None,
         )
 
     def health(self) -> HttpRequest:
@@ -253,6 +261,8 @@ class SglangDialect(SglangInspection):
         # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the
         # server.
         argv += ["--skip-server-warmup"]
+        if launch.task == "classify":
+            argv += ["--is-embedding"]
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"
@@ -325,6 +335,11 @@ def _sleep_levels(server: Mapping[str, Any]) -> tuple[SleepLevel, ...]:
     if not server.get("enable_memory_saver"):
         return ()
     return (1,) if server.get("enable_weights_cpu_backup") else (2,)
+
+
+def _role(server: Mapping[str, Any]) -> EngineRole | None:
+    mode = server.get("disaggregation_mode")
+    return mode if mode in ("prefill", "decode") else None
 
 
 def _boot_id(server: Mapping[str, Any]) -> str | None:

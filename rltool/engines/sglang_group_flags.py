@@ -14,6 +14,8 @@ def flags_in_its_group(launch: EngineLaunch) -> list[str]:
         argv += ["--dist-init-addr", launch.dist_init]
     if launch.role in ("prefill", "decode"):
         argv += ["--disaggregation-mode", launch.role]
+    if launch.role == "decode" and launch.device == "cpu":
+        argv += ["--disaggregation-decode-retraction-backup", "none"]  # its pool of host memory is pinned with CUDA
     if launch.bootstrap_port is not None:
         argv += ["--disaggregation-bootstrap-port", str(launch.bootstrap_port)]
     if launch.role == "encoder":

@@ -50,6 +50,11 @@ def has(kind: str, version: str, feature: Feature) -> bool:
     return since is not None and (found is None or found >= since)
 
 
+def newest(kind: str) -> str:
+    """The newest version that rltool knows, as text."""
+    return _text(NEWEST[kind])
+
+
 def refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
     """Why rltool does not work with this version, None if it does. newer: those after the newest known are taken."""
     name, oldest, newest, found = NAMES[kind], OLDEST[kind], NEWEST[kind], parse(version)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import uuid
+from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
+EngineRole = Literal["regular", "prefill", "decode", "encoder"]
 
 SEED_MODULUS = 2**31
 """Seeds of requests and samples lie below it: what both engines take."""
@@ -41,6 +44,24 @@ class GenerateRequest:
     n: int = 1
     seed: int | None = None
     continues: int = 0
+
+    def again(self) -> GenerateRequest:
+        """The same with an id of its own: an engine whose caller has gone may notice that seconds later, and until then
+        SGLang answers 400 to the id that it still works on."""
+        return replace(self, request_id=uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Of given tokens, all but the first, each after those before it; in nats at temperature 1.
+
+    logprobs: of the tokens; topk_ids ("i") and topk_logprobs ("f"): of the k most probable tokens in the place of each,
+    the most probable first, place after place; -1 and -inf where an engine gave fewer.
+    """
+
+    logprobs: tuple[float, ...]
+    topk_ids: array[int]
+    topk_logprobs: array[float]
 
 
 @dataclass(frozen=True)
@@ -148,6 +169,11 @@ class EngineInfo:
     """Where the server says that it read its model: a directory of its own host, or a name on a hub."""
     sleep_levels: tuple[int, ...] = ()
     """At which levels (dialect.SleepLevel) it can sleep; () also where it does not tell."""
+    role: EngineRole | None = None
+    bootstrap_port: int | None = None
+    """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
+    task: str | None = None
+    """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

@@ -100,6 +100,7 @@ class Engines:
                 self.balance.finish(engine, failed=failed)
             await asyncio.sleep(RETRY_SECONDS * 2 ** min(tries, 4))
             tries += 1
+            request = request.again()
 
 
 def joined(first: Completion, second: Completion) -> Completion:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.gateway import GatewayConfig
+from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, files_in, parse_address, resolve
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
@@ -46,8 +47,8 @@ def plan_gateway(addresses: Sequence[str], router: str | None, run_name: str | N
     if not addresses and router is None:
         run = open_run(run_name, create=False)
         addresses = [f"@{run.endpoints_file}"]
-    elif run_name is None and files and (files[0].absolute().parent / "state" / "run.json").exists():
-        run = RunDirectory(files[0].absolute().parent)
+    elif run_name is None and files and (of_file := RunDirectory(files[0].absolute().parent)).is_made:
+        run = of_file
     else:
         run = open_run(run_name, create=run_name is not None or not list_runs())
     model = resolve(addresses) if addresses else ModelEndpoints()
@@ -66,10 +67,7 @@ def start_gateway(
         for engine in plan.engines
     ]
     infos = _probed(engines, config.ready_timeout, report)
-    known = [
-        engine.model_copy(update={"dialect": info.dialect, "plugin": info.plugin})
-        for engine, info in zip(engines, infos, strict=True)
-    ]
+    known = [engine.probed(info) for engine, info in zip(engines, infos, strict=True)]
     parts = Parts(
         served_name=_served_name(infos),
         max_model_len=_max_model_len(config, infos),
@@ -150,6 +148,12 @@ def _data_plane(
     config: GatewayConfig, plan: GatewayPlan, engines: Sequence[EngineEndpoint]
 ) -> tuple[EngineEndpoint, ...]:
     if plan.router_url is None:
+        halves = [engine.url for engine in engines if not samples_alone(engine)]
+        if halves:
+            raise UsageError(
+                f"{', '.join(halves)}: SGLang's prefill and decode engines answer together; give the gateway their "
+                "router (--router)"
+            )
         return tuple(engines)
     router = ModelEndpoints(engines=tuple(engines), data_url=plan.router_url).data_endpoint()
     assert router is not None  # it has a URL

@@ -42,15 +42,18 @@ def micro_batch_loss(
     logprobs: Tensor,
     entropy: Tensor,
     algorithm: AlgorithmConfig,
+    topk_logprobs: Tensor | None = None,
+    tail_logprobs: Tensor | None = None,
     *,
     on_policy: bool = False,
 ) -> tuple[Tensor, dict[str, Any]]:
     """The weighted sum of the token losses (a scalar in the graph), and sums over the loss tokens by metric name.
 
-    rows: [R] from `loss_rows`; logprobs, entropy: [R]. Only these rows are ever touched, so that what stands in a field
-    where there is no loss cannot reach the gradient. Sums stay on the device: reading one here would hold up the
-    schedule. on_policy: the old log-probabilities are these, detached. ValueError when a field that the configured loss
-    needs is None.
+    rows: [R] from `loss_rows`; logprobs, entropy: [R]; topk_logprobs [R, K], tail_logprobs [R]: the policy's of the
+    teacher's tokens and of all others, where algorithm.distill_kl_coef needs them. Only these rows are ever touched, so
+    that what stands in a field where there is no loss cannot reach the gradient. Sums stay on the device: reading one
+    here would hold up the schedule. on_policy: the old log-probabilities are these, detached. ValueError when a field
+    that the configured loss needs is None.
     """
 
     def optional(name: str) -> Tensor | None:
@@ -83,6 +86,9 @@ def micro_batch_loss(
             rollout_logprobs=field("rollout_logprobs") if compares_engine else optional("rollout_logprobs"),
             ref_logprobs=field("ref_logprobs") if in_loss else optional("ref_logprobs"),
             teacher_logprobs=optional("teacher_logprobs"),
+            teacher_topk_logprobs=field("teacher_topk_logprobs") if algorithm.uses_teacher_topk else None,
+            topk_logprobs=topk_logprobs,
+            tail_logprobs=tail_logprobs,
             kl_cov_coefs=field("kl_cov_coefs") if algorithm.kl_cov_fraction > 0 else None,
             kl_coefs=of_sample("kl_coefs"),
             entropy_coefs=of_sample("entropy_coefs"),

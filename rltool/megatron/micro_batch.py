@@ -14,7 +14,7 @@ from rltool.megatron.runtime import Coordinates, to_device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, packed, targets, sources and held are on the device, the rest on the CPU.
+    """tokens, packed, targets, sources, held and topk_ids are on the device, the rest on the CPU.
 
     tokens: [T] what this rank's model reads
     rows: [R] indices into batch.tokens of the tokens whose log-probabilities are wanted, in order
@@ -22,6 +22,7 @@ class MicroBatch:
         rank
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
+    topk_ids: [H, K] the teacher's most probable tokens in their places, int32; None where the batch has none
     """
 
     batch: TrainBatch
@@ -31,6 +32,7 @@ class MicroBatch:
     sources: Tensor
     targets: Tensor
     held: Tensor | None
+    topk_ids: Tensor | None = None
 
 
 def prepare(
@@ -59,4 +61,5 @@ def prepare(
         sources=to_device(sources, device),
         targets=to_device(batch.tokens[wanted], device),
         held=held,
+        topk_ids=None if batch.teacher_topk_ids is None else to_device(batch.teacher_topk_ids[wanted], device),
     )

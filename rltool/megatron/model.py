@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rltool.config.train import TrainerConfig
 from rltool.megatron.attention import Backend, check_backend
+from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
@@ -129,7 +131,13 @@ def build_model(
             layer.mlp.__class__ = GatedMLP
             cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
     _mark_sharded(model, family)
-    return model.to(device)
+    model.to(device)
+    if wanted(trainer.expert_products, device, dtype):
+        for layer in model.decoder.layers:
+            experts = getattr(layer.mlp, "experts", None)
+            if isinstance(experts, SequentialMLP) and computes(experts.config):
+                group_products(experts, demanded=trainer.expert_products == "grouped")
+    return model
 
 
 def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | TwoRotaryPositions:

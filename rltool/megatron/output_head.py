@@ -69,7 +69,7 @@ class _HeadLogprobs(torch.autograd.Function):
         stats = torch.zeros(4, len(targets), dtype=torch.float32, device=hidden.device)
         stats[0] = torch.finfo(torch.float32).min
         kept: list[tuple[Tensor | None, Tensor | None]] = []
-        for rows in _chunks(len(targets), chunk) if real else ():
+        for rows in chunks(len(targets), chunk) if real else ():
             logits = product(hidden[rows], weight[:real].t())
             wanted = hidden.dtype if keep else None
             stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, wanted)
@@ -108,8 +108,8 @@ class _HeadLogprobs(torch.autograd.Function):
         # Frozen inputs (a value head on a frozen body, a probe) cost no product.
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         hidden_grad = torch.zeros_like(hidden) if for_hidden else None
-        total, in_place = _weight_buffer(weight) if for_weight else (None, False)
-        for number, rows in enumerate(_chunks(len(local), ctx.chunk) if real else ()):
+        total, in_place = weight_buffer(weight) if for_weight else (None, False)
+        for number, rows in enumerate(chunks(len(local), ctx.chunk) if real else ()):
             states = hidden[rows]
             if ctx.kept is None:
                 source, tops = product(states, weight[:real].t()), None
@@ -124,21 +124,23 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.mm(grad, weight[:real], out=hidden_grad[rows])
             if total is not None:
                 add_product(total[:real], grad.t(), states)
-        return hidden_grad, _weight_result(weight, total, in_place), *[None] * 6
+        return hidden_grad, weight_result(weight, total, in_place), *[None] * 6
 
 
-def _chunks(length: int, chunk: int) -> list[slice]:
+def chunks(length: int, chunk: int) -> list[slice]:
+    """Rows [0, length), `chunk` at a time."""
     return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
 
 
-def _weight_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+def weight_buffer(weight: Tensor) -> tuple[Tensor, bool]:
+    """Where the weight's gradient is summed, and whether that is Megatron's own buffer."""
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is not None and main_grad.dtype is torch.float32:
         return main_grad.view_as(weight), True
     return torch.zeros(weight.shape, dtype=torch.float32, device=weight.device), False
 
 
-def _weight_result(weight: Tensor, total: Tensor | None, in_place: bool) -> Tensor | None:
+def weight_result(weight: Tensor, total: Tensor | None, in_place: bool) -> Tensor | None:
     """What autograd gets: the gradient, or, where it is in main_grad already, something for Megatron's hook to fire
     on.
 

@@ -40,7 +40,7 @@ from rltool.models.base import Family
 MicroBatchLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """f(micro_batch, *outputs) -> (the loss summed over micro_batch.rows, sums for metrics by name).
 
-outputs: of `TrainedModel.outputs`.
+outputs: of `TrainedModel.training_outputs`.
 """
 
 
@@ -84,6 +84,10 @@ class TrainedModel(ABC):
 
         The same on all ranks of the stage. hidden: [T, hidden], or [T / tp, hidden] under sequence parallelism.
         """
+
+    def training_outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """What the loss is made of: `outputs` first, then what it needs besides, [R, ...] each."""
+        return self.outputs(micro, hidden)
 
     @property
     def coordinates(self) -> Coordinates:
@@ -184,7 +188,7 @@ class TrainedModel(ABC):
         return copy_to_tensor_model_parallel_region(states) if gradient_in_parts else states
 
     def _on_all_context_ranks(self, micro: MicroBatch, *values: Tensor) -> tuple[Tensor, ...]:
-        """[H] float32 of this context-parallel rank's tokens, each -> [R] of all micro.rows.
+        """[H, ...] of this context-parallel rank's tokens, each -> [R, ...] of all micro.rows. Of one shape and dtype.
 
         Every rank goes on to the whole loss, so that losses over sequences need not know how these are cut.
         """
@@ -192,7 +196,8 @@ class TrainedModel(ABC):
             return values
         spread = torch.stack(values)
         if micro.held is not None:
-            spread = spread.new_zeros(len(values), len(micro.rows)).index_copy(1, micro.held, spread)
+            whole = spread.new_zeros(len(values), len(micro.rows), *spread.shape[2:])
+            spread = whole.index_copy(1, micro.held, spread)
         return sum_over_context_ranks(spread, self.runtime.cp_group).unbind()
 
     def _compute(
@@ -225,7 +230,7 @@ class TrainedModel(ABC):
         rows: list[Tensor] = []
 
         def step_loss(micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            outputs = self.outputs(micro, hidden)
+            outputs = self.training_outputs(micro, hidden)
             rows.append(in_row(micro, outputs[0].detach()))
             count = torch.zeros((), dtype=torch.int)
             if len(micro.rows) == 0:
@@ -297,8 +302,8 @@ class TrainedModel(ABC):
 
 
 def in_row(micro: MicroBatch, values: Tensor) -> Tensor:
-    """[R] values of micro.rows -> [tokens of the batch], 0 elsewhere, without waiting for the device."""
-    row = torch.zeros(len(micro.batch.tokens), device=values.device)
+    """[R, ...] values of micro.rows -> [tokens of the batch, ...], 0 elsewhere, without waiting for the device."""
+    row = values.new_zeros(len(micro.batch.tokens), *values.shape[1:])
     return row.index_copy(0, to_device(micro.rows, values.device), values)
 
 

@@ -28,7 +28,8 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
-from rltool.megatron.trained import Setup, TrainedModel, first_of
+from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk
+from rltool.megatron.trained import Setup, TrainedModel, first_of, in_row
 from rltool.models.registry import family_for, read_hf_config
 
 
@@ -173,19 +174,57 @@ class MegatronTrainer(TrainedModel):
         that each token was drawn from, in nats."""
         return self._compute(micro_batches, loss.predicted_rows, count=2)
 
+    @in_megatron
+    @torch.no_grad()
+    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[TopK] | None:
+        """Per micro-batch the teacher's algorithm.distill_top_k most probable tokens at each token with a loss, at
+        `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
+
+        def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> TopK:
+            states = self._states(micro, hidden, gradient_in_parts=True)
+            found = head_topk(states, output_weight(self.gpt), self.algorithm.distill_top_k, **self._head())
+            return TopK(*(in_row(micro, *self._on_all_context_ranks(micro, values)) for values in found))
+
+        with self._with_weights("teacher"):
+            rows = self._run(self._prepare(micro_batches, loss.loss_rows), result, forward_only=True)
+        return [TopK(ids.cpu(), values.cpu()) for ids, values in rows] if self.coordinates.returns_logprobs else None
+
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy of micro.rows."""
         logprobs, entropy = head_logprobs(
             self._states(micro, hidden, gradient_in_parts=True),
             output_weight(self.gpt),
             micro.targets,
-            temperature=self.temperature,
-            vocab_size=self.family.vocab_size,
-            group=self.runtime.tp_group,
-            chunk=self.config.head_chunk_tokens,
             keep=not self.config.recompute_head,
+            **self._head(),
         )
         return self._on_all_context_ranks(micro, logprobs, entropy)
+
+    def training_outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
+        """`outputs`; with algorithm.distill_kl_coef all of topk_head.HeadOutputs, of the teacher's tokens."""
+        if not self.algorithm.uses_teacher_topk:
+            return self.outputs(micro, hidden)
+        if micro.topk_ids is None:
+            raise ValueError("TrainBatch.teacher_topk_ids is None, but algorithm.distill_kl_coef needs it")
+        found = head_logprobs_of(
+            self._states(micro, hidden, gradient_in_parts=True),
+            output_weight(self.gpt),
+            micro.targets,
+            micro.topk_ids,
+            keep=not self.config.recompute_head,
+            **self._head(),
+        )
+        logprobs, entropy, tail = self._on_all_context_ranks(micro, found.logprobs, found.entropy, found.tail)
+        return logprobs, entropy, *self._on_all_context_ranks(micro, found.topk), tail
+
+    def _head(self) -> dict[str, Any]:
+        """What all functions of the output head are told."""
+        return {
+            "temperature": self.temperature,
+            "vocab_size": self.family.vocab_size,
+            "group": self.runtime.tp_group,
+            "chunk": self.config.head_chunk_tokens,
+        }
 
     def train_step(self, micro_batches: list[TrainBatch], *, global_loss_tokens: int) -> dict[str, float]:
         """`forward_backward` and `optimizer_step` in one: metrics of both."""
@@ -205,9 +244,9 @@ class MegatronTrainer(TrainedModel):
         over the loss tokens. No weight changes: then comes `optimizer_step` or `discard_gradients`.
         """
 
-        def loss_of(micro: MicroBatch, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        def loss_of(micro: MicroBatch, logprobs: Tensor, entropy: Tensor, *of_topk: Tensor) -> tuple[Tensor, Any]:
             return loss.micro_batch_loss(
-                micro.batch, micro.rows, logprobs, entropy, self.algorithm, on_policy=on_policy
+                micro.batch, micro.rows, logprobs, entropy, self.algorithm, *of_topk, on_policy=on_policy
             )
 
         names = loss.metric_names(self.algorithm)

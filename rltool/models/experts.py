@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.models.base import Parameter
+from rltool.models.base import Family, Parameter
 from rltool.models.decoder import FeedForward
 
 
@@ -48,3 +48,19 @@ def mixture_of_experts(
         moe_aux_loss_coeff=0.0,
     )
     return FeedForward(transformer, parameters)
+
+
+def check_grouped_products(family: Family, *, tensor_parallel: int, dtype: str) -> None:
+    """UsageError where torch's grouped products cannot take this model's experts: they want rows of whole 16 bytes."""
+    if not family.num_experts:
+        raise UsageError(
+            'trainer.expert_products = "grouped", but the model has no experts; leave trainer.expert_products at "auto"'
+        )
+    multiple = 16 // {"float32": 4, "bfloat16": 2}[dtype]
+    hidden, ffn = family.transformer["hidden_size"], family.transformer["moe_ffn_hidden_size"]
+    for what, size in (("hidden_size", hidden), ("experts' size on each tensor-parallel rank", ffn // tensor_parallel)):
+        if size % multiple:
+            raise UsageError(
+                f'trainer.expert_products = "grouped" in {dtype} needs multiples of {multiple}, but the {what} is '
+                f'{size}; leave trainer.expert_products at "auto"'
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from rltool.errors import RltoolError, UsageError
@@ -17,17 +17,17 @@ _TRIES = 200
 
 
 class PortReservation:
-    """Listening sockets on `ports` of one host; release() closes them. Nobody else can bind these ports until then."""
+    """Listening sockets on `ports` of one host; release() closes them, or those of these ports. Nobody else can bind
+    them until then."""
 
     def __init__(self, host: str, sockets: Sequence[socket.socket]) -> None:
         self.host = host
         self.ports: tuple[int, ...] = tuple(held.getsockname()[1] for held in sockets)
-        self._sockets = list(sockets)
+        self._sockets = dict(zip(self.ports, sockets, strict=True))
 
-    def release(self) -> None:
-        for held in self._sockets:
-            held.close()
-        self._sockets.clear()
+    def release(self, ports: Collection[int] | None = None) -> None:
+        for port in self._sockets.keys() & (self.ports if ports is None else ports):
+            self._sockets.pop(port).close()
 
 
 def reserve_ports(count: int, *, host: str = "127.0.0.1", first: int = 0, flag: str = "--port") -> PortReservation:

@@ -231,7 +231,7 @@ def _create(path: Path) -> RunDirectory:
     state.mkdir(parents=True, exist_ok=True)
     # Other users share the host: who can list state/ learns argv and urls, and is next to the key.
     state.chmod(0o700)
-    if not (state / "run.json").exists():
+    if not RunDirectory(path).is_made:
         created = datetime.now().astimezone().isoformat()
         write_json_atomic(state / "run.json", {"id": uuid.uuid4().hex, "created": created, "rltool": __version__})
     return RunDirectory(path)

@@ -53,6 +53,7 @@ def samples_to_batch(
     versions = _token_versions(samples)
     turns, turn_rewards = turn_tensors(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
+    topk_ids, topk_logprobs = _teacher_topk(samples)
     parts, weights = _reward_parts(samples, part_weights) if part_weights is not None else (None, None)
     return TrainBatch(
         tokens=torch.tensor([token for s in samples for token in s.prompt_ids + s.response_ids]),
@@ -69,6 +70,8 @@ def samples_to_batch(
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
         teacher_logprobs=_teacher_logprobs(samples),
+        teacher_topk_ids=topk_ids,
+        teacher_topk_logprobs=topk_logprobs,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
     )
@@ -148,6 +151,30 @@ def _teacher_logprobs(samples: Sequence[Sample]) -> torch.Tensor | None:
     present = [bool(sample.teacher_logprobs) or not sample.response_ids for sample in samples]
     _all_or_none(samples, "log-probabilities of the teacher", present)
     return torch.tensor([v for s in samples for v in [0.0] * len(s.prompt_ids) + s.teacher_logprobs])
+
+
+def _teacher_topk(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """[T, K] each: -1 and -inf outside responses; None where no engine's teacher was asked for them."""
+    sizes = {len(s.teacher_topk_ids) // len(s.response_ids) for s in samples if s.response_ids}
+    if sizes <= {0}:
+        return None, None
+    present = [bool(sample.teacher_topk_ids) or not sample.response_ids for sample in samples]
+    _all_or_none(samples, "most probable tokens of the teacher", present)
+    if len(sizes) > 1:
+        raise ValueError(f"most probable tokens of the teacher: samples have {sorted(sizes)} of them a token")
+    (k,) = sizes
+    ids = torch.full((sum(len(s.prompt_ids) + len(s.response_ids) for s in samples), k), -1, dtype=torch.int32)
+    logprobs = torch.full(ids.shape, -torch.inf)
+    end = 0
+    for sample in samples:
+        count = len(sample.response_ids)
+        end += len(sample.prompt_ids) + count
+        if count:
+            ids[end - count : end] = torch.frombuffer(sample.teacher_topk_ids, dtype=torch.int32).view(count, k)
+            logprobs[end - count : end] = torch.frombuffer(sample.teacher_topk_logprobs, dtype=torch.float32).view(
+                count, k
+            )
+    return ids, logprobs
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

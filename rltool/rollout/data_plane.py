@@ -8,6 +8,9 @@ last is the fleet's owner's matter (deadlines.engines). Behind a router the rout
 where our plugin's reply names it, else every serving engine has to answer a canary request, and another failure of the
 same request counts against it once they have.
 
+Where engines have the role "prefill", each request goes to one of them and to one of the others, which takes over its
+KV cache (engines/disaggregation.py).
+
 Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its
 engine is reported stale, the event is counted, and the request is sent again.
 """
@@ -22,7 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rltool.engines import disaggregation
 from rltool.engines.client import EngineClient
+from rltool.engines.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import Completion, GenerateRequest
@@ -67,12 +72,13 @@ class PoisonousRequest(EngineError):
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """Where a request is sent now. engine: None behind a router. answered_by: boot ids of the processes that answered,
-    where their replies tell."""
+    """Where a request is sent now. engine: None behind a router. prefill: URL of the engine that fills its KV cache
+    where that is another. answered_by: boot ids of the processes that answered, where their replies tell."""
 
     endpoint: EngineEndpoint
     engine: str | None
     sent_at: float
+    prefill: str | None = None
     answered_by: set[str] = field(default_factory=set)
 
 
@@ -109,6 +115,7 @@ class DataPlane:
         """Events since the start: failed_requests, withdrawn_requests, poisonous_requests, refused_foreign,
         refused_unpublished, stale_engine."""
         self._in_flight: Counter[str] = Counter()
+        self._prefilling: Counter[str] = Counter()
         self._sending: dict[Attempt, asyncio.Task[list[Completion]]] = {}
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
@@ -138,10 +145,11 @@ class DataPlane:
         failed = {url for url, state in states.items() if state in (State.SUSPECT, State.DEAD)}
         newly_failed, self._failed_engines = failed - self._failed_engines, failed
         for attempt, task in list(self._sending.items()):
-            left = states.get(attempt.engine) not in KEEPS_REQUESTS if attempt.engine is not None else newly_failed
+            involved = [url for url in (attempt.engine, attempt.prefill) if url is not None]
+            left = any(states.get(url) not in KEEPS_REQUESTS for url in involved) if involved else newly_failed
             if left and attempt not in self._withdrawn and not task.done():
                 self.counts["withdrawn_requests"] += 1
-                self._withdrawn[attempt] = attempt.engine in failed
+                self._withdrawn[attempt] = attempt.engine in failed or attempt.prefill in failed
                 task.cancel()
         self._grant()
 
@@ -164,7 +172,7 @@ class DataPlane:
                 raise
             except EngineError as error:
                 withdrawn = attempt in self._withdrawn
-                avoid = attempt.engine
+                avoid = attempt.prefill if isinstance(error, PrefillFailed) else attempt.engine
                 suspects = self._suspects(attempt, error)
                 if suspects and all(self._has_worked_since(counted.get(url), url) for url in suspects):
                     failures += 1
@@ -180,6 +188,7 @@ class DataPlane:
             if not withdrawn:
                 await asyncio.sleep(RETRY_SECONDS * 2 ** min(tries, 4))
             tries += 1
+            request = request.again()
 
     async def abort(self, groups: Collection[int] | None = None, *, at: str | None = None) -> dict[str, str]:
         """Abort this run's requests (those of `groups`) at every engine (that of URL `at`), directly: a router forwards
@@ -228,24 +237,33 @@ class DataPlane:
             attempt = self._pick(avoid)
             if attempt is not None:
                 self._in_flight[attempt.endpoint.url] += 1
+                if attempt.prefill is not None:
+                    self._prefilling[attempt.prefill] += 1
                 return attempt
 
     def _free(self) -> int:
         """Requests that may be sent now."""
-        serving = len(self._fleet.serving())
-        limit = self.limit if self.limit is not None else self._per_engine * serving
-        return limit - self.in_flight - self._granted if serving >= self._min_serving else 0
+        able = len(self._choices())
+        limit = self.limit if self.limit is not None else self._per_engine * able
+        return limit - self.in_flight - self._granted if able >= self._min_serving else 0
+
+    def _choices(self) -> dict[str, list[str]]:
+        return disaggregation.pairs(self._fleet, self._endpoints)
 
     def _pick(self, avoid: str | None) -> Attempt | None:
         if self._free() <= 0:
             return None
         if self._router is not None:
             return Attempt(self._router, None, self._clock())
-        url = min(self._fleet.serving(), key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
-        return Attempt(self._endpoints[url], url, self._clock())
+        choices = self._choices()
+        url = min(choices, key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
+        first = min(choices[url], key=lambda other: (other == avoid, self._prefilling[other]), default=None)
+        return Attempt(self._endpoints[url], url, self._clock(), first)
 
     def _release(self, attempt: Attempt) -> None:
         self._in_flight[attempt.endpoint.url] -= 1
+        if attempt.prefill is not None:
+            self._prefilling[attempt.prefill] -= 1
         self._grant()
 
     def _grant(self) -> None:
@@ -277,12 +295,11 @@ class DataPlane:
         published = self._judge.published if self._judge else None
         with self._named(attempt, request, group):
             try:
-                # Elsewhere is tried next, so one attempt here is enough.
-                completions = await self._client.generate(
-                    attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by
-                )
+                completions = await self._generate(attempt, request)
             except EngineRejected:
                 raise
+            except CacheOutdated as error:
+                raise _NotItsFault(str(error)) from error
             except EngineError as error:
                 known = error.named("deadlines.generate") if isinstance(error, EngineTimedOut) else error
                 self._failed(attempt, known)
@@ -292,8 +309,26 @@ class DataPlane:
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
         return completions
 
-    def _engines(self, attempt: Attempt) -> list[str]:
-        """Who had the request, as far as that is known."""
+    async def _generate(self, attempt: Attempt, request: GenerateRequest) -> list[Completion]:
+        """Elsewhere is tried next, so one attempt here is enough."""
+        if attempt.prefill is None:
+            return await self._client.generate(
+                attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by
+            )
+        involved = (attempt.prefill, attempt.endpoint.url)
+        before = [self._fleet.member(url).since for url in involved]
+        version = self._fleet.member(attempt.endpoint.url).version
+        return await disaggregation.generate(
+            self._client, self._endpoints[attempt.prefill], attempt.endpoint, request, timeout=self._deadline,
+            may_decode=lambda: [self._fleet.member(url).since for url in involved] == before,
+            version=str(version) if version is not None else None,
+        )  # fmt: skip
+
+    def _engines(self, attempt: Attempt, error: EngineError | None = None) -> list[str]:
+        """Who had the request, as far as that is known; who is at fault for an error."""
+        if attempt.engine is not None and attempt.prefill is not None:
+            both = [attempt.engine, attempt.prefill]
+            return both if error is None else [both[isinstance(error, PrefillFailed)]]
         if attempt.engine is not None:
             return [attempt.engine]
         return [member.url for member in self._fleet.members() if member.boot_id in attempt.answered_by]
@@ -304,7 +339,7 @@ class DataPlane:
         if isinstance(error, _NotItsFault):
             return []
         is_the_routers = isinstance(error, EngineUnreachable) or getattr(error, "status", None) in ROUTERS_OWN
-        return self._engines(attempt) or ([] if is_the_routers else list(self._fleet.serving()))
+        return self._engines(attempt, error) or ([] if is_the_routers else list(self._fleet.serving()))
 
     def _has_worked_since(self, moment: float | None, url: str) -> bool:
         """Whether the engine has brought a request to its end since then; so it has where there is no such moment."""
@@ -313,7 +348,7 @@ class DataPlane:
 
     def _failed(self, attempt: Attempt, error: EngineError) -> None:
         self.counts["failed_requests"] += 1
-        engines = self._engines(attempt)
+        engines = self._engines(attempt, error)
         for url in engines:
             self._fleet.request_failed(url, str(error), sent_at=attempt.sent_at)
         if not engines:
@@ -322,7 +357,7 @@ class DataPlane:
     def _judge_versions(self, attempt: Attempt, completions: Sequence[Completion], published: int | None) -> None:
         if self._judge is None:
             return
-        engines = self._engines(attempt)
+        engines = [attempt.engine] if attempt.engine is not None else self._engines(attempt)
         for version in {span.version for completion in completions for span in completion.versions}:
             reason = self._judge.refusal(version)
             if reason is not None:
@@ -343,8 +378,9 @@ class DataPlane:
 
     @contextmanager
     def _named(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> Iterator[None]:
-        endpoint = attempt.endpoint
-        self._ids[request.request_id] = (group, self._client.request_ids(endpoint, request))
+        parts = disaggregation.one_by_one(request) if attempt.prefill else [request]
+        names = [name for part in parts for name in self._client.request_ids(attempt.endpoint, part)]
+        self._ids[request.request_id] = (group, names)
         try:
             yield
         finally:

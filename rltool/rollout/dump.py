@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -29,10 +30,12 @@ FORMAT_VERSION = 1
 
 RAGGED = {
     "prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64,
-    "teacher_logprobs": np.float64,
+    "teacher_logprobs": np.float64, "teacher_topk_ids": np.int32, "teacher_topk_logprobs": np.float32,
 }  # fmt: skip
 """Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
-ADDED = frozenset({"teacher_logprobs"})
+COMPACT = {"teacher_topk_ids": "i", "teacher_topk_logprobs": "f"}
+"""Those that a Sample has as an array of this type, others are lists."""
+ADDED = frozenset({"teacher_logprobs", *COMPACT})
 """Those that files of an earlier rltool lack: empty then."""
 
 
@@ -84,7 +87,7 @@ def encode(
     for name, dtype in RAGGED.items():
         values = [getattr(sample, name) for sample in samples]
         tensors[f"{name}.lengths"] = np.array([len(value) for value in values], dtype=np.int64)
-        tensors[name] = np.array([item for value in values for item in value], dtype=dtype)
+        tensors[name] = np.concatenate([np.zeros(0, dtype), *(np.asarray(value, dtype) for value in values)])
     data = save_tensors(tensors)
     document = {
         "format_version": FORMAT_VERSION,
@@ -156,7 +159,7 @@ def _from_json(entry: dict[str, Any], columns: dict[str, list[Any]]) -> Sample:
     return Sample(**values)
 
 
-def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dict[str, list[list[Any]]]:
+def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dict[str, list[Any]]:
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -172,12 +175,17 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
         columns = {}
         for name in RAGGED:
             if name in ADDED and name not in tensors:
-                columns[name] = [[] for _ in range(num_samples)]
+                columns[name] = [array(COMPACT[name]) if name in COMPACT else [] for _ in range(num_samples)]
                 continue
             ends = np.cumsum(tensors[f"{name}.lengths"])
             if len(ends) != num_samples:
                 raise DumpError(f"{path}: {name} covers {len(ends)} samples, the JSON file {num_samples}")
-            columns[name] = [part.tolist() for part in np.split(tensors[name], ends[:-1])] if num_samples else []
+            pieces = np.split(tensors[name], ends[:-1]) if num_samples else []
+            columns[name] = [_as_in_a_sample(name, piece) for piece in pieces]
     except (SafetensorError, KeyError) as error:
         raise DumpError(f"{path} lacks what this format needs: {error}") from error
     return columns
+
+
+def _as_in_a_sample(name: str, piece: np.ndarray) -> Any:
+    return array(COMPACT[name], piece.tobytes()) if name in COMPACT else piece.tolist()

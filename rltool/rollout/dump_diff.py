@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -103,7 +104,7 @@ def differences(left: Sample, right: Sample, *, step: int, place: int, tolerance
     is that in which they come about."""
     for item in fields(Sample):
         ours, theirs = getattr(left, item.name), getattr(right, item.name)
-        if isinstance(ours, list) and isinstance(theirs, list):
+        if isinstance(ours, list | array) and isinstance(theirs, list | array):
             position = _first_difference(ours, theirs, tolerance)
             if position is not None:
                 yield Difference(step, place, item.name, position, _at(ours, position), _at(theirs, position))

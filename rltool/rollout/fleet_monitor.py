@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Protocol
 
+from rltool.config.serve import Task
+from rltool.engines.canary import canary
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State, Transition
 from rltool.engines.fleet_state import QUIET
-from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
+from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.loop_lag import LoopLag
 
 KEPT_TRANSITIONS = 200
 """How many of the last transitions `recent` shows."""
-CANARY = SamplingParams(max_tokens=1, temperature=1.0)
 CANARY_SECONDS = 15.0
 """Deadline of a canary request. One that had to queue behind others proves nothing, see `_canary`."""
 
@@ -42,6 +42,7 @@ class FleetMonitor:
     on_change: called when the set of serving engines may have changed. log: one line per transition.
     saw_version(url, version, sent_at): called with what a probe found.
     restart: starts an engine's process again, for engines that we launched; None for those of others.
+    serves: what the engines are for, so what a canary request asks of them.
     """
 
     def __init__(
@@ -56,11 +57,13 @@ class FleetMonitor:
         on_change: Callable[[], None] = lambda: None,
         saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
         log: Callable[[str], None] = print,
+        serves: Task = "generate",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
         self._router, self._restart, self._on_change, self._log, self._clock = router, restart, on_change, log, clock
         self._saw_version = saw_version
+        self._serves: Task = serves
         self.lag = LoopLag(clock=clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
@@ -114,14 +117,7 @@ class FleetMonitor:
         if url not in self._endpoints:  # it has left meanwhile
             return
         self._infos[url] = info
-        self._endpoints[url] = endpoint.model_copy(
-            update={
-                "dialect": info.dialect,
-                "plugin": info.plugin,
-                "boot_id": info.boot_id,
-                "weight_backend": info.weight_backend,
-            }
-        )
+        self._endpoints[url] = endpoint.probed(info)
         self._saw_version(url, info.weight_version, sent_at)
         self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
 
@@ -141,7 +137,7 @@ class FleetMonitor:
                 self._log(f"fleet monitor: {type(error).__name__}: {error}")
 
     async def _canary(self, url: str) -> None:
-        """One token from an engine whose requests fail, or of which nobody knows: only a request shows that it works.
+        """Asks an engine whose requests fail, or of which nobody knows: only a request shows that it works.
 
         No answer in time counts as a failure unless the engine has requests waiting: then this one waits among them.
         """
@@ -150,9 +146,8 @@ class FleetMonitor:
         endpoint = self._endpoints.get(url)
         if endpoint is None:
             return
-        request = GenerateRequest((1,), CANARY, uuid.uuid4().hex, seed=0)
         try:
-            await self._client.generate(endpoint, request, timeout=CANARY_SECONDS, attempts=1)
+            await canary(self._client, endpoint, self._serves, timeout=CANARY_SECONDS)
         except EngineError as error:
             if not await self._has_a_queue(endpoint):
                 self._fleet.request_failed(url, f"canary request: {error}", sent_at=sent_at)

@@ -9,9 +9,9 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED_FOR_GROUPS, RewardConfig
 from rltool.errors import UsageError
-from rltool.rollout.model_clients import Models, RewardContext
-from rltool.rollout.reward_pool import CONTEXT, is_async, wants_context
-from rltool.rollout.reward_worker import finite
+from rltool.rollout.model_clients import Models, RewardContext, TooSlow, ended_in_time
+from rltool.rollout.reward_pool import CONTEXT, is_async, look_at, wants_context
+from rltool.rollout.reward_worker import describe, finite
 from rltool.rollout.sample import Sample
 
 SETTING = "reward.group"
@@ -38,22 +38,36 @@ class GroupReward:
     def __init__(self, config: RewardConfig, *, timeout: float, models: Models) -> None:
         self._function = load_group_reward(config)
         self._options = dict(config.group_options)
-        if wants_context(self._function):
+        asks = wants_context(self._function)
+        self._models = models if asks else Models()
+        if asks:
             self._options[CONTEXT] = RewardContext(models)
         self._timeout = timeout
 
     async def apply(self, samples: list[Sample], texts: list[str]) -> None:
         """Replace each sample's reward; the one before is kept in raw_reward. Raises whatever the function raises,
-        ValueError for anything but one finite number for each sample, TimeoutError."""
-        function: Callable[..., Any] = self._function
-        async with asyncio.timeout(self._timeout):
-            if is_async(function):
-                values = await function(samples, texts, **self._options)
-            else:
-                values = await asyncio.to_thread(function, samples, texts, **self._options)
+        ValueError for anything but one finite number for each sample, TooSlow."""
+        scoring = asyncio.ensure_future(self._values(samples, texts))
+        scoring.add_done_callback(look_at)
+        try:
+            late = await ended_in_time([scoring], self._timeout, self._models)
+            if late is not None:
+                raise TooSlow(late)
+            values = scoring.result()
+        finally:
+            scoring.cancel()
         numbers = _checked(values, len(samples))
         for sample, value in zip(samples, numbers, strict=True):
             sample.raw_reward, sample.reward = sample.reward, value
+
+    async def _values(self, samples: list[Sample], texts: list[str]) -> Any:
+        function: Callable[..., Any] = self._function
+        try:
+            if is_async(function):
+                return await function(samples, texts, **self._options)
+            return await asyncio.to_thread(function, samples, texts, **self._options)
+        except SystemExit as error:  # of a task it would end the event loop
+            raise RuntimeError(describe(error)) from error
 
 
 def _checked(values: Any, count: int) -> list[float]:

@@ -31,7 +31,7 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED
 from rltool.errors import RltoolError, UsageError
-from rltool.rollout.model_clients import Models, RewardContext
+from rltool.rollout.model_clients import Models, RewardContext, ended_in_time, too_slow
 from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
 from rltool.rollout.sample import Sample
 
@@ -79,8 +79,9 @@ class RewardPool:
         self._path, self._timeout, self._refuse_changes = import_path_of(function_path), timeout, refuse_changes
         self._options = dict(options or {})
         self._function = load_reward(function_path, self._options)
-        more = {CONTEXT: RewardContext(models or Models())} if wants_context(self._function) else {}
-        self._keywords = {**self._options, **more}
+        asks = wants_context(self._function)
+        self._models = (asks and models) or Models()
+        self._keywords = self._options | ({CONTEXT: RewardContext(self._models)} if asks else {})
         self.is_async = is_async(self._function)
         self._closed = False
         self._workers: set[_Worker] = set()
@@ -144,7 +145,7 @@ class RewardPool:
                 try:
                     answer = await worker.receive(self._timeout)
                 except TimeoutError:
-                    outcomes[index] = RewardFailure(_too_slow(self._timeout))
+                    outcomes[index] = RewardFailure(too_slow(self._timeout))
                     after = self._start()
                     return True
                 if answer is None:
@@ -182,18 +183,21 @@ class RewardPool:
     async def _score_on_the_loop(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
         tasks = [asyncio.create_task(self._call(sample, text)) for sample, text in zip(samples, texts, strict=True)]
         for task in tasks:
-            task.add_done_callback(_look_at)
+            task.add_done_callback(look_at)
         try:
             # Not wait_for: it would wait for a function that ignores its cancellation.
-            done, _ = await asyncio.wait(tasks, timeout=self._timeout) if tasks else (set(), set())
+            late = RewardFailure(await ended_in_time(tasks, self._timeout, self._models) or "")
+            return [_outcome(task) if task.done() else late for task in tasks]
         finally:
             for task in tasks:
                 task.cancel()
-        return [_outcome(task) if task in done else RewardFailure(_too_slow(self._timeout)) for task in tasks]
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
-        reward = finite(await self._function(sample, text, **self._keywords))
+        try:
+            reward = finite(await self._function(sample, text, **self._keywords))
+        except SystemExit as error:  # of a task it would end the event loop
+            raise RuntimeError(describe(error)) from error
         if before != sample:
             raise ValueError(CHANGED)
         return reward
@@ -353,7 +357,7 @@ def _pack(samples: list[Sample], texts: list[str]) -> tuple[list[bytes], dict[in
     return packed, failures
 
 
-def _look_at(task: asyncio.Task[float]) -> None:
+def look_at(task: asyncio.Task[float]) -> None:
     """So that asyncio does not log the error of one that came too late."""
     if not task.cancelled():
         task.exception()
@@ -364,7 +368,3 @@ def _outcome(task: asyncio.Task[float]) -> float | RewardFailure:
         return RewardFailure("CancelledError: the reward function was cancelled from within")
     error = task.exception()
     return task.result() if error is None else RewardFailure(describe(error))
-
-
-def _too_slow(timeout: float) -> str:
-    return f"no answer within deadlines.reward = {timeout:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -40,8 +41,9 @@ class Sample:
     at the end, None: [reward] does. turn_rewards: what single turns have earned besides, where anything says so; the
     reward is the sum of both. trajectory: an agent's episode may leave several samples, with one index and one reward;
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
-    0.0 where its mask is 0; empty without one. baseline_reward: of a greedy response to its prompt, where
-    advantages are relative to that.
+    0.0 where its mask is 0; empty without one. teacher_topk_ids ("i"), teacher_topk_logprobs ("f"): of its K most
+    probable tokens in the place of each, token after token; -1 and -inf: none. baseline_reward: of a greedy response to
+    its prompt, where advantages are relative to that.
     """
 
     group_id: int
@@ -66,6 +68,8 @@ class Sample:
     trajectory: int = 0
     failure: str = ""
     teacher_logprobs: list[float] = field(default_factory=list)
+    teacher_topk_ids: array[int] = field(default_factory=lambda: array("i"))
+    teacher_topk_logprobs: array[float] = field(default_factory=lambda: array("f"))
     baseline_reward: float | None = None
 
     def append_response_tokens(self, completion: Completion) -> None:
@@ -92,6 +96,7 @@ class Sample:
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
         self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
         self.teacher_logprobs, self.baseline_reward = [], None
+        self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
@@ -120,6 +125,12 @@ class Sample:
             raise ValueError(
                 f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.teacher_logprobs)} log-probabilities of "
                 "the teacher"
+            )
+        places = len(self.teacher_topk_ids)
+        if places != len(self.teacher_topk_logprobs) or (places and (n == 0 or places % n)):
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {n} tokens, {places} most probable tokens of the teacher, "
+                f"{len(self.teacher_topk_logprobs)} log-probabilities of these"
             )
         last = 0
         for span in self.versions:

@@ -1,24 +1,31 @@
-"""Log-probabilities of given tokens by the engines of a model beside the policy: a teacher that is larger than it.
+"""What engines of a model beside the policy say of given tokens: log-probabilities of a teacher that is larger than the
+policy, scores of a reward model.
 
-Asked directly at an engine, also where a router stands in front: none passes such a request on.
+Asked directly at an engine, also where a router stands in front: sglang-router passes on neither such a request nor
+vLLM's use_activation.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.tasks import all_of
+from rltool.engines.types import TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.model_clients import ModelClient
 from rltool.rollout.sample import Sample
 
+T = TypeVar("T")
 ATTEMPTS = 3
 """At engines that serve; then the tokens may be what breaks them."""
 LOOK_SECONDS = 0.5
@@ -38,10 +45,31 @@ class Scores:
         self._in_flight: Counter[str] = Counter()
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Of all tokens but the first, each after those before it, at temperature 1, in nats.
+        """Of all tokens but the first, each after those before it, at temperature 1, in nats. Errors of `_answer`."""
+        return await self._answer(
+            lambda engine: self._client.score(engine, token_ids, timeout=self._deadline),
+            f"scoring {len(token_ids)} tokens",
+        )
 
-        EngineRejected for a 4xx; PoisonousRequest after three failures; EngineUnreachable where no engine serves.
-        """
+    async def score_topk(self, token_ids: Sequence[int], topk: int) -> TokenScores:
+        """`score`, and the `topk` most probable tokens in the place of each."""
+        return await self._answer(
+            lambda engine: self._client.score_topk(engine, token_ids, topk, timeout=self._deadline),
+            f"scoring {len(token_ids)} tokens",
+        )
+
+    async def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> tuple[float, ...]:
+        """One for each label of a classifier; see Dialect.classify. Errors of `_answer`, and UsageError."""
+        return await self._answer(
+            lambda engine: self._client.classify(
+                engine, token_ids, use_activation=use_activation, timeout=self._deadline
+            ),
+            f"classifying {len(token_ids)} tokens",
+        )
+
+    async def _answer(self, ask: Callable[[EngineEndpoint], Awaitable[T]], what: str) -> T:
+        """`ask` of one engine after another. EngineRejected for a 4xx; PoisonousRequest after three failures;
+        EngineUnreachable where no engine serves."""
         async with self._slots:
             failed: list[str] = []
             last: EngineError | None = None
@@ -49,7 +77,7 @@ class Scores:
                 url, sent_at = await self._serving(failed), self._clock()
                 self._in_flight[url] += 1
                 try:
-                    found = await self._client.score(self._endpoints[url], token_ids, timeout=self._deadline)
+                    found = await ask(self._endpoints[url])
                 except EngineRejected:
                     raise
                 except EngineError as error:
@@ -62,8 +90,7 @@ class Scores:
                 finally:
                     self._in_flight[url] -= 1
             raise PoisonousRequest(
-                f"model {self._name}: scoring {len(token_ids)} tokens was given up after {ATTEMPTS} failures; last "
-                f"failure: {last}"
+                f"model {self._name}: {what} was given up after {ATTEMPTS} failures; last failure: {last}"
             ) from last
 
     async def _serving(self, failed: Sequence[str]) -> str:
@@ -79,15 +106,34 @@ class Scores:
         return min(urls, key=lambda url: (url in failed, self._in_flight[url]))
 
 
-async def add_teacher_logprobs(samples: Sequence[Sample], teacher: ModelClient) -> None:
-    """Set each sample's teacher_logprobs; 0 at tokens that the policy did not sample. Errors of `Scores.score`."""
+async def add_teacher_logprobs(
+    samples: Sequence[Sample], teacher: ModelClient, *, topk: int, vocab_size: int
+) -> None:
+    """Set each sample's teacher_logprobs; 0 at tokens that the policy did not sample. With topk its teacher_topk_ids
+    and teacher_topk_logprobs too, of so many tokens at each, without those that a policy of vocab_size tokens does not
+    have. Errors of `Scores.score`."""
 
     async def one(sample: Sample) -> None:
-        if sample.response_ids:
-            scored = await teacher.score([*sample.prompt_ids, *sample.response_ids])
-            of_response = scored[-len(sample.response_ids) :]
-            sample.teacher_logprobs = [
-                value if sampled else 0.0 for value, sampled in zip(of_response, sample.response_mask, strict=True)
-            ]
+        count, token_ids = len(sample.response_ids), [*sample.prompt_ids, *sample.response_ids]
+        if not count:
+            return
+        if topk:
+            scores = await teacher.score_topk(token_ids, topk)
+            found = scores.topk_ids[-count * topk :], scores.topk_logprobs[-count * topk :]
+            sample.teacher_topk_ids, sample.teacher_topk_logprobs = _within(vocab_size, *found)
+            logprobs = scores.logprobs
+        else:
+            logprobs = await teacher.score(token_ids)
+        sample.teacher_logprobs = [
+            value if sampled else 0.0 for value, sampled in zip(logprobs[-count:], sample.response_mask, strict=True)
+        ]
 
     await all_of(one(sample) for sample in samples)
+
+
+def _within(vocab_size: int, ids: array[int], logprobs: array[float]) -> tuple[array[int], array[float]]:
+    """-1 and -inf in place of tokens from vocab_size on: a teacher's vocabulary may be padded to another size."""
+    for place, token in enumerate(ids):
+        if token >= vocab_size:
+            ids[place], logprobs[place] = -1, -math.inf
+    return ids, logprobs

@@ -12,6 +12,7 @@ from typing import Protocol
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
+from rltool.rollout.model_clients import TooSlow
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.reward_worker import describe
 from rltool.rollout.sample import Sample, SampleStatus
@@ -166,7 +167,7 @@ class Scorer:
         try:
             await group_reward.apply(samples, await self._texts(samples))
         except (Exception, SystemExit) as error:  # whatever a user's code raises
-            reason = "reward.group took too long" if isinstance(error, TimeoutError) else describe(error)
+            reason = f"reward.group: {error}" if isinstance(error, TooSlow) else describe(error)
             stats = ScoreStats(failed=len(samples), reasons=Counter({reason: len(samples)}))
             for sample in samples:
                 sample.reward, sample.status = None, SampleStatus.FAILED

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from rltool.config.serve import Task
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
@@ -25,12 +26,13 @@ from rltool.rollout.tokenizer import load_tokenizer
 @dataclass(frozen=True)
 class SideEngines:
     """The engines of one model as preflight found them. path: of its tokenizer, or None. router: the address that
-    requests go to in place of the engines, or None."""
+    requests go to in place of the engines, or None; no classification does. task: what they are asked for."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
     router: EngineEndpoint | None = None
     path: Path | None = None
+    task: Task = "generate"
 
 
 class SideModel:
@@ -60,7 +62,7 @@ class SideModel:
         )  # fmt: skip
         self.monitor = FleetMonitor(
             client, self.fleet, self.endpoints, self.infos, restart=restart, on_change=plane.changed,
-            log=lambda line: log(f"model {name}: {line}"),
+            log=lambda line: log(f"model {name}: {line}"), serves=engines.task,
         )  # fmt: skip
 
     async def start(self) -> ModelClient:
@@ -68,7 +70,11 @@ class SideModel:
         path = self._engines.path
         tokenizer = await asyncio.to_thread(load_tokenizer, path) if path is not None else None
         self.monitor.start()
-        return ModelClient(self.name, self.generate, tokenizer, self._scores.score)
+        classify = self._scores.classify if self._engines.task == "classify" else None
+        return ModelClient(
+            self.name, self.generate, tokenizer, self._scores.score, self._scores.score_topk, classify=classify,
+            serves=lambda: bool(self.fleet.serving()),
+        )  # fmt: skip
 
     async def close(self) -> None:
         await self.monitor.close()

@@ -55,8 +55,8 @@ def plan_router(addresses: Sequence[str], run_name: str | None, name: str = POLI
         run = open_run(run_name, create=False)
         files = [run.endpoints_file]
         addresses = [f"@{run.endpoints_file}"]
-    elif run_name is None and files and (files[0].absolute().parent / "state" / "run.json").exists():
-        run = RunDirectory(files[0].absolute().parent)
+    elif run_name is None and files and (of_file := RunDirectory(files[0].absolute().parent)).is_made:
+        run = of_file
     else:
         run = open_run(run_name, create=run_name is not None or not list_runs())
     model = resolve(addresses, name)

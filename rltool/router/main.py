@@ -49,6 +49,8 @@ def main() -> None:
             policy=arguments.policy,
             # Its workers are registered later, each as prefill or decode; the command line would want them up now.
             pd_disaggregation=arguments.pd_disaggregation,
+            # A pair answers 500 to what a weight sync aborts: the breaker of both would open with each sync, for 60 s.
+            disable_circuit_breaker=arguments.pd_disaggregation,
             balance_abs_threshold=BALANCE_REQUESTS,
             balance_rel_threshold=BALANCE_RATIO,
             api_key=arguments.key_file.read_text().strip(),

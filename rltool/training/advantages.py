@@ -108,6 +108,8 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
         return _own_advantages(batch, algorithm)
     if name == "distill":
         return _distillation(batch)
+    if name == "none":
+        return torch.zeros_like(mask)
     if name == "reinforce_pp":
         batch = _with_rewards_by_turn(batch, algorithm)
         return advantages.reinforce_pp_advantages(

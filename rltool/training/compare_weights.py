@@ -23,6 +23,7 @@ from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
 from rltool.engines.checksums import Compared, compare, of_one_rank
 from rltool.engines.client import EngineClient
+from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
@@ -126,7 +127,13 @@ async def _probed(client: EngineClient, engine: EngineEndpoint, timeout: float) 
     info = await client.probe(engine, timeout=timeout)
     if info.paused:
         raise UsageError(f"{engine.url} is paused, so it cannot sample: `rltool engines resume` frees it")
-    return engine.model_copy(update={"dialect": info.dialect, "plugin": info.plugin}), with_model_config(info)
+    engine = engine.probed(info)
+    if not samples_alone(engine):
+        raise UsageError(
+            f"{engine.url} is a {engine.role} engine of SGLang, which samples only together with another: a run "
+            "compares both with its trainer (`rltool debug weights --run NAME`)"
+        )
+    return engine, with_model_config(info)
 
 
 async def _sample(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.fleet import Fleet, FleetPolicy
+from rltool.engines.run_client import EngineStatus
 from rltool.errors import EngineError
 from rltool.rollout.versions import VersionBook
 from rltool.training.policy_engines import EngineHooks, PolicyEngines
@@ -46,6 +47,10 @@ class EvaluationEngines:
         takes them within deadlines.engines."""
         assert self._members.weights is not None
         return await self._members.weights.update(step)
+
+    def rows(self) -> list[EngineStatus]:
+        """Each as users see it."""
+        return self._members.membership.rows()
 
     async def leave(self) -> dict[str, str]:
         """At the end of the run: out of their transfer groups, before the ranks leave all of theirs. Returns URL ->

@@ -27,6 +27,7 @@ from rltool.engines.types import EngineInfo
 from rltool.errors import EngineConflict, EngineError, EngineRejected, EngineUnreachable, UnknownEngine, UsageError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.training.disaggregated import check_role
 from rltool.training.preflight import ProbedFleet, check_engines
 
 DRAIN_POLL_SECONDS = 0.2
@@ -89,6 +90,7 @@ class FleetMembership:
         if url not in self._departures:
             self._refuse_twice(url)
         self._check_key(endpoint)
+        self._check_role(endpoint)
         await self._call_back(url)
         if self._is_member(url):  # it was told to leave, and had not begun to
             return self.row(url)
@@ -160,6 +162,9 @@ class FleetMembership:
                 "to all engines: start the engine with the router's key, and name it with --key-file"
             )
 
+    def _check_role(self, endpoint: EngineEndpoint) -> None:
+        check_role(endpoint, [other for other in self._endpoints.values() if other.url != endpoint.url])
+
     async def _ask(self, endpoint: EngineEndpoint) -> EngineInfo:
         """Raises UsageError for what will not change by waiting (a wrong key, no engine), EngineError for the rest."""
         seconds = 0.6 * self._config.deadlines.preflight  # whoever asked waits for deadlines.preflight in all
@@ -190,12 +195,8 @@ class FleetMembership:
 
     async def _join(self, endpoint: EngineEndpoint, info: EngineInfo) -> None:
         url = endpoint.url
-        endpoint = endpoint.model_copy(
-            update={
-                "dialect": info.dialect, "plugin": info.plugin, "boot_id": info.boot_id,
-                "weight_backend": info.weight_backend,
-            }
-        )  # fmt: skip
+        endpoint = endpoint.probed(info)
+        self._check_role(endpoint)
         alone = ModelEndpoints(engines=(endpoint,), data_url=self._router.url if self._router else None)
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         if self._is_member(url):  # meanwhile

@@ -3,12 +3,13 @@ package is imported only where it is asked for."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rltool.config.import_path import load_callable
 from rltool.config.train import MonitorConfig, TrainConfig
@@ -20,7 +21,10 @@ MLFLOW_BATCH = 1000
 """Metrics that MLflow's server takes in one request."""
 MLFLOW_LONGEST = 500
 """Characters of a parameter's value that every store of MLflow takes."""
+MLFLOW_REFUSES = re.compile(r"[^\w\-. :/]")
+"""Characters of a name, such as the @ of pass@4, for which its server refuses a whole batch."""
 RUN_TAG = "rltool.run_id"
+T = TypeVar("T")
 
 
 class MetricLogger(Protocol):
@@ -72,7 +76,8 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of MLflow that bears our run's id as a tag, by which a resumed run finds it."""
+    """A run of MLflow that bears our run's id as a tag, by which a resumed run finds it. `eval/x/pass@4` is
+    `eval/x/pass_4` there."""
 
     def __init__(self, experiment: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
         import mlflow
@@ -87,18 +92,22 @@ class MlflowLogger:
             self._id = earlier[0].info.run_id
             return
         self._id = self._client.create_run(experiment_id, run_name=run.name, tags={RUN_TAG: run.run_id}).info.run_id
-        params = [Param(key, str(value)[:MLFLOW_LONGEST]) for key, value in config.items()]
+        params = [Param(_mlflow_name(key), str(value)[:MLFLOW_LONGEST]) for key, value in config.items()]
         for start in range(0, len(params), 100):  # so many its server takes in one request
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        entries = [self._metric(name, value, now, step) for name, value in metrics.items()]
+        entries = [self._metric(_mlflow_name(name), value, now, step) for name, value in metrics.items()]
         for start in range(0, len(entries), MLFLOW_BATCH):
             self._client.log_batch(self._id, metrics=entries[start : start + MLFLOW_BATCH])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
+
+
+def _mlflow_name(name: str) -> str:
+    return MLFLOW_REFUSES.sub("_", name)
 
 
 @dataclass(frozen=True)
@@ -115,16 +124,21 @@ class LoggedRun:
 
 def own_logger(path: str, run: LoggedRun) -> MetricLogger:
     """monitor.logger, started. UsageError where that fails, or what comes of it is no logger."""
-    try:
-        made = load_logger(path)(run)
-    except UsageError:
-        raise
-    except Exception as error:  # whatever a user's code raises
-        raise UsageError(f"monitor.logger = {path!r} did not start: {type(error).__name__}: {error}") from error
+    made = _started("monitor.logger", path, lambda: load_logger(path)(run))
     missing = [name for name in ("log", "close") if not callable(getattr(made, name, None))]
     if missing:
         raise UsageError(f"monitor.logger = {path!r}: the {type(made).__name__} that it returned has no {missing[0]}()")
     return made
+
+
+def _started(setting: str, value: str, start: Callable[[], T]) -> T:
+    """UsageError for whatever a package, its server or a user's code raises."""
+    try:
+        return start()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{setting} = {value!r} did not start: {type(error).__name__}: {error}") from error
 
 
 def load_logger(path: str) -> Callable[[LoggedRun], MetricLogger]:
@@ -155,10 +169,13 @@ def open_loggers(config: TrainConfig, run: RunDirectory, *, first_step: int) -> 
     found: list[MetricLogger] = []
     if monitor.tensorboard:
         found.append(TensorBoardLogger(run.path / "tensorboard", first_step=first_step))
-    if monitor.wandb_project is not None:
-        found.append(WandbLogger(monitor.wandb_project, run, settings))
-    if monitor.mlflow_experiment is not None:
-        found.append(MlflowLogger(monitor.mlflow_experiment, run, settings))
+    services = (
+        ("monitor.wandb_project", monitor.wandb_project, WandbLogger),
+        ("monitor.mlflow_experiment", monitor.mlflow_experiment, MlflowLogger),
+    )
+    for setting, name, logger in services:
+        if name is not None:
+            found.append(_started(setting, name, lambda name=name, logger=logger: logger(name, run, settings)))
     if monitor.logger is not None:
         found.append(own_logger(monitor.logger, LoggedRun(run.name, run.run_id, run.path, settings, first_step)))
     return found

@@ -250,9 +250,19 @@ class Loop:
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
-        if self.config.model.teacher_path is not None:  # else the engines of model.teacher have scored it, or nobody
+        return self._with_teacher(batch).replace(ref_logprobs=reference), metrics
+
+    def _with_teacher(self, batch: TrainBatch) -> TrainBatch:
+        """What the loss needs of a teacher in the trainer; the engines of model.teacher have scored it already."""
+        algorithm = self.config.algorithm
+        if self.config.model.teacher_path is None:
+            return batch
+        if algorithm.uses_teacher_logprobs:
             batch = batch.replace(teacher_logprobs=self.trainer.logprobs(batch, weights="teacher"))
-        return batch.replace(ref_logprobs=reference), metrics
+        if algorithm.uses_teacher_topk:
+            ids, logprobs = self.trainer.teacher_topk(batch)
+            batch = batch.replace(teacher_topk_ids=ids, teacher_topk_logprobs=logprobs)
+        return batch
 
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""

@@ -34,6 +34,7 @@ from rltool.engines.plan import (
     plan_engines,
     port_needs,
     seat_slots,
+    url_of,
 )
 from rltool.errors import RltoolError
 from rltool.processes.keys import read_key
@@ -124,11 +125,7 @@ class ManagedEngines:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
         longest = max(launch.ready_timeout for launch in self._launches)
         answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", look)
-        urls = {engine.url: engine for at in answers for engine in at}
-        names = {launch.boot_id: launch.model_name for launch in self._launches}
-        found: dict[str, list[EngineEndpoint]] = {}
-        for engine in urls.values():
-            found.setdefault(names[engine.boot_id or ""], []).append(engine)
+        found = by_model(self._launches, [engine for at in answers for engine in at])
         models = {
             name: ModelEndpoints(update_weights=self._order.models[name].update_weights, engines=tuple(engines))
             for name, engines in found.items()
@@ -169,6 +166,16 @@ class ManagedEngines:
     def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
         who = [f"the starter of engines on host {node}" for node, _ in self._hosts]
         return get_all(refs, seconds, name, who=who, while_waiting=look)
+
+
+def by_model(launches: Sequence[EngineLaunch], engines: Sequence[EngineEndpoint]) -> dict[str, list[EngineEndpoint]]:
+    """The engines of these launches by the model that they serve. They are known by their addresses: an SGLang before
+    0.5.18 has a boot id of its own."""
+    names = {url_of(launch): launch.model_name for launch in launches}
+    found: dict[str, list[EngineEndpoint]] = {}
+    for engine in engines:
+        found.setdefault(names[engine.url], []).append(engine)
+    return found
 
 
 def _needs_of(needs: PortNeeds, node: str) -> PortNeeds:

@@ -117,16 +117,18 @@ class PolicyEngines:
             vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
             config.weights.verify_tolerance, min(lengths, default=None), config.model.dtype, self.infos,
         )  # fmt: skip
+        gpus = None
+        if config.engines.shares_gpus:
+            gpus = SharedGpus(syncing.ranks, self.infos, syncing.trainer_device, self._hooks.end)
         sync = WeightSync(
             self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, config.weights, check,
             trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
-            bucket_deadline=config.deadlines.bucket, directory=syncing.directory,
-            gpus=SharedGpus(syncing.ranks, self.infos, syncing.trainer_device, self._hooks.end)
-            if config.engines.shares_gpus else None,
+            bucket_deadline=config.deadlines.bucket, directory=syncing.directory, gpus=gpus,
         )  # fmt: skip
         comparison = Comparison(
-            self._client, self.endpoints, self.infos, syncing.ranks, check, deadline=config.deadlines.sync_step
-        )
+            self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, check,
+            deadline=config.deadlines.sync_step, gpus=gpus,
+        )  # fmt: skip
         return WeightUpdates(
             sync, comparison, self.fleet, self.book, self.monitor, self.ownership, self.guard, lock=self._lock,
             # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only

@@ -22,6 +22,7 @@ from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
 from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
+from rltool.training.disaggregated import check_halves
 from rltool.weights.tolerances import check_tolerance, difference_limit
 from rltool.weights.transport import Backend, choose
 
@@ -80,12 +81,6 @@ def resolve_evaluation(config: TrainConfig, others: Collection[str]) -> ModelEnd
 
 def _resolved(addresses: Sequence[str], key_file: Path | None) -> ModelEndpoints:
     found = resolve(addresses)
-    halves = [engine.url for engine in found.engines if engine.role != "regular"]
-    if halves:
-        raise UsageError(
-            f"{', '.join(halves)}: engines of role prefill, decode or encoder are neither synced nor checked by value "
-            "yet; train with regular engines of the policy"
-        )
     if key_file is None:
         return found
     keyed = tuple(e if e.key_file else e.model_copy(update={"key_file": key_file}) for e in found.engines)
@@ -127,19 +122,8 @@ def probe_fleet(
             + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
             "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."
         )
-    engines = tuple(
-        e.model_copy(
-            update={
-                "dialect": r.dialect,
-                "plugin": r.plugin,
-                "boot_id": r.boot_id or e.boot_id,
-                "weight_backend": r.weight_backend,
-            }
-        )
-        for e, r in found.items()
-    )
     return ProbedFleet(
-        endpoints.model_copy(update={"engines": engines}),
+        endpoints.model_copy(update={"engines": tuple(e.probed(info) for e, info in found.items())}),
         {e.url: r for e, r in found.items()},
         {endpoint: str(error) for endpoint, error in failed.items()},
     )
@@ -170,6 +154,12 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | N
         )
     if trainer_device is not None and config.weights.store is not None:
         open_store(config.weights.store)  # UsageError for an address that is none, or without boto3
+    engines = [*fleet.endpoints.engines, *fleet.absent]
+    check_halves(
+        {engine.role for engine in engines}, {info.dialect for info in fleet.infos.values()},
+        router=fleet.endpoints.data_url is not None,
+        pause_mode=config.weights.pause_mode if trainer_device is not None else None,
+    )  # fmt: skip
     check_engines(fleet, config, trainer_device)
 
 

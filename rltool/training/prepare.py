@@ -20,6 +20,7 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.side_model import SideEngines
 from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device
+from rltool.training.disaggregated import check_regular
 from rltool.training.loggers import check_loggers
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import (
@@ -155,6 +156,7 @@ def prepare(
     if generates and config.eval.engines:
         used = [engine.url for engine in fleet.endpoints.engines] if fleet is not None else []
         evaluation = find(resolve_evaluation(config, used), needed=1, given="eval.engines")
+        check_regular(evaluation.endpoints.engines, "eval.engines")
     found = [one for one in (fleet, evaluation) if one is not None]
     others = [e for one in found for e in one.endpoints.engines]
     others += [e for side in models.values() for e in side.endpoints]

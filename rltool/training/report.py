@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from rltool.engines.memory_flags import memory_flag
 from rltool.engines.plan import describe_plan
-from rltool.engines.turn_flags import memory_flag
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import backends, describe_engines, describe_fleet
 from rltool.training.prepare import Prepared

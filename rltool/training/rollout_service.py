@@ -69,7 +69,7 @@ class RolloutService:
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
-        self._models = Models()
+        self._models = Models(patience=config.deadlines.engines)
         self._gateway_place = gateway
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
@@ -306,12 +306,12 @@ class RolloutService:
 
     async def status(self) -> dict[str, Any]:
         """For people: step, weights, engines, groups."""
+        published = self._book.published if self._syncing else None
         return {
             "step": self._step,
-            "weight_version": str(self._book.lineage.version(self._book.published))
-            if self._syncing and self._book.published is not None
-            else None,
+            "weight_version": str(self._book.lineage.version(published)) if published is not None else None,
             "engines": self._membership.rows(),
+            "evaluation_engines": self._held.rows() if self._held else [],
             "groups": self.collector.ledger.counts(),
             "requests_in_flight": self._plane.in_flight,
             "router": self._engines.router.url if self._engines.router else None,

@@ -88,7 +88,10 @@ class RolloutWork:
         if reason is None and self._config.algorithm.needs_greedy_baseline:
             reason = await self._add_baseline(group)
         if reason is None and teacher is not None:
-            await add_teacher_logprobs(group.samples, self._context.model(teacher))
+            topk = self._config.algorithm.distill_top_k if self._config.algorithm.uses_teacher_topk else 0
+            await add_teacher_logprobs(
+                group.samples, self._context.model(teacher), topk=topk, vocab_size=self._context.vocab_size
+            )
         return reason
 
     async def _add_baseline(self, group: Group) -> str | None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
@@ -26,11 +25,13 @@ class Shards:
         return [self.batch.micro_batch(samples) for samples in self.plan[dp_rank]]
 
     def in_order(self, coordinates: Sequence[Any], results: Sequence[list[Tensor] | None]) -> Tensor:
-        """[T] of the global batch from each rank's values per micro-batch; None from ranks that hand nothing back.
+        """[T, ...] of the global batch from each rank's [tokens, ...] per micro-batch; None from ranks that hand
+        nothing back.
 
         coordinates: megatron.runtime.Coordinates of each rank.
         """
-        out = torch.zeros(len(self.batch.tokens))
+        given = next(values for result in results if result is not None for values in result)
+        out = given.new_zeros(len(self.batch.tokens), *given.shape[1:])
         ends = self.batch.lengths.cumsum(0)
         starts = ends - self.batch.lengths
         for place, result in zip(coordinates, results, strict=True):

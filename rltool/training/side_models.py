@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from rltool.config.serve import POLICY
+from rltool.config.serve import POLICY, Task
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, ModelEndpoints, files_in, resolve
+from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
 from rltool.rollout.side_model import SideEngines
+from rltool.training.asked_models import askings, check_tasks
+from rltool.training.disaggregated import check_regular
 from rltool.training.preflight import probe_fleet
 
 
@@ -31,7 +34,8 @@ def running_models(config: TrainConfig) -> dict[str, ModelEndpoints]:
 
 
 def check_all_there(config: TrainConfig, found: Collection[str]) -> None:
-    """UsageError for a model of [models.NAME] that has no engine. found: names of those that have."""
+    """UsageError for a model of [models.NAME], or one that a reward asks, without an engine. found: names of those that
+    have some."""
     missing = [name for name in config.models if name not in found]
     if missing:
         raise UsageError(
@@ -39,20 +43,38 @@ def check_all_there(config: TrainConfig, found: Collection[str]) -> None:
             'endpoints.json that has them (`rltool serve-engines --config`), or, with engines.mode = "managed" or '
             f'"colocate", an [[engines.groups]] with model = "{missing[0]}"'
         )
+    for asking in askings(config):
+        if asking.model not in found:
+            raise UsageError(
+                f"{asking} asks model {asking.model!r}, which the run does not have (it has: "
+                f"{', '.join(found) or 'none'}): name it in [models.{asking.model}], or another one with the option "
+                "`model`"
+            )
 
 
 def probe_models(config: TrainConfig, models: Mapping[str, ModelEndpoints]) -> dict[str, SideEngines]:
-    """Ask every engine of these models what it is. UsageError names those that do not answer, or answer only together
-    with others."""
+    """Ask every engine of these models what it is. UsageError names those that do not answer, answer only together with
+    others, or are served for another task than the configuration says or a reward asks for."""
     found = {}
     for name, entry in models.items():
-        halves = sorted({engine.role for engine in entry.engines} - {"regular"})
-        if halves:
-            raise UsageError(
-                f"model {name!r} has engines of role {', '.join(halves)}: a run asks regular engines alone; leave the "
-                "model out of the endpoints file that train is given"
-            )
         fleet = probe_fleet(entry, config.deadlines.preflight, given=f"model {name!r}")
+        check_regular(fleet.endpoints.engines, f"model {name!r}")
         path = config.models[name].path if name in config.models else None
-        found[name] = SideEngines(fleet.endpoints.engines, fleet.infos, entry.data_endpoint(), path)
+        task = _task(name, config, fleet.infos)
+        found[name] = SideEngines(fleet.endpoints.engines, fleet.infos, entry.data_endpoint(), path, task)
+    check_tasks(config, {name: engines.task for name, engines in found.items()})
     return found
+
+
+def _task(name: str, config: TrainConfig, infos: Mapping[str, EngineInfo]) -> Task:
+    """What [models.NAME] says, or the engines where it does not stand there. UsageError where one differs."""
+    told = {info.task: url for url, info in infos.items() if info.task is not None}
+    found: Task = "classify" if "classify" in told else "generate"
+    wanted = config.models[name].task if name in config.models else found
+    other = next((task for task in told if task != wanted), None)
+    if other is not None:
+        raise UsageError(
+            f"model {name!r}: {told[other]} is served for {other!r}, expected {wanted!r}: set models.{name}.task to "
+            "what its engines are, or start them with `rltool serve-engines --task`"
+        )
+    return wanted

@@ -124,6 +124,9 @@ class TrainerActor:
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> Any:
         return self.trainer.compute_logprobs_and_entropies(micro_batches)
 
+    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> Any:
+        return self.trainer.compute_teacher_topk(micro_batches)
+
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
         return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from rltool.agents.pool import check_agent
 from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
-from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
-from rltool.engines.launch import order_of_file
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
 from rltool.models.base import Family
+from rltool.models.experts import check_grouped_products
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
@@ -33,7 +32,9 @@ from rltool.rollout.reward_parts import check_rewards
 from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.training.asked_models import check_reward_models, check_tasks
 from rltool.training.validate_algorithm import check_algorithm
+from rltool.training.validate_engines import check_mode
 from rltool.training.validate_evaluation import check_evaluation
 
 
@@ -55,83 +56,6 @@ def check_config(config: TrainConfig) -> None:
         check_mode(config)
 
 
-def check_mode(config: TrainConfig) -> None:
-    """The relation between engines and trainer."""
-    engines = config.engines
-    if config.weights.transport == "ipc" and not engines.shares_gpus:
-        raise UsageError(
-            f'weights.transport = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
-            'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
-        )
-    if engines.mode == "external":
-        if not engines.external:
-            raise UsageError(
-                'engines.mode = "external" without an address: give --rollout-external HOST:PORT or '
-                "--rollout-external @runs/NAME/endpoints.json "
-                "(`rltool serve-engines` starts engines and prints the line to paste)"
-            )
-        return
-    if engines.external:
-        raise UsageError(
-            f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
-            "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
-        )
-    if engines.router is not None:
-        raise UsageError(
-            f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the '
-            "engines that train starts; set engines.start_router = true for one that does"
-        )
-    check_groups(config)
-    if engines.shares_gpus:
-        check_turns(config)
-
-
-def check_turns(config: TrainConfig) -> None:
-    """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
-    if config.rollout.max_staleness:
-        raise UsageError(
-            f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '
-            "other: engines on the trainer's GPUs sleep while it trains, so nothing is generated ahead; leave "
-            'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
-        )
-    if config.weights.staged:
-        raise UsageError(
-            'weights.staged = true and engines.mode = "colocate" contradict each other: engines that sleep generate '
-            "nothing while weights arrive; leave it out"
-        )
-    if config.weights.transport == "nccl":
-        raise UsageError(
-            'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '
-            'processes on one GPU; leave weights.transport at "auto"'
-        )
-    if config.weights.transport == "ipc" and config.trainer.device == "cpu":
-        raise UsageError(
-            'weights.transport = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares memory of '
-            'GPUs; leave weights.transport at "auto"'
-        )
-
-
-def check_groups(config: TrainConfig) -> None:
-    """What a run can start of engines.groups."""
-    order_of_file(config)  # UsageError where there is none
-    for group in config.engines.groups:
-        if group.role in ("prefill", "decode", "encoder"):
-            raise UsageError(
-                f'group {group.name!r}: a run starts engines of role = "regular", and keeps GPUs for placeholders; '
-                f'"{group.role}" engines are neither synced nor checked by value yet: `rltool serve-engines --config` '
-                "starts them"
-            )
-        if group.gpus:
-            raise UsageError(
-                f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
-                "(trainer.gpus), the ranks' first"
-            )
-    if not any(group.model == POLICY and group.role == "regular" for group in config.engines.groups):
-        raise UsageError(
-            f'engines.mode = "{config.engines.mode}" needs a group of the policy, which rollouts are sampled from'
-        )
-
-
 def check_models(config: TrainConfig) -> None:
     """[models.NAME]: train updates the policy alone."""
     for name, model in config.models.items():
@@ -141,6 +65,7 @@ def check_models(config: TrainConfig) -> None:
             )
         if model.path is not None:
             check_model_directory(model.path, setting=f"models.{name}.path")
+    check_tasks(config, {name: model.task for name, model in config.models.items()})
 
 
 def check_rollout(config: TrainConfig) -> None:
@@ -265,6 +190,8 @@ def check_model(config: TrainConfig) -> None:
     trainer = config.trainer
     family = family_for(read_hf_config(config.model.path))
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    if trainer.expert_products == "grouped":
+        check_grouped_products(family, tensor_parallel=trainer.tensor_parallel, dtype=config.model.dtype)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
@@ -383,6 +310,7 @@ def check_inputs(config: TrainConfig) -> str:
     }
     if config.algorithm.loss == "policy" or config.eval.sets:
         check_rewards(config.reward)
+        check_reward_models(config, [read for read in (train, *held_out.values()) if read is not None])
         if config.reward.group != "none":
             load_group_reward(config.reward)
         for name, own in config.eval.overrides.items():

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
+from rltool.engines.inspection import max_logprobs
 from rltool.errors import UsageError
 
 
@@ -39,7 +40,8 @@ def _objective(*names: str) -> Needs:
 
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
-    lambda a: a.advantage not in ("distill", "gdpo"), "an algorithm.advantage that is made from one reward a sample"
+    lambda a: a.advantage not in ("distill", "gdpo", "none"),
+    "an algorithm.advantage that is made from one reward a sample",
 )
 _WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
 _MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
@@ -67,11 +69,12 @@ EFFECTIVE: dict[str, Needs] = {
     "distill_coef": Needs(
         lambda a: a.advantage != "distill", 'another algorithm.advantage than "distill", which is nothing but that term'
     ),
+    "distill_top_k": Needs(lambda a: a.distill_kl_coef > 0, "algorithm.distill_kl_coef above 0"),
     "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
     "gae_lambda": _estimator("gae"),
     "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
     "overlong_buffer": Needs(
-        lambda a: a.advantage not in ("distill", "gdpo", "remax"),
+        lambda a: a.advantage not in ("distill", "gdpo", "remax", "none"),
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
@@ -109,6 +112,12 @@ EFFECTIVE: dict[str, Needs] = {
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
+OF_THE_POLICY_GRADIENT = (
+    "whiten_advantages", "distill_coef", "objective", "ratio", "clip_low", "clip_high", "dual_clip",
+    "off_policy_mask_threshold", "top_entropy_fraction", "clip_cov_fraction", "kl_cov_fraction", "is_weights",
+    "is_mask", "is_veto",
+)  # fmt: skip
+"""Settings that do nothing where all advantages are 0."""
 IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
 SUPERVISED = ("loss", "loss_reduction", "loss_length")
@@ -192,19 +201,38 @@ def _check_policy(config: TrainConfig) -> None:
 def _check_distillation(config: TrainConfig) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
+    asking = [name for name in ("distill_coef", "distill_kl_coef") if getattr(algorithm, name) > 0]
+    if algorithm.advantage == "distill":
+        asking.insert(0, "advantage")
     if config.model.teacher is not None:
         _check_served_teacher(config)
-    elif config.model.teacher_path is None and (algorithm.advantage == "distill" or algorithm.distill_coef > 0):
-        setting = "advantage" if algorithm.advantage == "distill" else "distill_coef"
+    elif config.model.teacher_path is None and asking:
         raise UsageError(
-            f"algorithm.{setting} = {_toml(getattr(algorithm, setting))} needs model.teacher_path: weights of the same "
-            "architecture and shape as the model; or model.teacher: the name of a model that engines serve"
+            f"algorithm.{asking[0]} = {_toml(getattr(algorithm, asking[0]))} needs model.teacher_path: weights of the "
+            "same architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
-    if algorithm.advantage == "distill" and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+    if algorithm.advantage in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         raise UsageError(
-            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "distill" uses no rewards; use '
-            'algorithm.kl_in = "loss"'
+            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage}" uses no '
+            'rewards; use algorithm.kl_in = "loss"'
         )
+    if algorithm.advantage == "none" and not algorithm.own_objective:
+        _check_no_policy_gradient(algorithm)
+
+
+def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
+    """Something is trained on, and nothing is set that acts on the policy gradient alone."""
+    if algorithm.distill_kl_coef == 0:
+        raise UsageError(
+            'algorithm.advantage = "none" leaves nothing to learn from: it is for algorithm.distill_kl_coef alone; set '
+            "that, or another algorithm.advantage"
+        )
+    for name in changed(algorithm):
+        if name in OF_THE_POLICY_GRADIENT:
+            raise UsageError(
+                f"algorithm.{name} = {_toml(getattr(algorithm, name))} would have no effect: algorithm.advantage = "
+                '"none" has no policy gradient; leave one of the two out'
+            )
 
 
 def _check_greedy_baseline(config: TrainConfig) -> None:
@@ -236,6 +264,19 @@ def _check_served_teacher(config: TrainConfig) -> None:
             f"model.teacher scores at temperature 1, and sampling.temperature is {temperature:g}: the trainer's "
             "log-probabilities would be those of another distribution; set it to 1, or use model.teacher_path"
         )
+    if config.algorithm.uses_teacher_topk:
+        _check_teachers_engines(config)
+
+
+def _check_teachers_engines(config: TrainConfig) -> None:
+    """vLLM servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
+    topk = config.algorithm.distill_top_k
+    for group in config.engines.groups:
+        if group.model == config.model.teacher and group.engine == "vllm" and max_logprobs(group.flags) < topk:
+            raise UsageError(
+                f"algorithm.distill_top_k = {topk} is more than the engines of group {group.name!r} give "
+                f'({max_logprobs(group.flags):g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
+            )
 
 
 def _check_reward_parts(config: TrainConfig) -> None:
@@ -296,10 +337,10 @@ def _check_critic(config: TrainConfig) -> None:
 
 
 def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
-    if not algorithm.uses_teacher:
+    if not (algorithm.uses_teacher_logprobs or algorithm.uses_teacher_topk):
         raise UsageError(
-            f'{setting} would have no effect: set algorithm.advantage = "distill" (or to your own function) or '
-            "algorithm.distill_coef, or leave it out"
+            f'{setting} would have no effect: set algorithm.advantage = "distill" (or to your own function), '
+            "algorithm.distill_coef or algorithm.distill_kl_coef, or leave it out"
         )
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from rltool.engines.checksums import Checksums, Compared, compare, of_one_rank
 from rltool.engines.client import EngineClient
+from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
+from rltool.weights.residency import SharedGpus
 from rltool.weights.verdict import Sampled, Verdict, verdict, why_not_compared
 from rltool.weights.verify import ValueCheck
 
@@ -34,14 +38,16 @@ class _Found:
 
 
 class Comparison:
-    """endpoints, infos: of the engines, live views. deadline: seconds for each answer of an engine."""
+    """endpoints, infos: of the engines, live views. deadline: seconds for each answer of an engine. gpus: where they
+    sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this."""
 
     def __init__(
-        self, client: EngineClient, endpoints: Mapping[str, EngineEndpoint], infos: Mapping[str, EngineInfo],
-        ranks: Ranks, check: ValueCheck, *, deadline: float,
+        self, client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint],
+        infos: Mapping[str, EngineInfo], ranks: Ranks, check: ValueCheck, *, deadline: float,
+        gpus: SharedGpus | None = None,
     ) -> None:  # fmt: skip
-        self._client, self._endpoints, self._infos = client, endpoints, infos
-        self._ranks, self._check, self._deadline = ranks, check, deadline
+        self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
+        self._ranks, self._check, self._deadline, self._gpus = ranks, check, deadline, gpus
 
     async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
         """By URL. An engine that does not answer is not equal; what a rank raises is raised."""
@@ -49,21 +55,29 @@ class Comparison:
         looks = await asyncio.gather(*(self._look(url, request) for url in urls))
         found = {url: look for url, look in zip(urls, looks, strict=True) if isinstance(look, _Found)}
         verdicts = {url: Verdict(False, [look]) for url, look in zip(urls, looks, strict=True) if isinstance(look, str)}
-        if not found:
-            return verdicts
+        if found:
+            async with self._gpus.parameters() if self._gpus is not None else nullcontext():
+                verdicts |= await self._verdicts(found, request)
+        return {url: verdicts[url] for url in urls}
+
+    async def _verdicts(self, found: Mapping[str, _Found], request: GenerateRequest) -> dict[str, Verdict]:
+        """What the ranks hold is on their devices."""
         batch = self._check.batch(request, [sample for look in found.values() for sample in look.completions])
         scores = iter(_of_responses(await self._ranks.logprobs(batch), batch.lengths, len(request.prompt_ids)))
         digests: dict[str, dict[str, str]] = {}
+        verdicts: dict[str, Verdict] = {}
         for url, look in found.items():
             samples = [Sampled.of(request.prompt_ids, completion) for completion in look.completions]
             parameters = await self._parameters(self._infos[url], look.checksums, digests)
             verdicts[url] = verdict(parameters, samples, [next(scores) for _ in samples], self._check.allowed(url))
-        return {url: verdicts[url] for url in urls}
+        return verdicts
 
     async def _look(self, url: str, request: GenerateRequest) -> _Found | str:
         endpoint = self._endpoints[url]
         try:
-            completions = await self._client.generate(endpoint, request, timeout=self._deadline, attempts=1)
+            completions = await generate_at(
+                self._client, self._fleet, self._endpoints, url, request, timeout=self._deadline, attempts=1
+            )
             return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline))
         except EngineError as error:
             return str(error)

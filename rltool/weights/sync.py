@@ -27,6 +27,7 @@ from pathlib import Path
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
@@ -301,7 +302,9 @@ class WeightSync:
         completions: dict[str, Completion] = {}
 
         async def sample(endpoint: EngineEndpoint) -> None:
-            [completions[endpoint.url]] = await self.client.generate(endpoint, request, timeout=self.calls.deadline)
+            [completions[endpoint.url]] = await generate_at(
+                self.client, self.fleet, self.endpoints, endpoint.url, request, timeout=self.calls.deadline
+            )
 
         failures = await self._each(urls, sample)
         if not completions:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -318,13 +319,24 @@ def processes_in(directory: Path) -> list[str]:
 
 
 def run_real(seed: int, minutes: float) -> list[str]:
-    """Lines of a report. Raises Violation, also for what is left when all has been ended."""
-    with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
-        chaos = RealChaos(seed, Path(directory).resolve(), 60 * minutes)
-        lines = chaos.run()
-        ends = time.monotonic() + STOP_SECONDS  # an engine's helper processes end when they see that it has
-        while (left := [*processes_in(Path(directory).resolve()), *chaos.listening()]) and time.monotonic() < ends:
-            time.sleep(TICK)
-        if left:
-            raise Violation(f"left when everything was ended: {left}")
-        return lines
+    """Lines of a report. Raises Violation, also for what is left when all has been ended. Unless all went well, its
+    directory, with the logs of all processes and the run, is kept."""
+    directory = Path(tempfile.mkdtemp(prefix="chaos-")).resolve()
+    try:
+        lines = _run_real(seed, minutes, directory)
+    except BaseException:
+        print(f"logs and run are kept in {directory}", flush=True)
+        raise
+    shutil.rmtree(directory)
+    return lines
+
+
+def _run_real(seed: int, minutes: float, directory: Path) -> list[str]:
+    chaos = RealChaos(seed, directory, 60 * minutes)
+    lines = chaos.run()
+    ends = time.monotonic() + STOP_SECONDS  # an engine's helper processes end when they see that it has
+    while (left := [*processes_in(directory), *chaos.listening()]) and time.monotonic() < ends:
+        time.sleep(TICK)
+    if left:
+        raise Violation(f"left when everything was ended: {left}")
+    return lines

@@ -51,6 +51,9 @@ def test_a_generation_is_sent_again_after_a_reset_connection(fake_vllm, engine):
     fake_vllm.reset(GENERATE, times=1)
     assert len(generate(engine)) == 1
     assert fake_vllm.paths() == [GENERATE] * 2
+    first, second = (recorded.body for recorded in fake_vllm.requests)
+    assert first.pop("request_id") != second.pop("request_id"), "the first may still be at work"
+    assert first == second
 
 
 def test_retries_end(fake_vllm, engine):

@@ -50,8 +50,12 @@ class Ranks(SenderRanks):
         return await super().send(version, urls)
 
     async def logprobs(self, batch):
-        assert "parameters" in self.held
+        assert self.held == {"parameters"}
         return batch.rollout_logprobs.clone()
+
+    async def weight_checksums(self, dtype):
+        assert self.held == {"parameters"}
+        return await super().weight_checksums(dtype)
 
     async def offload(self, parts):
         self.held -= set(parts)
@@ -141,8 +145,9 @@ def serve(tmp_path, model_dir, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
 
     def endpoint(engine: Any) -> EngineEndpoint:
+        is_vllm = isinstance(engine, FakeVllm)
         return EngineEndpoint(
-            url=engine.url, dialect="vllm" if isinstance(engine, FakeVllm) else "sglang", key_file=key
+            url=engine.url, dialect="vllm" if is_vllm else "sglang", plugin=is_vllm and engine.plugin, key_file=key
         )
 
     @asynccontextmanager
@@ -212,6 +217,22 @@ def test_weights_come_back_before_the_cache_and_the_engine_is_resumed_by_nobody_
         ("/wake_up", "weights"), ("/start_weight_update", ""), ("/update_weights", ""), ("/finish_weight_update", ""),
         ("/wake_up", "kv_cache"), ("/resume", ""),
     ]  # fmt: skip
+
+
+def test_for_a_comparison_of_weights_the_parameters_come_back_beside_the_engines_and_leave_again(serve, stack):
+    engine = stack.enter_context(vllm())
+
+    async def run() -> None:
+        async with serve([engine]) as it:
+            await it.step(0)
+            await it.service.sync_weights(1)
+            asked = asyncio.create_task(it.service.compare_weights([]))
+            await it.service.next_batch(1)
+            [row] = (await asked)["engines"]
+            assert row["equal"] and "parameters are bit-equal" in row["lines"][0]
+            assert it.ranks.held == set() and awake(engine)
+
+    asyncio.run(run())
 
 
 def test_a_judge_sleeps_with_its_weights_and_wakes_up_without_a_sync(serve, stack):

@@ -54,7 +54,7 @@ def compared(
                 r.endpoints[url] = endpoint.model_copy(update={"plugin": r.infos[url].plugin})
             await r.sync.sync(version(1))
             check = ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256)
-            await scenario(r, Comparison(r.client, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE))
+            await scenario(r, Comparison(r.client, r.fleet, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE))
 
     asyncio.run(run())
 

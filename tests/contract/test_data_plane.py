@@ -612,6 +612,27 @@ def test_behind_a_router_what_was_sent_before_an_engine_failed_is_sent_again(sta
     asyncio.run(run(router_key))
 
 
+def test_what_is_sent_again_has_an_id_of_its_own_for_an_engine_that_has_not_noticed_still_knows_the_old_one(
+    stack, two, router_key
+):
+    router = stack.enter_context(FakeSglang(weight_version=f"{RUN}:0:0", notices_disconnects=False))
+    router.seconds = LONG
+
+    async def run(key_file):
+        endpoint = EngineEndpoint(url=router.url, dialect="sglang", key_file=key_file)
+        async with rig(*two, router=endpoint) as r:
+            task = asyncio.create_task(r.plane.generate(request(5), group=3))
+            await until(lambda: router.batch.running == 1, "the router has it")
+            router.seconds = 0.0
+            r.fleet.process_exited(two[0].url, "killed")
+            r.plane.changed()
+            [sent_again] = await asyncio.wait_for(task, LONG / 2)
+            [alone] = await r.plane.generate(request(5).again())
+            assert sent_again.token_ids == alone.token_ids, "the seed is the same"
+
+    asyncio.run(run(router_key))
+
+
 @pytest.mark.parametrize("named", [True, False])
 def test_behind_a_router_a_failure_is_the_engines_that_the_reply_names_else_all_have_to_show_that_they_work(
     stack, two, router_key, named

@@ -55,6 +55,8 @@ def test_they_get_the_weights_when_an_evaluation_begins_and_hold_them(serve, set
             assert held.version != f"{RUN}:0:0", "no sync of the others concerns it"
             report = await service.hold_evaluation_engines(0)
             assert report.updated == (held.url,) and held.version == f"{RUN}:0:0"
+            [row] = (await service.status())["evaluation_engines"]
+            assert (row["url"], row["state"], row["weight_version"]) == (held.url, "ready", held.version)
             held.seconds = 0.5
             evaluation = asyncio.create_task(service.evaluate())
             await until(lambda: held.batch.running > 0, "it generates")

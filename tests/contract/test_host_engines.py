@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rltool.config.serve import EngineGroup
+from rltool.config.serve import EngineGroup, EngineLaunch
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.host_engines import HostEngines
 from rltool.engines.launch import Order, launch_engines
@@ -27,9 +27,11 @@ from rltool.engines.plan import (
     plan_engines,
     port_needs,
     seat_slots,
+    url_of,
 )
 from rltool.engines.sync_client import probe
 from rltool.errors import EngineError, UsageError
+from rltool.processes.ports import reserve_ports
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import is_alive, read_state
@@ -117,6 +119,20 @@ def test_engines_of_all_models_are_started_and_all_are_ended(host, run, model, g
         host.start_engine(1, "f" * 32)  # a restart that came too late
 
 
+def test_a_classifier_is_ready_once_it_classifies(host, run, model, groups):
+    policy, judge = planned(host, run, model, groups()).launches
+    host.start([policy, judge.model_copy(update={"task": "classify"})])
+    found = asyncio.run(host.ready(lambda line: None))
+    assert [probe(engine, timeout=5.0).task for engine in found] == ["generate", "classify"]
+
+
+def test_an_engine_that_was_to_classify_and_does_not_is_no_engine(host, run, model, groups):
+    _, judge = planned(host, run, model, groups()).launches
+    host.start([judge.model_copy(update={"task": "classify", "extra_args": ("--runner", "generate")})])
+    with pytest.raises(ProcessFailed, match="refuses what a ready engine must answer.*classify answered 404"):
+        asyncio.run(host.ready(lambda line: None))
+
+
 def test_a_killed_engine_is_reported_once_and_started_again_under_its_address(host, run, model, groups):
     host.start(planned(host, run, model, groups()).launches)
     victim = asyncio.run(host.ready(lambda line: None))[1]
@@ -171,3 +187,46 @@ def test_serve_engines_starts_all_groups_and_names_each_model_in_endpoints_json(
         }
         assert written["policy"].update_weights and not written["judge"].update_weights
         assert [e.group for e in written["policy"].engines] == ["a"]
+
+
+@pytest.fixture
+def one_after_the_other(monkeypatch) -> list[EngineLaunch]:
+    """Engines start as they do on one GPU, which is not here; the plan that they are of."""
+    plan: list[EngineLaunch] = []
+
+    def start_order(launches):
+        plan.extend(launches)
+        return [[launch] for launch in launches]
+
+    monkeypatch.setattr("rltool.engines.launch.start_order", start_order)
+    return plan
+
+
+def test_engines_on_one_gpu_start_one_after_the_other_and_each_keeps_its_port_until_then(
+    run, model, groups, one_after_the_other
+):
+    models, lines = {"policy": Model(model), "judge": Model(model, update_weights=False)}, []
+
+    def report(line: str) -> None:
+        lines.append(line.split(":")[0])
+        if line.startswith("engine-0 ready"):
+            with pytest.raises(UsageError, match="cannot be used"):
+                reserve_ports(1, first=one_after_the_other[1].port)
+
+    with ProcessGroup(run) as group:
+        launch_engines(Order(groups(count=2), models), group, report=report)
+        assert lines == [f"engine-{number} {what}" for number in range(3) for what in ("started", "ready")]
+        written = Endpoints.load(run.endpoints_file).models
+        assert [e.url for e in written["policy"].engines] == [url_of(launch) for launch in one_after_the_other[:2]]
+
+
+def test_one_that_dies_while_the_next_one_loads_ends_the_start(run, model, groups, one_after_the_other):
+    models = {"policy": Model(model), "judge": Model(model, update_weights=False)}
+    with pytest.raises(ProcessFailed, match="engine-0 .*while others were starting"), ProcessGroup(run) as group:
+
+        def report(line: str) -> None:
+            if line.startswith("engine-1 started"):
+                os.kill(group.processes[0].state.pid, signal.SIGKILL)
+
+        launch_engines(Order(groups(count=2), models), group, report=report)
+    assert not run.endpoints_file.exists() and read_state(run, "engine-1") is None

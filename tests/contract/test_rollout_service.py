@@ -173,7 +173,9 @@ def serve(tmp_path):
 
 
 def endpoint_of(engine: Any, key: Path | None) -> EngineEndpoint:
-    return EngineEndpoint(url=engine.url, dialect="vllm" if isinstance(engine, FakeVllm) else "sglang", key_file=key)
+    if isinstance(engine, FakeVllm):
+        return EngineEndpoint(url=engine.url, dialect="vllm", key_file=key, role=engine.role)
+    return EngineEndpoint(url=engine.url, dialect="sglang", key_file=key)
 
 
 async def train(service: RolloutService, steps: int, *, first: int = 0) -> list[Rollout]:
@@ -218,6 +220,27 @@ def save(state: SourceState, directory: Path) -> dict[str, Any]:
 
 
 # -- a batch
+
+
+def test_prefill_and_decode_engines_sample_what_regular_ones_do_and_both_are_synced(serve, settings, spellers):
+    async def run():
+        config = settings(weights={"pause_mode": "abort"})
+        async with serve(config, spellers) as service:
+            together = await train(service, 2)
+        spellers[0].role, spellers[0].kv_connector, spellers[1].role = "prefill", True, "decode"
+        for engine in spellers:
+            engine.requests.clear()
+        async with serve(config, spellers) as service:
+            apart = await train(service, 2)
+            assert [member.version for member in service.fleet.members()] == [Lineage(RUN, 0).version(1)] * 2
+        for one, other in zip(together, apart, strict=True):
+            assert_equal(one, other)
+        filled = [body for body in generated(spellers[0]) if "kv_transfer_params" in body]
+        fetched = [params["remote_request_id"] for params in spellers[1].fetched]
+        assert len(filled) == len(fetched) == len(set(fetched)) == 2 * 16
+        assert {body["sampling_params"]["max_tokens"] for body in filled} == {1}
+
+    asyncio.run(run())
 
 
 def test_a_rollout_is_generated_scored_and_measured(serve, settings, spellers, tokenizer):

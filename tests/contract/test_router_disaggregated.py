@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -12,14 +13,17 @@ from rltool.config.router import RouterConfig
 from rltool.config.serve import EngineGroup
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.fleet import Fleet
 from rltool.engines.launch import Order
 from rltool.engines.plan import Model
 from rltool.engines.sync_client import send
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
-from rltool.errors import UsageError
+from rltool.errors import EngineError, UsageError
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.supervise import ProcessGroup
+from rltool.rollout.data_plane import DataPlane
 from rltool.router.launch import running_router, start_planned_routers, start_router
+from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 from tests.contract.router_workers import FakeWorker
 
 TIMEOUT = 60.0
@@ -72,6 +76,79 @@ def test_a_request_goes_to_both_halves_which_are_told_how_to_find_each_other(run
         assert prefill["bootstrap_room"] == decode["bootstrap_room"]
         with pytest.raises(UsageError, match="no running router"):
             running_router(run)  # of the policy
+
+
+def test_rollouts_through_it_are_sampled_by_both_and_aborted_at_both(run, tmp_path):
+    key = tmp_path / "key"
+    key.write_text(EXPECTED_KEY)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(FakeSglang(role=role)) for role in ("prefill", "decode")]
+        prefill, decode = engines
+        both = tuple(
+            EngineEndpoint(
+                url=e.url, dialect="sglang", key_file=key, role=e.role, bootstrap_port=e.bootstrap_port
+            )
+            for e in engines
+        )
+        group = stack.enter_context(ProcessGroup(run))
+        start_router(RouterConfig(ready_timeout=TIMEOUT), ModelEndpoints(engines=both), group)
+        router, fleet = running_router(run).model_copy(update={"key_file": key}), Fleet()
+
+        async def rollouts() -> None:
+            for engine in engines:
+                fleet.add(engine.url, takes_weights=False)
+                fleet.probe_succeeded(engine.url, sent_at=fleet.member(engine.url).since)
+            endpoints = {endpoint.url: endpoint for endpoint in both}
+            async with EngineClient() as client:
+                plane = DataPlane(client, fleet, endpoints, router=router, requests_per_engine=1, deadline=TIMEOUT)
+                request = GenerateRequest((1, 2), SamplingParams(max_tokens=6), "b" * 32, n=2, seed=3)
+                done = await plane.generate(request, group=1)
+                assert [len(completion.token_ids) for completion in done] == [6, 6]
+                assert len(set(decode.rooms)) == 2 and sorted(prefill.rooms) == sorted(decode.rooms)
+                decode.seconds = TIMEOUT
+                tasks = [asyncio.create_task(plane.generate(request.again(), group=2)) for _ in range(2)]
+                await asyncio.to_thread(decode.wait_in_flight, 2)
+                await asyncio.sleep(0.2)
+                assert plane.in_flight == 1, "of one engine that samples: the other counts for no limit"
+                for task in tasks:
+                    assert not task.done()
+                await plane.abort()
+                [first, _] = tasks
+                assert [completion.finish_reason for completion in await first] == ["abort"] * 2
+                tasks[1].cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+        asyncio.run(rollouts())
+
+
+def test_requests_that_were_aborted_do_not_keep_the_next_ones_away(run, tmp_path):
+    key = tmp_path / "key"
+    key.write_text(EXPECTED_KEY)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(FakeSglang(role=role)) for role in ("prefill", "decode")]
+        both = tuple(
+            EngineEndpoint(url=e.url, dialect="sglang", key_file=key, role=e.role, bootstrap_port=e.bootstrap_port)
+            for e in engines
+        )
+        group = stack.enter_context(ProcessGroup(run))
+        start_router(RouterConfig(ready_timeout=TIMEOUT), ModelEndpoints(engines=both), group)
+        router = running_router(run).model_copy(update={"key_file": key})
+        for engine in engines:  # as both answer to what a sync aborts
+            engine.faults["/generate"] = Fault(times=40, status=500)
+
+        async def ask() -> int:
+            """How many requests failed before one was answered."""
+            async with EngineClient() as client:
+                for failed in range(40):
+                    request = GenerateRequest((1, 2), SamplingParams(max_tokens=2), uuid.uuid4().hex)
+                    try:
+                        await client.generate(router, request, timeout=TIMEOUT, attempts=1)
+                        return failed
+                    except EngineError as error:
+                        assert "circuits open" not in str(error)
+            raise AssertionError("none was answered")
+
+        assert asyncio.run(ask()) > 0 and engines[1].faults["/generate"].times == 0
 
 
 def test_the_routers_of_a_plan_are_started_and_written_beside_their_models(run, workers, pair):

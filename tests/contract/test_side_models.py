@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, asynccontextmanager
 
 import pytest
+import torch
 
+from rltool.algorithms.kl import topk_kl
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.types import VersionSpan
 from rltool.errors import UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.rollout import model_clients
+from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.contracts import check_reward_function
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardFailure, RewardPool, load_reward
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.scores import add_teacher_logprobs
 from rltool.rollout.side_model import SideModels
 from rltool.training.side_models import check_all_there, probe_models, running_models
 from tests.contract.fakes.vllm import FakeVllm
@@ -67,6 +74,29 @@ def samples(count: int) -> list[Sample]:
     ]  # fmt: skip
 
 
+def test_a_reward_waits_for_a_judge_whose_engine_is_started_again(judges, model_dir, monkeypatch):
+    monkeypatch.setattr(model_clients, "LOOK_SECONDS", 0.02)
+    alone = judges[:1]
+
+    async def run():
+        async with client_of(judge_config(alone, model_dir)) as models:
+            pool = RewardPool(HERE + "judged", workers=1, timeout=8.0, models=models)
+            try:
+                assert await pool.score(samples(1), ["bird"]) == [4.0]
+                await asyncio.to_thread(alone[0].die)
+                with_nobody = asyncio.create_task(pool.score(samples(2), ["bird"] * 2))
+                while not models.away():
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(8.5)  # longer than a reward may take
+                assert not with_nobody.done()
+                await asyncio.to_thread(alone[0].start)
+                return await with_nobody
+            finally:
+                await pool.close()
+
+    assert asyncio.run(run()) == [4.0] * 2
+
+
 def test_a_reward_function_asks_the_judge_and_nobody_touches_its_weights(judges, model_dir):
     async def run():
         async with client_of(judge_config(judges, model_dir)) as models:
@@ -114,6 +144,37 @@ def test_given_tokens_are_scored_also_when_an_engine_has_died(judges, model_dir)
 
     expected = tuple(judges[1]._scored(at, token)[str(token)]["logprob"] for at, token in ((1, 6), (2, 7)))
     assert asyncio.run(run()) == [expected] * 4
+
+
+def test_a_teachers_most_probable_tokens_become_a_batch(judges, model_dir):
+    """Also where one engine has died. Of a policy of 40 tokens, with a teacher of 64."""
+    made, asked = judge_config(judges, model_dir), samples(3)
+    for sample, response in zip(asked, ([5, 6, 38], [7], []), strict=True):
+        sample.response_ids, sample.response_mask = response, [1] * len(response)
+        sample.response_logprobs, sample.reward = [-1.0] * len(response), 0.0
+        sample.versions = [VersionSpan("run:0:1", 0, len(response))] if response else []
+
+    async def run():
+        async with client_of(made) as models:
+            judges[0].die()
+            await add_teacher_logprobs(asked, models.model("judge"), topk=3, vocab_size=40)
+
+    asyncio.run(run())
+    batch = samples_to_batch(asked)
+    assert batch.tokens.tolist() == [1, 5, 6, 38, 1, 7, 1]
+    assert batch.teacher_topk_ids.shape == batch.teacher_topk_logprobs.shape == (7, 3)
+    for place, (at, token) in {1: (1, 5), 2: (2, 6), 3: (3, 38), 5: (1, 7)}.items():
+        entry = judges[1]._scored(at, token, 3)
+        assert batch.teacher_logprobs[place].item() == pytest.approx(entry[str(token)]["logprob"])
+        best = [(int(one), found["logprob"]) for one, found in entry.items() if found["rank"] <= 3]
+        ids, values = zip(*(pair if pair[0] < 40 else (-1, -math.inf) for pair in best), strict=True)
+        assert batch.teacher_topk_ids[place].tolist() == list(ids)
+        assert batch.teacher_topk_logprobs[place].tolist() == pytest.approx(list(values))
+    assert -1 in batch.teacher_topk_ids[3] and (batch.teacher_topk_ids[[0, 4, 6]] == -1).all()
+    rows = batch.loss_mask > 0
+    logits = torch.zeros(int(rows.sum()), 40)
+    found = topk_kl(batch.teacher_topk_logprobs[rows], logits[:, :3] - math.log(40), logits[:, 0] + math.log(37 / 40))
+    assert torch.isfinite(found).all() and (found > 0).all()
 
 
 def test_without_a_path_the_judge_takes_token_ids_alone(judges):

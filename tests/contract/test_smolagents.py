@@ -15,8 +15,6 @@ from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import Gateway
 from tests.gateway_models import Words, gateway_tokenizer, write_gateway_tokenizer
 
-pytest.importorskip("smolagents", reason="pip install rltool[test-agents]")
-
 FIRST = "I compute.\n<code>\nx = 6 * 7\nprint(x)\n</code>"
 SECOND = "<code>\nfinal_answer(x)\n</code>"
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from recipes.tool_use import agent
+from recipes.tool_use import agent, run
 from recipes.tool_use.task import ASSISTANT, STOP, TOOL, USER, call_of, make_data, make_model
+from rltool.agents.gateway_process import GatewayPlace
+from rltool.cli import load_command
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.processes.run_directory import RUNS_VARIABLE
+from rltool.quickstart.stages import Stages
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.rollout_engines import Engines
@@ -26,11 +33,12 @@ HERE = Path(__file__).resolve().parents[2] / "recipes" / "tool_use"
 
 
 class Caller(FakeVllm):
-    """Calls the calculator with what it was asked, and answers with its result; with an odd seed it adds a 1 to it."""
+    """Calls the calculator with what it was asked, and answers with its result; to every other one it adds a 1."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
         self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer
+        self._slips = itertools.cycle(("", "1"))
 
     def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
         text = self.tokenizer.decode_everything(ids)
@@ -38,7 +46,7 @@ class Caller(FakeVllm):
         if not is_second:
             said = call_of(text.removeprefix(USER).partition(STOP)[0])
         else:
-            said = result.partition(STOP)[0] + "1" * (sampling["seed"] % 2)
+            said = result.partition(STOP)[0] + next(self._slips)
         return self.tokenizer.encode_target(said)[:limit]
 
 
@@ -78,14 +86,17 @@ def test_the_careless_user_is_right_about_a_quarter_of_the_time_and_uses_one_for
         assert tokenizer.decode_everything(tokenizer.encode_prompt(row["prompt"])) == row["prompt"]
 
 
-def test_the_first_steps_by_the_environment(files):
+@pytest.mark.parametrize("how", ["environment", "agent"])
+def test_the_first_steps(files, how, tmp_path):
+    """Both ways a sample is the same tokens: those of the call and the answer are trained."""
     tokenizer = load_tokenizer(files / "model")
 
     async def go(engine: Caller) -> tuple[Rollout, Evaluated]:
         endpoint = EngineEndpoint(url=engine.url, dialect="vllm", plugin=True)
         async with EngineClient() as client:
             engines = Engines((endpoint,), {endpoint.url: await client.probe(endpoint)})
-        service = RolloutService(config_of(files, "environment"), engines, log=lambda line: None)
+        place = GatewayPlace(tmp_path / "sessions", tmp_path / "key", tmp_path / "gateway.log")
+        service = RolloutService(config_of(files, how), engines, log=lambda line: None, gateway=place)
         try:
             await service.start()
             return await service.next_batch(0), await service.evaluate()
@@ -100,7 +111,34 @@ def test_the_first_steps_by_the_environment(files):
         said = tokenizer.decode_everything([*sample.prompt_ids, *sample.response_ids])
         assert said.startswith(f"{USER}{sample.prompt_text}{STOP}{ASSISTANT}{call_of(sample.prompt_text)}{STOP}{TOOL}")
         assert sample.reward == float(said.endswith(f"{STOP}{TOOL}{sample.label}{STOP}{ASSISTANT}{sample.label}{STOP}"))
+        trained = [token for token, mask in zip(sample.response_ids, sample.response_mask, strict=True) if mask]
+        answer = said.rpartition(ASSISTANT)[2]
+        assert tokenizer.decode_everything(trained) == f"{call_of(sample.prompt_text)}{STOP}{answer}"
     assert rollout.metrics["rollout/turns_mean"] == 2.0 and 0 < evaluated.metrics["eval/heldout/accuracy"] < 1
+
+
+class TypedStages(Stages):
+    """Verbs are checked as the command line checks them, and not run; GRPO leaves one evaluation."""
+
+    def begin(self, role: str, *arguments: str, root: Path | None = None) -> Any:
+        verb, *words = arguments
+        load_command(verb).make_context(verb, words)
+
+    def finish(self, process: Any, *, watch: Any = None, note: str = "") -> None: ...
+
+    def train(self, role: str, steps: int, *arguments: str, metrics: Path, shown_every: int = 10, root: Any = None):
+        self.begin(role, *arguments)
+        metrics.write_text(json.dumps({"step": steps - 1, "reward/mean": 0.5, "eval/heldout/accuracy": 0.25}) + "\n")
+
+
+@pytest.mark.parametrize("how", ["environment", "agent"])
+def test_its_commands_parse_and_it_ends_with_a_curve_and_a_report(how, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "Stages", TypedStages)
+    monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))
+    console = Console(file=io.StringIO(), width=200)
+    ended = run.run_recipe(console, name=how, how=how, seed=0, steps=40, warm_up_steps=300)
+    assert run.success(ended) == [(40, 0.25)]
+    assert "supervised warm start, 300 steps" in ended.report_file.read_text()
 
 
 def test_the_agent_tells_the_model_what_was_wrong():

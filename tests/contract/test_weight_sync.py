@@ -615,6 +615,18 @@ def test_one_sync_feeds_gloo_and_disk_engines_from_one_gather(stack, two, tmp_pa
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {f"{RUN}-1-1", f"{RUN}-1-2"}
 
 
+def test_an_sglang_that_was_started_without_weights_takes_them_from_a_directory(stack, two, tmp_path):
+    sglang = stack.enter_context(FakeSglang())
+    sglang.load_format = "dummy"
+
+    async def run() -> None:
+        async with rig(two[0], sglang, directory=tmp_path, transport="auto") as r:
+            on_disk_alone(r, sglang)
+            assert (await r.sync.sync(version(1))).failed == {}
+
+    asyncio.run(run())
+
+
 def test_a_directory_that_cannot_be_written_fails_the_engines_that_read_it_alone(stack, two, tmp_path):
     sglang = stack.enter_context(FakeSglang())
     (tmp_path / "weights").write_text("a file where the directory should be")

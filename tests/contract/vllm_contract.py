@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -301,6 +302,25 @@ async def given_tokens_are_scored_as_they_were_when_they_were_sampled(
     assert scores[len(prompt) - 1 :] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
+async def the_most_probable_tokens_of_each_place_come_with_the_scores(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
+    (sample,) = await client.generate(engine, request(), timeout=SECONDS)
+    tokens = (*PROMPT, *sample.token_ids)
+    found = await client.score_topk(engine, tokens, 4, timeout=SECONDS)
+    assert found.logprobs == pytest.approx(await client.score(engine, tokens, timeout=SECONDS), abs=1e-4)
+    assert len(found.topk_ids) == len(found.topk_logprobs) == 4 * (len(tokens) - 1)
+    for place, (token, own) in enumerate(zip(tokens[1:], found.logprobs, strict=True)):
+        ids, values = (list(kept[4 * place : 4 * place + 4]) for kept in (found.topk_ids, found.topk_logprobs))
+        assert len(set(ids)) == 4 and values == sorted(values, reverse=True) and sum(map(math.exp, values)) < 1 + 1e-5
+        if token in ids:
+            assert values[ids.index(token)] == pytest.approx(own, abs=1e-5)
+        else:
+            assert own <= values[-1] + 1e-5
+    with pytest.raises(EngineRejected, match="Requested prompt logprobs of 21, which is greater than max allowed: 20"):
+        await client.score_topk(engine, tokens, 21, timeout=SECONDS)
+
+
 async def the_plugin_gives_the_checksums_that_vllm_has(client: EngineClient, engine: EngineEndpoint) -> None:
     info = await client.probe(engine)
     ours = await client.checksums(engine.model_copy(update={"plugin": info.plugin}), timeout=SECONDS)
@@ -311,6 +331,7 @@ async def the_plugin_gives_the_checksums_that_vllm_has(client: EngineClient, eng
 
 CONTRACT = [
     given_tokens_are_scored_as_they_were_when_they_were_sampled,
+    the_most_probable_tokens_of_each_place_come_with_the_scores,
     the_plugin_gives_the_checksums_that_vllm_has,
     samples_of_a_prompt_are_distinct_and_repeatable,
     a_completion_has_one_logprob_per_token_and_spans_over_all,

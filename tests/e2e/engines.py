@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rltool.config.serve import EngineLaunch
+from rltool.config.serve import EngineLaunch, Task
 from rltool.engines.dialect import Dialect
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
@@ -117,6 +117,7 @@ def start_vllm(
     max_model_len: int = 256,
     key: str | None = None,
     tp: int = 1,
+    task: Task = "generate",
 ) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it. key: None for one of its own."""
     key_file = write_key(work_dir, key)
@@ -139,6 +140,7 @@ def start_vllm(
         weight_backend="rltool",
         work_dir=work_dir,
         extra_args=extra_args,
+        task=task,
     )
     log = work_dir / "vllm.log"
     process = _spawn(launch, log, VllmDialect())

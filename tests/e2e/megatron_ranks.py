@@ -19,6 +19,8 @@ DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
 IDLE_SECONDS = 30.0
 """After which ranks without a case end: those that had hundreds keep a third of a core busy (_serve)."""
+MOST_THREADS = 400
+"""Of a rank; one that has more ends after its case. Two with 2,000 each took both cores for their polling."""
 
 
 class CaseFailed(AssertionError):
@@ -118,6 +120,8 @@ class RankPool:
         if failures:
             self._end(firm=True)
             raise CaseFailed("\n".join(failures))
+        if any(psutil.Process(process.pid).num_threads() > MOST_THREADS for process, _ in self._workers):
+            self._end()
         return replies
 
     def _end(self, *, firm: bool = False) -> None:

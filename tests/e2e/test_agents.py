@@ -109,7 +109,6 @@ def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, ho
 
 def test_an_agent_of_a_framework_trains_unmodified(job):
     """smolagents writes its own text behind what the model has said, so that each of its turns is a trajectory."""
-    pytest.importorskip("smolagents", reason="pip install rltool[test-agents]")
     write_config(job, "smolagents", rows="short", prompt_tokens=1600)
     job("train", "smolagents")
     for record in job.steps("smolagents"):
@@ -124,6 +123,11 @@ def test_an_agent_of_a_framework_trains_unmodified(job):
 def test_agents_run_without_a_trainer(job, tmp_path):
     write_config(job, "agent")
     job("debug rollout-only", "without-a-trainer", "--steps", "1", "--out", str(tmp_path / "out"))
-    samples = read_dump(tmp_path / "out", 0).samples
+    dump = read_dump(tmp_path / "out", 0)
+    samples, counts = dump.samples, dump.info["metrics"]
     assert len(samples) == 16 and all(sample.turns >= 1 and sample.reward is not None for sample in samples)
-    assert len(list(Path(tmp_path / "out" / "sessions").glob("*.jsonl"))) == 16
+    files = Path(tmp_path / "out" / "sessions").glob("*.jsonl")
+    opened = [json.loads(path.read_text().splitlines()[0])["metadata"] for path in files]
+    assert len(opened) == counts["rollout/agent_episodes_total"] == 16 + counts["rollout/agent_retries_total"]
+    # An attempt that failed, as on a busy machine, is made again in a session of its own.
+    assert {(about["group"], about["index"]) for about in opened} == {(s.group_id, s.index) for s in samples}

@@ -20,12 +20,14 @@ from rltool.training.advantages import (
 )
 from rltool.training.token_selection import step_generator, with_selected_tokens
 from tests import plain_algorithms as plain
-from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 RESPONSE = 12
+TOPK = 5
+"""Tokens of the teacher's at each position."""
 STEP = 4
 """Training step; the tokens were sampled at steps 2 to 4."""
 OPTIMIZER = {"lr": 1e-3, "clip_grad": 0.5, "eps": 1e-4}
@@ -59,6 +61,31 @@ def rollout(model) -> TrainBatch:
     )
 
 
+def with_teachers_tokens(batch: TrainBatch) -> TrainBatch:
+    """Of a teacher that finds other tokens likely than the model."""
+    logits = 3 * torch.randn(len(batch.tokens), VOCAB, generator=torch.Generator().manual_seed(4))
+    best = logits.log_softmax(-1).topk(TOPK, dim=-1)
+    return batch.replace(teacher_topk_ids=best.indices.int(), teacher_topk_logprobs=best.values)
+
+
+def hf_distributions(model, batch: TrainBatch) -> torch.Tensor:
+    """[T, V]: log-probabilities of all tokens in the place of each; those of first tokens mean nothing."""
+    found = []
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        distribution = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+        found += [torch.zeros_like(distribution[:1]), distribution[:-1]]
+    return torch.cat(found)
+
+
+def merged_kl(batch: TrainBatch, distributions: torch.Tensor, t: int) -> torch.Tensor:
+    """KL(teacher || model) over the teacher's tokens and all others as one, by its definition."""
+    ids, p = batch.teacher_topk_ids[t].tolist(), batch.teacher_topk_logprobs[t].exp()
+    q = distributions[t].exp()
+    rest = sum(q[v] for v in range(VOCAB) if v not in ids)
+    terms = [p[i] * (p[i].log() - q[v].log()) for i, v in enumerate(ids)]
+    return sum(terms) + (1 - p.sum()) * ((1 - p.sum()).log() - rest.log())
+
+
 def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
     """As the loop does it."""
     if algorithm.mask_tokens_older_than is not None:
@@ -84,8 +111,9 @@ def hf_logprobs_and_entropy(model, batch: TrainBatch) -> tuple[torch.Tensor, tor
 # Cases: run in the ranks.
 
 
-def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1):
-    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
+def case_step(place, path, batch, settings, tp, pp, micro_batches, cp=1, more=None):
+    options = {"algorithm": settings, "optimizer": OPTIMIZER, "trainer": more or {}}
+    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, **options)) as trainer:
         at = trainer.coordinates
         own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         dealt = [batch.micro_batch(own[i::micro_batches]) for i in range(micro_batches)]
@@ -97,6 +125,19 @@ def case_entropies(place, path, batch, tp, pp, cp):
         halves = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
         pairs, alone = trainer.compute_logprobs_and_entropies(halves), trainer.compute_logprobs(halves)
         return None if pairs is None else (torch.cat(pairs, 1), torch.cat(alone))
+
+
+def case_teacher_topk(place, path, teacher, batch, tp, pp, cp):
+    from rltool.checkpoints.torch_dist import load_teacher
+
+    settings = {"distill_kl_coef": 1.0, "distill_top_k": TOPK}
+    with closing(make_trainer(place, path, tp=tp, pp=pp, cp=cp, algorithm=settings, optimizer=OPTIMIZER)) as trainer:
+        hashed = trainer.parameter_hash()
+        load_teacher(trainer, teacher)
+        halves = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
+        found = trainer.compute_teacher_topk(halves)
+        assert trainer.parameter_hash() == hashed, "the policy is put back"
+        return None if found is None else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
 
 
 def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
@@ -176,6 +217,11 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
         plain.advantages(scored, algorithm, RESPONSE) if algorithm.loss == "policy" else torch.zeros(len(logprobs))
     )
     expected = plain.loss(scored, advantages, logprobs, entropy, algorithm, RESPONSE)
+    check_step(metrics, weights, model, expected)
+
+
+def check_step(metrics: dict, weights: dict, model, expected: torch.Tensor) -> None:
+    """Against one step of torch's AdamW on this loss."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=OPTIMIZER["lr"], betas=(0.9, 0.98), eps=OPTIMIZER["eps"], weight_decay=0.0
     )
@@ -188,6 +234,45 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
     state = model.state_dict()
     for tensor_name, tensor in weights.items():
         torch.testing.assert_close(tensor, state[tensor_name], rtol=0, atol=1e-5, msg=tensor_name)
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])
+@pytest.mark.parametrize("advantage", ["none", "grpo"])
+def test_one_step_towards_the_teachers_tokens_equals_plain_torch(ranks, tmp_path, advantage, keep):
+    path, model = save_hf(tmp_path), hf_model("qwen2", tied=True)
+    settings = {"advantage": advantage, "distill_kl_coef": 0.7, "distill_top_k": TOPK, "loss_reduction": "sample"}
+    algorithm = AlgorithmConfig(**settings)
+    batch = with_teachers_tokens(rollout(model))
+    made = prepared(batch, algorithm)
+    trainer = {"recompute_head": not keep}
+    metrics, weights = ranks.run(case_step, 1, path, made, settings, 1, 1, 3, 1, trainer)[0]
+
+    logprobs, entropy = hf_logprobs_and_entropy(model, batch)
+    distributions = hf_distributions(model, batch)
+    tokens = made.loss_mask.nonzero().squeeze(-1).tolist()
+    kl = torch.stack([merged_kl(batch, distributions, t) for t in tokens])
+    expected = 0.7 * (made.loss_weights[tokens] * kl).sum() / len(tokens)
+    if advantage != "none":
+        advantages = plain.advantages(batch, algorithm, RESPONSE)
+        expected = expected + plain.loss(batch, advantages, logprobs, entropy, algorithm, RESPONSE)
+    assert metrics["train/distill_kl"] == pytest.approx(kl.mean().item(), rel=1e-5) and kl.mean() > 1
+    check_step(metrics, weights, model, expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "pp", "cp"), [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (2, 1, 1, 1)]
+)
+def test_the_teachers_most_probable_tokens_are_those_of_transformers(ranks, tmp_path, world, tp, pp, cp):
+    path, teacher = save_hf(tmp_path / "policy"), save_hf(tmp_path / "teacher", seed=3)
+    batch = prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig())
+    results = ranks.run(case_teacher_topk, world, path, teacher, batch, tp, pp, cp)
+    ids, logprobs = next(found for found in results if found is not None)
+    with torch.no_grad():
+        best = hf_distributions(hf_model("qwen2", True, 3), batch).topk(TOPK, dim=-1)
+    rows = batch.loss_mask > 0
+    assert ids.dtype is torch.int32 and torch.equal(ids[rows].long(), best.indices[rows])
+    torch.testing.assert_close(logprobs[rows], best.values[rows], rtol=0, atol=2e-5)
+    assert not ids[~rows].any() and not logprobs[~rows].any()
 
 
 @pytest.mark.parametrize(
@@ -217,11 +302,16 @@ def test_one_step_equals_plain_torch_on_the_transformers_model(ranks, tmp_path, 
             "clip_cov_fraction": 0.1,
             "clip_cov_low": -9.0,
         },
+        {"distill_kl_coef": 0.7, "distill_top_k": TOPK, "entropy_coef": 0.1},
     ],
-    ids=["gspo, entropy, kl", "reinforce++, cispo, corrected", "gmpo, off-policy mask, covariances"],
-)
+    ids=[
+        "gspo, entropy, kl", "reinforce++, cispo, corrected", "gmpo, off-policy mask, covariances",
+        "teachers tokens",
+    ],
+)  # fmt: skip
 def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
-    path, batch = save_hf(tmp_path), prepared(rollout(hf_model("qwen2", tied=True)), AlgorithmConfig(**settings))
+    batch = with_teachers_tokens(rollout(hf_model("qwen2", tied=True)))
+    path, batch = save_hf(tmp_path), prepared(batch, AlgorithmConfig(**settings))
     reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
     assert reference["train/grad_norm"] > 0.01
     for tp, pp, micro_batches, cp in ((1, 1, 4, 1), (2, 1, 2, 1), (1, 2, 3, 1), (1, 1, 2, 2)):

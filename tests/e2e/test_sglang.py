@@ -403,6 +403,15 @@ def test_given_tokens_are_scored_and_parameters_have_checksums(engine, play):
         sample = await trainer.sample()
         scores = await trainer.client.score(trainer.where, (*PROMPT, *sample.token_ids), timeout=SECONDS)
         assert scores[len(PROMPT) - 1 :] == pytest.approx(hf_logprobs(model, PROMPT, sample).tolist(), abs=1e-3)
+        found = await trainer.client.score_topk(trainer.where, (*PROMPT, *sample.token_ids), 3, timeout=SECONDS)
+        assert found.logprobs == pytest.approx(scores, abs=1e-3) and len(found.topk_ids) == 3 * len(scores)
+        for place, (token, own) in enumerate(zip((*PROMPT, *sample.token_ids)[1:], scores, strict=True)):
+            ids, values = (list(kept[3 * place : 3 * place + 3]) for kept in (found.topk_ids, found.topk_logprobs))
+            assert len(set(ids)) == 3 and values == sorted(values, reverse=True)
+            if token in ids:
+                assert values[ids.index(token)] == pytest.approx(own, abs=1e-3)
+            else:
+                assert own <= values[-1] + 1e-3
         await trainer.push(perturbed_model(engine.launch.model, seed=17))
         second = await trainer.client.checksums(trainer.where, timeout=SECONDS)
         assert first is not None and second is not None and first.keys() == second.keys()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
+import statistics
+from array import array
 from pathlib import Path
 
 import pytest
@@ -47,14 +49,14 @@ def job(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Job:
     return write_job(root, tiny_tied_dir, None)
 
 
-def replay(job: Job, run: str, *more: str, sets: list[str]) -> str:
+def replay(job: Job, run: str, *more: str, sets: list[str], rollouts: Path | None = None) -> str:
     """The parameter hash at the end."""
     return hash_of(
         job(
             "debug train-only",
             run,
             "--rollouts",
-            str(job.root / "recorded"),
+            str(rollouts or job.root / "recorded"),
             *more,
             sets=["optimizer_steps_per_rollout=1", *sets],
         )
@@ -91,6 +93,47 @@ def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_pat
     assert first["train/grad_norm"] > 0 and advantages.std() > 0.1
     assert first["train/advantage_mean"] == pytest.approx(advantages.mean().item(), abs=1e-5)
     assert first["train/advantage_std"] == pytest.approx(advantages.std().item(), rel=1e-4)
+
+
+@torch.no_grad()
+def response_distributions(path: Path, sample: Sample) -> torch.Tensor:
+    """[response tokens, V] log-probabilities, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
+    logits = AutoModelForCausalLM.from_pretrained(path)(tokens[None]).logits[0]
+    return logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+
+
+def test_distillation_by_a_loss_trains_resumes_bit_equally_and_is_the_same_from_a_recording(job, tmp_path):
+    teacher, k = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2), 4
+    common = ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", f"algorithm.distill_top_k={k}"]
+    sets = [*common, f"model.teacher_path={teacher}"]
+    whole = replay(job, "loss", sets=sets)
+    replay(job, "loss-halved", "--steps", "1", sets=sets)
+    assert replay(job, "loss-halved", "--resume", sets=sets) == whole
+
+    divergences = []
+    for step in range(STEPS):
+        samples = read_dump(job.root / "recorded", step).samples
+        for sample in samples:
+            p, q = (response_distributions(path, sample) for path in (teacher, job.model))
+            best = p.topk(k, dim=-1)
+            sample.teacher_topk_ids = array("i", best.indices.flatten().tolist())
+            sample.teacher_topk_logprobs = array("f", best.values.flatten().tolist())
+            others = [d.exp().scatter(-1, best.indices, 0.0).sum(-1).log() for d in (p, q)]
+            outcomes = best.values.exp() * (best.values - q.gather(-1, best.indices))
+            divergences += (outcomes.sum(-1) + others[0].exp() * (others[0] - others[1])).tolist() if step == 0 else []
+        write_dump(tmp_path / "scored", step=step, seed=3, samples=samples)
+    first = job.steps("loss")[0]
+    assert first["train/grad_norm"] > 0 and first["train/advantage_std"] == 0
+    assert first["train/distill_kl"] == pytest.approx(statistics.fmean(divergences), rel=1e-4)
+    served = [*common, "model.teacher=big", f"models.big.path={teacher}"]
+    replay(job, "loss-served", sets=served, rollouts=tmp_path / "scored")
+    # Adam's first step is the sign of the gradient, also of rounding errors.
+    for ours, theirs, within in zip(job.steps("loss"), job.steps("loss-served"), (1e-4, 1e-2), strict=True):
+        for name in ("train/loss", "train/distill_kl", "train/grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=within)
 
 
 @pytest.mark.long

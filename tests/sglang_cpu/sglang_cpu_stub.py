@@ -8,6 +8,8 @@ On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but two of its im
 - the registry's `torchvision` is a CUDA build whose operator library does not load, and importing it then fails because
   it registers meta kernels for operators that nobody declared. Here the operators are declared (not implemented)
   beforehand.
+- NIXL, where it is installed: SGLang calls its KV cache VRAM wherever it lies, and UCX refuses host memory under that
+  name. Here it is called DRAM, which it is.
 
 A .pth file imports this module at the start of every interpreter of the environment, so it imports nothing heavy
 itself.
@@ -15,11 +17,12 @@ itself.
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 KERNEL_PACKAGE = "sgl_kernel"
@@ -64,6 +67,34 @@ def _declare_torchvision_operators() -> None:
     _declared.append(library)
 
 
+NIXL = "nixl_cu12._api"
+NIXL_METHODS = ("register_memory", "get_xfer_descs", "prep_xfer_dlist")
+
+
+def _of_host_memory(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return method(
+            *("DRAM" if isinstance(arg, str) and arg == "VRAM" else arg for arg in args),
+            **{name: "DRAM" if isinstance(arg, str) and arg == "VRAM" else arg for name, arg in kwargs.items()},
+        )
+
+    return call
+
+
+class _NixlLoader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader) -> None:
+        self.inner = inner
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self.inner.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        self.inner.exec_module(module)
+        for name in NIXL_METHODS:
+            setattr(module.nixl_agent, name, _of_host_memory(getattr(module.nixl_agent, name)))
+
+
 class AbsentKernel:
     """A kernel, class or constant of sgl_kernel that exists in name only."""
 
@@ -94,6 +125,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _declare_torchvision_operators()
         elif name.split(".")[0] == KERNEL_PACKAGE:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        elif name == NIXL:
+            found = importlib.machinery.PathFinder.find_spec(name, path)
+            if found is not None and found.loader is not None:
+                found.loader = _NixlLoader(found.loader)
+            return found
         return None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from rltool.megatron import fused, kernels
+from rltool.megatron import fused, kernels, topk_head
 
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
 
@@ -103,6 +103,25 @@ def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
     return max(*errors, difference([gradients[0]], [gradients[1]]), difference([gradients[0]], [expected.to(dtype)]))
 
 
+def told_apart(dtype, rows, width, keep):
+    """The head that tells given tokens apart, through these functions and those in plain torch."""
+    generator = torch.Generator().manual_seed(rows)
+    ids = torch.stack([torch.randperm(width, generator=generator)[:6] for _ in range(rows)])
+    targets = torch.where(torch.arange(rows) % 3 == 0, ids[:, 2], (ids[:, 0] + 1) % width).to(DEVICE)
+    results = []
+    for functions in (fused, kernels):
+        statistics = functions.vocabulary_statistics
+        topk_head.vocabulary_statistics = lambda *given, f=statistics: f(*given, *[None] * (4 - len(given)))
+        topk_head.vocabulary_gradient = functions.vocabulary_gradient
+        hidden, weight = (randn(n, 8, dtype=dtype).requires_grad_() for n in (rows, width))
+        found = topk_head.head_logprobs_of(
+            hidden, weight, targets, ids.to(DEVICE), temperature=0.7, vocab_size=width, chunk=5, keep=keep
+        )
+        sum((torch.arange(x.numel(), device=DEVICE).view(x.shape).cos() * x).sum() for x in found).backward()
+        results.append([*(x.detach() for x in found), hidden.grad, weight.grad])
+    return difference(*results)
+
+
 def main() -> None:
     kernels.compile_on_cuda(False)  # what fused is compared with
     fused.VOCABULARY_BLOCK = 64
@@ -115,6 +134,7 @@ def main() -> None:
         found[f"rotation {name}"] = rotation(dtype, 11, 3, 24)
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
         for keep in (False, True):
+            found[f"told apart {name} {keep}"] = told_apart(dtype, 13, 203, keep)
             for entropy in (False, True):
                 found[f"vocabulary {name} {keep} {entropy}"] = vocabulary(dtype, 13, 203, keep, entropy)
     print(json.dumps(found))

@@ -63,6 +63,8 @@ async def awaits(sample, text):
     match sample.metadata.get("do"):
         case "raise":
             raise KeyError("answer")
+        case "exit":
+            raise SystemExit(3)
         case "hang":
             await asyncio.sleep(600)
         case "ignore_cancellation":

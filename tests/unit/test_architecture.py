@@ -80,6 +80,7 @@ OWNERS = {
     "huggingface_hub": {"models/hub.py": "models by name"},
     "datasets": {"rollout/data/hub.py": "data sets by name"},
     "math_verify": {"rollout/rewards.py": "a reward"},
+    "verifiers": {"agents/verifiers_env.py": "its environments"},
     "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
@@ -95,7 +96,7 @@ GATEWAY_IMPORTS = {
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
 LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang",
-    "huggingface_hub", "datasets", "math_verify",
+    "huggingface_hub", "datasets", "math_verify", "verifiers",
 }  # fmt: skip
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 

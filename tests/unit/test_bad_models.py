@@ -99,6 +99,20 @@ def test_a_critic_that_cannot_be_cut_over_the_ranks_is_refused_as_well(model, tm
         check_model(config(model, *sets, f"critic.path={critic}"))
 
 
+def test_grouped_products_that_a_model_cannot_have_are_refused_before_anything_starts(model):
+    grouped = "trainer.expert_products=grouped"
+    with pytest.raises(UsageError, match="the model has no experts"):
+        check_model(config(model, grouped))
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    describe(model, architectures=["Qwen3MoeForCausalLM"], **experts)
+    check_model(config(model, grouped))
+    with pytest.raises(UsageError, match="bfloat16 needs multiples of 8, but the experts' size .* is 20"):
+        check_model(config(model, grouped, "model.dtype=bfloat16"))
+    cut = ["trainer.world_size=2", "trainer.tensor_parallel=2", "trainer.sequence_parallel=true"]
+    with pytest.raises(UsageError, match="multiples of 4, but the experts' size .* is 10"):
+        check_model(config(model, grouped, *cut))
+
+
 def test_nan_and_infinite_weights_are_named_and_counted(model):
     def spoil(tensors):
         tensors[NAME][0, :2] = math.nan

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import pytest
 
 from rltool.engines.checksums import EMPTY, compare, of_one_rank, parts_of_parameters
 from rltool.engines.dialects import dialect
-from rltool.errors import MissingLogprobs
+from rltool.engines.inspection import max_logprobs
+from rltool.errors import MissingLogprobs, UsageError
 
 
 def test_differences_come_in_the_engines_order_and_what_cannot_be_compared_is_named():
@@ -68,6 +70,54 @@ def test_given_tokens_are_scored_by_both():
     sglang[2][1] = 8
     with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
         dialect("sglang").parse_score(tokens, {"meta_info": {"input_token_logprobs": sglang}})
+
+
+TOKENS = (5, 6, 7)
+VLLM = [
+    None,
+    {"9": {"logprob": -0.25, "rank": 1}, "8": {"logprob": -2.0, "rank": 2}, "6": {"logprob": -2.5, "rank": 9}},
+    {"7": {"logprob": -0.5, "rank": 1}},
+]
+SGLANG = {
+    "input_token_logprobs": [[None, 5, None], [-2.5, 6, None], [-0.5, 7, None]],
+    "input_top_logprobs": [None, [[-0.25, 9, None], [-2.0, 8, None]], [[-0.5, 7, None]]],
+}
+
+
+@pytest.mark.parametrize(
+    ("engine", "reply"), [("vllm", {"prompt_logprobs": VLLM}), ("sglang", {"meta_info": SGLANG})]
+)
+def test_the_most_probable_tokens_are_read_in_order_without_the_token_itself_and_filled_up(engine, reply):
+    found = dialect(engine).parse_topk(TOKENS, reply, 2)
+    assert found.logprobs == (-2.5, -0.5)
+    assert found.topk_ids.tolist() == [9, 8, 7, -1]
+    assert found.topk_logprobs.tolist() == [-0.25, -2.0, -0.5, -math.inf]
+
+
+def test_the_most_probable_tokens_are_asked_for_only_where_they_are_wanted():
+    assert dialect("vllm").score(TOKENS, 7).body["sampling_params"]["prompt_logprobs"] == 7
+    assert dialect("vllm").score(TOKENS).body["sampling_params"]["prompt_logprobs"] == 0
+    assert dialect("sglang").score(TOKENS, 7).body["top_logprobs_num"] == 7
+    assert "top_logprobs_num" not in dialect("sglang").score(TOKENS).body
+    with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
+        lacking = {"input_token_logprobs": SGLANG["input_token_logprobs"]}
+        dialect("sglang").parse_topk(TOKENS, {"meta_info": lacking}, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        ([], 20), (["--max-logprobs", "64"], 64), (["--max_logprobs=7", "--x"], 7),
+        (["--max-logprobs", "-1"], math.inf), (["--max-logprobs", "64", "--max-logprobs=8"], 8),
+    ],
+)  # fmt: skip
+def test_how_many_a_vllm_server_gives_stands_in_its_flags(flags, limit):
+    assert max_logprobs(flags) == limit
+
+
+def test_a_limit_that_is_no_number_is_refused():
+    with pytest.raises(UsageError, match="--max-logprobs 'many': expected a number"):
+        max_logprobs(["--max-logprobs", "many"])
 
 
 @pytest.mark.parametrize("reply", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None]}])

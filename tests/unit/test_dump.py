@@ -5,6 +5,7 @@ import hashlib
 import json
 import random
 import struct
+from array import array
 
 import pytest
 from safetensors.numpy import load, save
@@ -38,6 +39,8 @@ def random_samples(count, seed=0):
                 reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
                 remove_sample=rng.random() < 0.5,
                 teacher_logprobs=[rng.gauss(-2, 3) if m else 0.0 for m in mask] if i % 2 else [],
+                teacher_topk_ids=array("i", [rng.randrange(-1, 150_000) for _ in range(3 * n if i % 2 else 0)]),
+                teacher_topk_logprobs=array("f", [rng.gauss(-2, 3) for _ in range(3 * n if i % 2 else 0)]),
             )
         )
     return samples
@@ -69,7 +72,8 @@ def test_a_dump_of_an_earlier_release_has_no_teacher_and_is_read(tmp_path):
     data = save(kept)
     tensors_file.write_bytes(data)
     change(tmp_path, tensors={**entry, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
-    assert read_dump(tmp_path, 3).samples == [dataclasses.replace(sample, teacher_logprobs=[]) for sample in samples]
+    lacking = dict(teacher_logprobs=[], teacher_topk_ids=array("i"), teacher_topk_logprobs=array("f"))
+    assert read_dump(tmp_path, 3).samples == [dataclasses.replace(sample, **lacking) for sample in samples]
 
 
 def test_logprobs_are_bit_equal(tmp_path):
@@ -81,7 +85,8 @@ def test_logprobs_are_bit_equal(tmp_path):
 
 
 def test_list_fields_of_sample_are_all_in_the_tensor_file():
-    lists = {f.name for f in dataclasses.fields(Sample) if str(f.type).startswith(("list[int]", "list[float]"))}
+    numbers = ("list[int]", "list[float]", "array[")
+    lists = {f.name for f in dataclasses.fields(Sample) if str(f.type).startswith(numbers)}
     assert lists == set(RAGGED)
 
 

@@ -26,6 +26,7 @@ from rltool.engines.plan import (
     port_needs,
     router_role,
     seat_slots,
+    start_order,
 )
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
@@ -175,6 +176,31 @@ def test_named_gpus_are_taken_from_the_others():
         plan([{"device": "cpu", "gpus": [0]}], ONE_HOST)
 
 
+def test_engines_share_gpus_where_it_is_asked_for_and_start_one_after_the_other():
+    made = plan([{"count": 3, "tp": 2, "engines_per_gpu": 2}, {"name": "b"}], ONE_HOST)
+    assert [launch.gpus for launch in made.launches] == [(0, 1), (0, 1), (2, 3), (4,)]
+    assert [[launch.index for launch in batch] for batch in start_order(made.launches)] == [[0, 2, 3], [1]]
+    flags = [launch.extra_args for launch in made.launches]
+    assert flags == [("--gpu-memory-utilization", "0.440")] * 3 + [()]
+    own = ["--gpu-memory-utilization=0.3"]
+    named = plan([{"count": 4, "engines_per_gpu": 2, "gpus": [6, 7], "flags": own}], ONE_HOST)
+    assert [launch.gpus for launch in named.launches] == [(6,), (6,), (7,), (7,)]
+    assert {launch.extra_args for launch in named.launches} == {tuple(own)}
+    sglang = plan([{"engine": "sglang", "count": 3, "engines_per_gpu": 3}], ONE_HOST)
+    assert [launch.extra_args[1] for launch in sglang.launches] == ["0.293", "0.415", "0.710"], "of what is free then"
+    with pytest.raises(ValueError, match="memory of the GPUs is left to nobody"):
+        plan([{"engines_per_gpu": 2}], ONE_HOST)
+    with pytest.raises(UsageError, match=r"'default': 4 x 1, 2 on the same GPUs, takes 2 GPUs, --gpus names 4"):
+        plan([{"count": 4, "engines_per_gpu": 2, "gpus": [4, 5, 6, 7]}], ONE_HOST)
+    with pytest.raises(UsageError, match="--engines-per-gpu with --device cpu"):
+        plan([{"device": "cpu", "count": 2, "engines_per_gpu": 2}], ONE_HOST)
+
+
+def test_on_the_cpu_all_start_at_once():
+    made = plan([{"count": 3}], ONE_HOST, device="cpu")
+    assert [len(batch) for batch in start_order(made.launches)] == [3]
+
+
 def test_on_the_cpu_engines_take_no_gpu_and_hosts_share_them():
     made = plan([{"count": 3}, {"name": "keep", "role": "placeholder"}], FOUR_HOSTS, device="cpu")
     assert [(launch.node, launch.gpus) for launch in made.launches] == [("h0", ()), ("h1", ()), ("h2", ())]
@@ -195,10 +221,27 @@ def test_a_half_of_prefill_and_decode_is_refused():
         plan([*PAIR, {"name": "r"}], ONE_HOST_OF_TEN)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode", "encoder"])
-def test_vllm_has_no_such_roles_here(role):
+def test_halves_of_vllm_meet_over_nixl_and_need_no_router():
+    groups = [{"name": "p", "role": "prefill", "tp": 2}, {"name": "d", "role": "decode", "count": 2}]
+    assert lines(groups, ONE_HOST) == [
+        "engine-0: vllm prefill, group p, GPUs 0,1, http://127.0.0.1:20000, bootstrap port 20001",
+        "engine-1: vllm decode, group d, GPUs 2, http://127.0.0.1:20002, bootstrap port 20003",
+        "engine-2: vllm decode, group d, GPUs 3, http://127.0.0.1:20004, bootstrap port 20005",
+    ]
+    for launch in plan(groups, ONE_HOST).launches:
+        assert '--kv-transfer-config {"kv_connector": "NixlConnector", "kv_role": "kv_both",' in argv(launch)
+        found = dialect("vllm").environment(launch)
+        where = found["VLLM_NIXL_SIDE_CHANNEL_HOST"], found["VLLM_NIXL_SIDE_CHANNEL_PORT"]
+        assert where == ("127.0.0.1", str(launch.bootstrap_port))
+    [alone] = plan([{}], ONE_HOST).launches
+    assert "kv-transfer" not in argv(alone) and "VLLM_NIXL_SIDE_CHANNEL_HOST" not in dialect("vllm").environment(alone)
+
+
+def test_halves_are_of_one_kind():
+    with pytest.raises(UsageError, match="all vLLM's or all SGLang's"):
+        plan([PAIR[0], {"name": "d", "role": "decode"}], ONE_HOST)
     with pytest.raises(ValueError, match='engine = "sglang"'):
-        EngineGroup(role=role)
+        EngineGroup(role="encoder")
 
 
 def test_the_ports_that_a_plan_needs_are_those_that_it_takes():

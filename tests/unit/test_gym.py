@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import reasoning_gym
 
 from rltool.chat.conversation import Message
 from rltool.environments.attempts import Attempts
@@ -137,7 +138,6 @@ def test_another_protocol_is_refused():
 
 
 def test_gymnasium_itself():
-    pytest.importorskip("gymnasium")
     lake = TextGym(
         "gymnasium:make", arguments={"id": "FrozenLake-v1", "is_slippery": False}, act=f"{PLACE}:whole_number",
         show=f"{PLACE}:shown",
@@ -166,7 +166,6 @@ def test_a_better_attempt_earns_the_difference_and_a_worse_one_nothing():
 
 
 def test_reasoning_gym_s_tasks():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
     [entry] = reasoning_gym.create_dataset("chain_sum", size=1, seed=3)
     given = Task(0, (Message("user", entry["question"]),), entry["answer"], entry["metadata"], seed=1)
     environment = Attempts("rltool.environments.scores:reasoning_gym_answer", attempts=2)

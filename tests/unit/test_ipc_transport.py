@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import pickle
 import threading
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_every_rank_on_a_gpu_of_an_engine_sends_to_it_and_rank_0_to_the_others(m
     }
     assert all(rank.gathers_everywhere(["http://shared", "http://away"]) for rank in ranks)
     assert not any(rank.gathers_everywhere(["http://away"]) for rank in ranks)
-    ranks[1]._channels["http://shared"].fail("CUDA error")
+    failed = ranks[1]._channels["http://shared"]
+    failed.fail("CUDA error")
     reports = [rank.send(iter(()), [], "v1", ["http://shared"]) for rank in ranks]
     assert [report.failures for report in reports] == [{}, {"http://shared": "CUDA error"}, {}]
     assert ranks[1].ready("http://shared", "v1", 0, NOW) == "CUDA error"
@@ -139,6 +141,7 @@ def test_every_rank_on_a_gpu_of_an_engine_sends_to_it_and_rank_0_to_the_others(m
         rank.leave(["http://shared"])
         assert not rank.gathers_everywhere(["http://shared"])
         rank.close()
+    failed._thread.join(PATIENCE)  # nobody else waits for a channel that has failed
     assert fake_ipc.SharedExport.live == set()
 
 
@@ -211,7 +214,18 @@ def test_sglangs_payload_says_where_each_tensor_lies_and_how_torch_opens_it(monk
     raw = bytes(range(64))
     text = sglang_tensors.serialized_bucket(bucket, "8f6e-01", base64.b64encode(raw).decode(), 100)
     monkeypatch.setattr("torch.multiprocessing.reductions.rebuild_cuda_tensor", lambda *a: opened.append(a))
-    content = pickle.loads(base64.b64decode(text))
+    named: set[str] = set()
+
+    class Noting(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str) -> object:
+            named.add(f"{module_name}.{global_name}")
+            return super().find_class(module_name, global_name)
+
+    content = Noting(io.BytesIO(base64.b64decode(text))).load()
+    assert named == {
+        "types.SimpleNamespace", "torch.Tensor", "torch.uint8", "torch.bfloat16", "torch.storage.TypedStorage",
+        "torch.multiprocessing.reductions.rebuild_cuda_tensor",
+    }, "SGLang's unpickler lets no others through"  # fmt: skip
     assert content["metadata"] == [
         SimpleNamespace(name="a", shape=(2, 3), dtype=torch.bfloat16, start_idx=0, end_idx=12, numel=12),
         SimpleNamespace(name="b", shape=(5,), dtype=torch.bfloat16, start_idx=12, end_idx=22, numel=10),

@@ -27,7 +27,7 @@ def differences():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("function", ["norm", "norm of heads", "rotation", "gated", "vocabulary"])
+@pytest.mark.parametrize("function", ["norm", "norm of heads", "rotation", "gated", "vocabulary", "told apart"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
 def test_fused_functions_are_those_in_plain_torch(differences, function, dtype, tolerance):
     found = {name: error for name, error in differences.items() if name.startswith(f"{function} {dtype}")}

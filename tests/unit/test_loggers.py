@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -66,6 +67,9 @@ class FakeMlflow(ModuleType):
 
     def log_batch(self, run_id, metrics=(), params=()):
         assert len(metrics) <= 1000 and len(params) <= 100
+        bad = [entry[0] for entry in (*metrics, *params) if not re.fullmatch(r"[/\w.\- :]+", entry[0])]
+        if bad:
+            raise RuntimeError(f"INVALID_PARAMETER_VALUE: Invalid value {bad[0]!r}: Names may only contain ...")
         self.runs[run_id]["metrics"] += metrics
         self.runs[run_id]["params"] += params
 
@@ -111,6 +115,23 @@ def test_mlflow_gets_settings_once_and_a_resumed_run_goes_on_in_the_same_run(run
     assert kept["name"] == "demo" and ("optimizer.lr", "1e-06") in kept["params"]
     assert len(kept["params"]) == len({key for key, _ in kept["params"]}) and len(kept["metrics"]) == 3000
     assert kept["metrics"][-1] == ("rollout/1499", 1.0, 3)
+
+
+def test_mlflow_gets_the_names_that_its_server_takes(run, monkeypatch):
+    mlflow = FakeMlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", mlflow.entities)
+    [logger] = open_loggers(settings(mlflow_experiment="e"), run, first_step=0)
+    logger.log(0, {"eval/gsm8k/pass@4": 0.5, "own (mean)": 1.0})
+    assert mlflow.runs["r0"]["metrics"] == [("eval/gsm8k/pass_4", 0.5, 0), ("own _mean_", 1.0, 0)]
+
+
+def test_a_service_that_does_not_start_is_an_error_with_its_setting(run, monkeypatch):
+    wandb = FakeWandb()
+    wandb.init = lambda **options: (_ for _ in ()).throw(OSError("no route to host"))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(UsageError, match="monitor.wandb_project = 'p' did not start: OSError: no route to host"):
+        open_loggers(settings(wandb_project="p"), run, first_step=0)
 
 
 def test_tensorboard_has_every_number_under_its_name(tmp_path):

@@ -15,6 +15,7 @@ from rltool.training.loop import Loop, Parts, Progress
 from tests import plain_algorithms as plain
 
 RESPONSE = 6
+TOPK_IDS = torch.arange(2 * len(example_batch().tokens), dtype=torch.int32).view(-1, 2)
 ENTROPIES = torch.rand(len(example_batch().tokens), generator=torch.Generator().manual_seed(9))
 
 
@@ -37,6 +38,10 @@ class RememberingTrainer:
     def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
         self.asked.append("policy with entropies")
         return self.known["policy"].clone(), ENTROPIES
+
+    def teacher_topk(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        self.asked.append("teacher's tokens")
+        return TOPK_IDS, -TOPK_IDS.float()
 
     def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
         assert on_policy == (batch.old_logprobs is None)
@@ -109,6 +114,25 @@ def test_one_step_gets_what_the_algorithm_needs_and_no_more(sets, asked, metrics
         torch.testing.assert_close(batch.is_weights[batch.loss_mask > 0], torch.tensor(factors))
     else:
         assert batch.is_weights is None
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"),
+    [
+        (["algorithm.advantage=none"], ["teacher's tokens"]),
+        ([], ["teacher's tokens"]),
+        (["algorithm.distill_coef=0.2"], ["policy", "teacher", "teacher's tokens"]),
+    ],
+)
+def test_the_teachers_tokens_go_to_every_optimizer_step(more, asked):
+    trainer, _, config = train("algorithm.distill_kl_coef=1.0", "model.teacher_path=teacher", *more)
+    assert trainer.asked == asked
+    (batch,) = trainer.trained
+    order = batch.tokens  # tokens of the example are numbered
+    assert torch.equal(batch.teacher_topk_ids, TOPK_IDS[order])
+    assert torch.equal(batch.teacher_topk_logprobs, -TOPK_IDS[order].float())
+    if config.algorithm.advantage == "none":
+        assert not batch.advantages.any()
 
 
 def test_a_batch_that_a_teachers_engines_have_scored_is_not_scored_by_the_trainer():

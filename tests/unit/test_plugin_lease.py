@@ -196,5 +196,5 @@ def test_generation_and_ending_ones_own_requests_stay_everybodys(server):
 def test_every_route_that_changes_the_engine_for_all_is_a_control_route():
     """A route that is added to the guard must be thought of here."""
     everybodys = {"/generate", "/rltool/generate", "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"}
-    everybodys |= {"/inference/v1/abort_requests", LEASE_PATH}
+    everybodys |= {"/inference/v1/abort_requests", "/classify", LEASE_PATH}
     assert {path for method, path in ALLOWED_ROUTES - CONTROL_ROUTES if method == "POST"} == everybodys

@@ -245,12 +245,15 @@ OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
 OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step", "reference_update_steps"}
 """Change what the next step uses: tests/unit/test_controllers.py, tests/unit/test_loop_coefficients.py."""
+OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
+"""Change the gradient by way of other tokens than those sampled: tests/unit/test_topk_kl.py."""
 OF_SEVERAL_TURNS = {"credit", "turn_gamma"}
 """Change nothing where a sample has one turn, as those here: tests/unit/test_turn_credit.py."""
 
 
 def test_every_setting_has_its_case_below():
-    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_SEVERAL_TURNS
+    elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS
+    assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
 
 
 @pytest.mark.parametrize("name", EFFECTS)
@@ -347,12 +350,15 @@ def test_every_preset_trains(file):
 
     more = {
         "distill": "model.teacher_path=teacher",
+        "distill_topk": "model.teacher_path=teacher",
         "gdpo": 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]',
         "clip_cov": "algorithm.clip_cov_low=-9.0",  # the example's advantages are too small for the paper's range
     }
     config = load_config(TrainConfig, [file], ["model.path=model", more.get(file.stem, "seed=0")]).config
     check_algorithm(config)
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()
+    if config.algorithm.advantage == "none":
+        return  # its loss is of the teacher's tokens alone: tests/unit/test_topk_kl.py
     assert (
         loss_and_gradients(
             config.algorithm.model_copy(update={"overlong_buffer": min(2, config.algorithm.overlong_buffer)})

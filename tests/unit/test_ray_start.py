@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import time
 
 import psutil
 import pytest
@@ -75,9 +76,32 @@ def test_a_signal_gives_the_start_up():
 def test_a_failure_of_rays_own_is_told_by_its_first_line():
     def fails():
         subprocess.Popen(["sleep", "600"])
-        raise RuntimeError("The current node timed out during startup\nThis could happen because\n...")
+        raise RuntimeError("Failed to start the GCS\nThis could happen because\n...")
 
     with pytest.raises(RayStartFailed) as failed:
         start_ray(fails, 60, lambda _: None)
-    assert str(failed.value).startswith("Ray did not start: The current node timed out during startup. Its logs are in")
+    assert str(failed.value).startswith("Ray did not start: Failed to start the GCS. Its logs are in")
     assert "could happen" not in str(failed.value)
+
+
+def timed_out():
+    raise RuntimeError("The current node timed out during startup. This could happen because")
+
+
+def test_a_start_that_meets_rays_own_limit_is_made_again_with_nothing_left_of_the_first():
+    left = []
+
+    def start():
+        left.append(len(children()))
+        if len(left) < 3:
+            subprocess.Popen(["sleep", "600"])
+            timed_out()
+
+    start_ray(start, 60, lambda _: None)
+    assert left == [left[0]] * 3
+
+
+def test_but_not_beyond_the_deadline():
+    for start in (timed_out, lambda: (time.sleep(0.2), timed_out())):
+        with pytest.raises(RayStartFailed, match=r"within deadlines.ray_start = 0.5 s"):
+            start_ray(start, 0.5, lambda _: None)

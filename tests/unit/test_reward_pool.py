@@ -164,12 +164,13 @@ def test_async_samples_run_all_side_by_side_whatever_the_number_of_workers():
 
 
 def test_an_async_function_that_fails_or_hangs_fails_its_sample_alone():
-    samples = [sample(0), sample(1, do="raise"), sample(2, do="hang"), sample(3)]
+    samples = [sample(0), sample(1, do="raise"), sample(2, do="hang"), sample(3), sample(4, do="exit")]
     assert reasons(score(samples, function="awaits", timeout=1.0)) == [
         0.0,
         "KeyError: 'answer'",
         "no answer within deadlines.reward = 1 s",
         3.0,
+        "RuntimeError: SystemExit: 3",
     ]
 
 

@@ -1,5 +1,7 @@
 """Samples and supervised rows to TrainBatch."""
 
+from array import array
+
 import pytest
 import torch
 
@@ -53,6 +55,33 @@ def test_the_teachers_log_probabilities_are_those_of_the_responses_and_of_all_sa
         samples_to_batch(samples)
     samples[0].teacher_logprobs = [-1.0]
     with pytest.raises(ValueError, match="2 tokens, 1 log-probabilities of the teacher"):
+        samples_to_batch(samples)
+
+
+def with_topk(one, ids, logprobs):
+    one.teacher_topk_ids, one.teacher_topk_logprobs = array("i", ids), array("f", logprobs)
+    return one
+
+
+def test_the_teachers_most_probable_tokens_lie_at_the_responses_tokens_and_are_of_all_samples_or_none():
+    inf = float("inf")
+    samples = [sample(0, [1, 2], [3, 4]), sample(0, [1], []), sample(1, [5], [6])]
+    assert samples_to_batch(samples).teacher_topk_ids is None
+    with_topk(samples[0], [3, 9, 4, -1], [-0.5, -1.5, -0.25, -inf])
+    with pytest.raises(ValueError, match="most probable tokens of the teacher: 1 of 3 samples have it|2 of 3"):
+        samples_to_batch(samples)
+    with_topk(samples[2], [7, 6], [-0.125, -4.0])
+    batch = samples_to_batch(samples)
+    none, lost = [-1, -1], [-inf, -inf]
+    assert batch.teacher_topk_ids.tolist() == [none, none, [3, 9], [4, -1], none, none, [7, 6]]
+    assert batch.teacher_topk_logprobs.tolist() == [lost, lost, [-0.5, -1.5], [-0.25, -inf], lost, lost, [-0.125, -4.0]]
+    part = batch.select([2, 0])
+    assert part.teacher_topk_ids.tolist() == [none, [7, 6], none, none, [3, 9], [4, -1]]
+    with_topk(samples[2], [7], [-0.125])
+    with pytest.raises(ValueError, match=r"samples have \[1, 2\] of them a token"):
+        samples_to_batch(samples)
+    with_topk(samples[0], [3, 9, 4], [-0.5, -1.5, -0.25])
+    with pytest.raises(ValueError, match="2 tokens, 3 most probable tokens of the teacher"):
         samples_to_batch(samples)
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from array import array
 from types import SimpleNamespace
 
 import pytest
 
 from rltool.config.train import TrainConfig
+from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group
@@ -32,6 +35,11 @@ class StandIn:
         if self.outcomes[endpoint] is not None:
             raise self.outcomes[endpoint]
         return tuple(-float(token) for token in token_ids[1:])
+
+    async def score_topk(self, endpoint, token_ids, topk, *, timeout):
+        logprobs = await self.score(endpoint, token_ids, timeout=timeout)
+        ids = array("i", [token + i for token in token_ids[1:] for i in range(topk)])
+        return TokenScores(logprobs, ids, array("f", [-float(token) for token in ids]))
 
     def request_failed(self, url, reason, *, sent_at):
         self.told.append((url, "failed"))
@@ -78,23 +86,38 @@ def sample(index, response, mask):
 
 
 def teacher():
-    return ModelClient("teacher", None, None, scores(StandIn(a=None)).score)
+    found = scores(StandIn(a=None))
+    return ModelClient("teacher", None, None, found.score, found.score_topk)
 
 
 def test_a_sample_gets_the_teachers_value_where_the_policy_sampled():
     samples = [sample(0, [1, 2, 3], [1, 0, 1]), sample(1, [], [])]
-    asyncio.run(add_teacher_logprobs(samples, teacher()))
+    asyncio.run(add_teacher_logprobs(samples, teacher(), topk=0, vocab_size=9))
     assert samples[0].teacher_logprobs == [-1.0, 0.0, -3.0] and samples[1].teacher_logprobs == []
+    assert not samples[0].teacher_topk_ids
     samples[0].clear()
     assert samples[0].teacher_logprobs == []
 
 
+def test_a_sample_gets_the_teachers_most_probable_tokens_that_the_policy_has_too():
+    samples = [sample(0, [1, 2, 3], [1, 0, 1]), sample(1, [], [])]
+    asyncio.run(add_teacher_logprobs(samples, teacher(), topk=2, vocab_size=4))
+    assert samples[0].teacher_logprobs == [-1.0, 0.0, -3.0]
+    assert samples[0].teacher_topk_ids.tolist() == [1, 2, 2, 3, 3, -1]
+    assert samples[0].teacher_topk_logprobs.tolist() == [-1.0, -2.0, -2.0, -3.0, -3.0, -math.inf]
+    assert not samples[1].teacher_topk_ids
+    samples[0].clear()
+    assert not samples[0].teacher_topk_ids and not samples[0].teacher_topk_logprobs
+
+
+@pytest.mark.parametrize("algorithm", [{"advantage": "distill"}, {"distill_kl_coef": 1.0, "distill_top_k": 3}])
 @pytest.mark.parametrize(("reason", "scored"), [(None, [-1.0]), ("equal_rewards", [])])
-def test_a_group_is_scored_by_the_teacher_unless_it_is_dropped(reason, scored):
+def test_a_group_is_scored_by_the_teacher_unless_it_is_dropped(reason, scored, algorithm):
     async def finish(samples):
         return reason
 
-    config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models={"teacher": {"path": "t"}})
+    models = {"teacher": {"path": "t"}}
+    config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models=models, algorithm=algorithm)
     tokenizer, scorer = SimpleNamespace(stop_ids=()), SimpleNamespace(finish=finish)
     work = RolloutWork(
         config,
@@ -109,6 +132,7 @@ def test_a_group_is_scored_by_the_teacher_unless_it_is_dropped(reason, scored):
     group = Group(0, SimpleNamespace(), [sample(0, [1], [1])])
     assert asyncio.run(work.finish(group)) == reason
     assert group.samples[0].teacher_logprobs == scored
+    assert len(group.samples[0].teacher_topk_ids) == len(scored) * (3 if "distill_top_k" in algorithm else 0)
 
 
 def test_two_tokenizers_agree_where_every_token_of_the_one_has_its_id_in_the_other():

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import sys
 
 import pytest
 
@@ -279,6 +280,14 @@ def not_a_number(group, texts):
     return [float("nan")] * len(group)
 
 
+def leaves(group, texts):
+    sys.exit(3)
+
+
+async def leaves_async(group, texts):
+    sys.exit(3)
+
+
 async def for_ever(group, texts):
     await asyncio.Event().wait()
 
@@ -312,7 +321,9 @@ def test_an_own_function_takes_the_place_of_a_groups_rewards(name, options, rewa
     [
         ("one_too_few", "returned 2 values for a group of 3 samples"),
         ("not_a_number", "returned nan"),
-        ("for_ever", "reward.group took too long"),
+        ("for_ever", "reward.group: no answer within deadlines.reward = 0.05 s"),
+        ("leaves", "SystemExit: 3"),
+        ("leaves_async", "SystemExit: 3"),
     ],
 )
 def test_a_group_whose_function_fails_is_dropped_and_counted(name, said):

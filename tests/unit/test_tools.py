@@ -6,6 +6,7 @@ import asyncio
 from typing import Annotated, Literal
 
 import pytest
+import reasoning_gym
 
 from rltool.chat.conversation import Message
 from rltool.environments import tools
@@ -137,7 +138,6 @@ def test_scores():
 
 
 def test_reasoning_gym_scores_its_own_entries():
-    reasoning_gym = pytest.importorskip("reasoning_gym")
     entry = reasoning_gym.create_dataset("chain_sum", size=1, seed=1)[0]
     task = Task(0, (Message("user", entry["question"]),), entry["answer"], entry["metadata"], 0)
     assert reasoning_gym_answer(entry["answer"], task) == 1.0

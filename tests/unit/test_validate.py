@@ -44,13 +44,22 @@ def test_a_sound_configuration_passes(base):
         (['weights.transport="ipc"'], r'engines\.mode = "external" contradict each other: CUDA IPC is for engines on'),
         ([MANAGED, "engines.external=[]", 'engines.groups=[{role="placeholder"}]'], "no engine to start"),
         ([MANAGED, "engines.external=[]", "engines.groups=[{gpus=[0]}]"], "names gpus.*--gpus"),
+        ([MANAGED, "engines.external=[]", "engines.groups=[{count=2,engines_per_gpu=2}]"], "is for serve-engines"),
         (
             [MANAGED, "engines.external=[]", 'engines.groups=[{engine="sglang",role="prefill"}]'],
-            "neither synced nor checked by value",
+            "prefill and decode go together",
+        ),
+        (
+            [*COLOCATE, 'engines.groups=[{name="p",role="prefill"},{name="d",role="decode"}]'],
+            "colocate.*contradict each other.*caches of engines that sleep",
         ),
         ([MANAGED, "engines.external=[]", "engines.groups=[{}]", 'engines.router="http://h:1"'], "start_router = true"),
         (['models={judge={update_weights=true}}'], "updates its policy alone"),
         (['models={judge={path="/nonexistent"}}'], "models.judge.path: /nonexistent is not a directory"),
+        (
+            ['models={judge={task="classify"}}', 'reward.function="judge"'],
+            "reward.function = 'judge' lets it generate, but model 'judge' is served for 'classify'",
+        ),
         (["rollout.prompts_per_step=33", "optimizer_steps_per_rollout=2"], "1 prompts remain.*such as 32"),
         (["rollout.prompts_per_step=1", "optimizer_steps_per_rollout=2"], "such as 2"),
         (["global_batch_size=100"], "32 x rollout.samples_per_prompt 8 = 256 samples.*set global_batch_size to 256"),

@@ -8,6 +8,8 @@ from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
 
 PARTS = 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]'
 
+SERVED = ["algorithm.distill_kl_coef=0.1", "model.teacher=big", "models.big.path=big"]
+
 
 def check(*sets: str) -> None:
     check_algorithm(load_config(TrainConfig, [], ["model.path=model", *sets]).config)
@@ -49,6 +51,15 @@ def check(*sets: str) -> None:
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
+        [
+            "algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t",
+            "rollout.samples_per_prompt=1", "algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1",
+        ],
+        ["algorithm.distill_kl_coef=0.1", "algorithm.distill_top_k=64", "model.teacher_path=t"],
+        ["algorithm.distill_kl_coef=0.1", "algorithm.distill_top_k=64", "model.teacher=big", "models.big.path=big"],
+        [*SERVED, "algorithm.distill_top_k=64", 'engines.groups=[{model="big", flags=["--max-logprobs=64"]}]'],
+        [*SERVED, "algorithm.distill_top_k=64", 'engines.groups=[{model="big", engine="sglang"}]'],
+        ["algorithm.advantage=none", "algorithm.objective=tests.unit.own_algorithms:reinforce"],
         ["algorithm.advantage=remax", "rollout.samples_per_prompt=1", "algorithm.reward_clip=[-1, 1]"],
     ],
     ids=str,
@@ -111,6 +122,27 @@ def test_combinations_that_make_sense_pass(sets):
         (['algorithm.loss="sft"', "epochs_per_rollout=2"], "epochs_per_rollout = 2 has no meaning with algorithm.loss"),
         (["algorithm.credit=turn"], 'algorithm.credit = "turn" would have no effect: built-in generation has one turn'),
         (["algorithm.distill_coef=0.1"], "algorithm.distill_coef = 0.1 needs model.teacher_path"),
+        (
+            [*SERVED, "algorithm.distill_top_k=64", 'engines.groups=[{name="teachers", model="big"}]'],
+            r"algorithm.distill_top_k = 64 is more than the engines of group 'teachers' give \(20\): add flags",
+        ),
+        (["algorithm.distill_kl_coef=0.1"], "algorithm.distill_kl_coef = 0.1 needs model.teacher_path"),
+        (["algorithm.advantage=none"], '"none" leaves nothing to learn from: it is for algorithm.distill_kl_coef'),
+        *(
+            (
+                ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t", setting],
+                f"{setting.partition('=')[0]} = .* would have no effect: .* has no policy gradient",
+            )
+            for setting in ("algorithm.clip_high=0.3", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
+        ),
+        (
+            [
+                "algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t",
+                "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
+            ],
+            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "none" uses no rewards',
+        ),
+        (['algorithm.loss="sft"', "algorithm.distill_kl_coef=0.1"], 'has no meaning with algorithm.loss = "sft"'),
         (["algorithm.kl_cov_fraction=1e-3"], "with one optimizer step a rollout the policy is still the old one"),
         (
             ["algorithm.advantage=opo", "rollout.samples_per_prompt=1"],
@@ -164,6 +196,7 @@ WITHOUT_EFFECT = {
     "normalize_std_over": ("batch", ["normalize_std=false"]),
     "reward_clip": ("[-1.0, 1.0]", ["advantage=distill"]),
     "distill_coef": ("0.1", ["advantage=distill"]),
+    "distill_top_k": ("64", ["distill_coef=0.1"]),
     "gamma": ("0.5", []),
     "gae_lambda": ("0.5", ["advantage=reinforce_pp"]),
     "value_clip": ("0.5", []),

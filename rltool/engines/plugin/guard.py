@@ -57,6 +57,8 @@ ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
         ("POST", "/inference/v1/abort_requests"),
+        # classification
+        ("POST", "/classify"),
         # who may control
         ("POST", "/rltool/lease"),
     }

@@ -34,7 +34,15 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "sleep_mode": model.enable_sleep_mode,
         "weight_version": await state.engine_client.get_weight_version(),
         "model_config": model.hf_text_config.to_dict(),
+        "task": _task(state),
     }
+
+
+def _task(state: Any) -> str:
+    """generate, classify, or pooling: an embedding model."""
+    if state.vllm_config.model_config.runner_type != "pooling":
+        return "generate"
+    return "classify" if getattr(state, "serving_classification", None) is not None else "pooling"
 
 
 async def checksums(state: Any) -> dict[str, Any]:
@@ -51,7 +59,7 @@ def sglang_server_info(facts: dict[str, Any]) -> dict[str, Any]:
         "model_path": facts["model_path"],
         "tokenizer_path": facts["model_path"],
         "served_model_name": facts["served_name"],
-        "is_generation": True,
+        "is_generation": facts["task"] == "generate",
         "tp_size": facts["tp"],
         "pp_size": facts["pp"],
         "dp_size": facts["dp"],
@@ -69,7 +77,7 @@ def sglang_model_info(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "model_path": facts["model_path"],
         "tokenizer_path": facts["model_path"],
-        "is_generation": True,
+        "is_generation": facts["task"] == "generate",
         "weight_version": facts["weight_version"],
         "model_type": facts["model_config"].get("model_type"),
         "architectures": facts["model_config"].get("architectures"),

@@ -75,11 +75,16 @@ RELIED_ON = (
         used="return self._get_save_and_finalize_callbacks(writer, save_state_dict_ret",
     ),
     Target(
+        "megatron.core.transformer.moe.experts:SequentialMLP.forward",
+        ("self", "permuted_local_hidden_states", "tokens_per_expert", "permuted_probs"),
+        used="expert(tokens, probs)",
+    ),
+    Target(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
         ("transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"),
     ),
 )
-"""Private parts of Megatron-core that `save_plan` overrides or calls, without changing them."""
+"""Parts of Megatron-core that `save_plan` and `experts` override or call, without changing them."""
 
 
 def broken_targets(installed: str) -> list[str]:

@@ -76,8 +76,12 @@ def bucket_request(bucket: Bucket, group: str) -> HttpRequest:
 
 
 def load_request(directory: str, buckets: Sequence[Bucket]) -> tuple[HttpRequest, int]:
-    """SGLang loads a whole directory, in Hugging Face layout, in one call: all buckets, and how many they are."""
-    body = {"model_path": directory, "flush_cache": False}
+    """SGLang loads a whole directory, in Hugging Face layout, in one call: all buckets, and how many they are.
+
+    load_format: else it is the one of the server's start, and one that began with `--load-format dummy`, since its
+    weights come from the trainer, refuses the update.
+    """
+    body = {"model_path": directory, "load_format": "auto", "flush_cache": False}
     return HttpRequest("POST", "/update_weights_from_disk", body), len(buckets)
 
 

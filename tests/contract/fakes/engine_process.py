@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name", required=True)
+    parser.add_argument("--runner", choices=["auto", "generate", "pooling"], default="auto")
     parser.add_argument("--fail", action="store_true", help="end at once, as an engine does that runs out of memory")
     arguments, _ = parser.parse_known_args(sys.argv[3:])  # after -m MODULE
     print("this is the fake engine", flush=True)
@@ -42,6 +43,7 @@ def main() -> None:
         sys.exit("out of memory")
     server = FakeVllm(key=Path(os.environ["RLTOOL_KEY_FILE"]).read_text().strip())
     server.port, server.model_id = arguments.port, arguments.served_model_name
+    server.task = "classify" if arguments.runner == "pooling" else "generate"
     server.boot_id = os.environ["RLTOOL_BOOT_ID"]
     server.start()
     threading.Event().wait()

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from aiohttp import web
 
+from tests.contract.fakes import rooms
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import Workers
 
@@ -50,14 +51,19 @@ class FakeSglang:
     """`with FakeSglang() as server:` serves on server.url from a thread of its own until the block ends.
 
     seconds: what a response of max_new_tokens takes, token by token; 0: no time. batch.slots: how many samples run at
-    once. drop_logprobs: replies lack them; seen: requests per path; bodies: the last body per path. memory_saver,
-    cpu_backup: its flags; asleep: the tags of the memory that it has given back.
+    once. drop_logprobs: replies lack them; notices_disconnects: the real one does seconds later, and runs on until
+    then; seen: requests per path; bodies: the last body per path. memory_saver,
+    cpu_backup, role (disaggregation_mode), bootstrap_port: its flags; asleep: the tags of the memory that it has given
+    back; rooms: where it met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
+    generates.
     """
 
     seconds: float = 0.0
     drop_logprobs: bool = False
+    notices_disconnects: bool = True
     version: str = "0.5.23"
     model_path: str = "/models/fake"
+    load_format: str = "auto"
     weight_version: str = "default"
     faults: dict[str, Fault] = field(default_factory=dict)
     seen: Counter[str] = field(default_factory=Counter)
@@ -70,7 +76,10 @@ class FakeSglang:
     tp: int = 1
     memory_saver: bool = True
     cpu_backup: bool = False
+    logits: list[float] | None = None
     gpus: tuple[str, ...] = ()
+    role: str = "null"
+    bootstrap_port: int = 8998
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -80,6 +89,7 @@ class FakeSglang:
         self._session_open = False
         self._groups: dict[str, Any] = {}
         self.asleep: set[str] = set()
+        self.rooms: list[tuple[str, int, int]] = []
         self._start_weight_version = self.weight_version
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -151,6 +161,7 @@ class FakeSglang:
         yield "GET", "/v1/models", self._models
         yield "GET", "/v1/loads", self._loads
         yield "POST", "/generate", self._generate
+        yield "POST", "/classify", self._classify
         yield "POST", "/abort_request", self._abort
         yield "POST", "/pause_generation", self._pause
         yield "POST", "/continue_generation", self._resume
@@ -213,15 +224,38 @@ class FakeSglang:
             await asyncio.sleep(0.001)
         if self.asleep:
             await self._die()
+        if self.batch.holds(body["rid"]):  # of a caller that has left, which it notices late
+            message = f"Duplicate request ID detected: {body['rid']}"
+            return web.json_response({"error": {"message": message}}, status=400)
+        if self.role != "null" and body.get("bootstrap_room") is None:
+            message = "Invalid request: Disaggregated request received without bootstrap room id."
+            return web.json_response({"error": {"message": message}}, status=400)
         seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
-        generated = await self.batch.generate(
-            body["rid"], length=limit, token_seconds=self.seconds / limit, prompt_length=len(body["input_ids"])
+        meets = self.role != "null" and body["bootstrap_host"] != rooms.NOWHERE
+        room = (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"]) if meets else None
+        if room is not None:
+            self.rooms.append(room)
+        if self.role == "prefill":
+            limit = 1
+        cache = await rooms.take(room, lambda: self.batch.paused) if room and self.role == "decode" else None
+        if room and self.role == "decode" and cache is None:
+            limit = 0  # aborted before it began
+        generating = asyncio.ensure_future(
+            self.batch.generate(
+                body["rid"], length=limit, token_seconds=self.seconds / max(limit, 1),
+                prompt_length=len(body["input_ids"]),
+            )
         )
+        generated = await (generating if self.notices_disconnects else asyncio.shield(generating))
         tokens = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(generated.states))]
         logprobs = [_logprob(weights, seed, position) for position, (_, weights) in enumerate(generated.states)]
+        if room and self.role == "prefill":
+            await rooms.offer(room, dict(self.weights), lambda: self.batch.paused)
+        if cache is not None and any(weights != cache for _, weights in generated.states):
+            logprobs = [value - 1.0 for value in logprobs]  # it attends to keys and values of other weights
         meta = {
             "id": body["rid"],
-            "finish_reason": {"type": "abort" if len(tokens) < limit else "length"},
+            "finish_reason": {"type": "abort" if len(tokens) < max(limit, 1) else "length"},
             "weight_version": self.weight_version,
             "weight_versions": version_spans([version for version, _ in generated.states]),
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
@@ -231,6 +265,16 @@ class FakeSglang:
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        body = self.bodies[request.path]
+        if self.logits is None:
+            message = "This model does not appear to be an embedding model by default. Please add `--is-embedding`"
+            return web.json_response({"error": {"message": message}}, status=400)
+        if set(body) != {"input_ids"}:  # what the real one does not know it ignores, and so would this one
+            return web.json_response({"error": {"message": f"unexpected {sorted(body)}"}}, status=400)
+        meta = {"id": uuid.uuid4().hex, "prompt_tokens": len(body["input_ids"])}
+        return web.json_response({"embedding": self.logits, "meta_info": meta})
 
     # -- probing
 
@@ -243,7 +287,7 @@ class FakeSglang:
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             "model_path": self.model_path, "served_model_name": "policy", "weight_version": self.weight_version,
-            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "is_generation": self.logits is None,
         })  # fmt: skip
 
     async def _server_info(self, request: web.Request) -> web.Response:
@@ -253,6 +297,7 @@ class FakeSglang:
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},
             "enable_memory_saver": self.memory_saver, "enable_weights_cpu_backup": self.cpu_backup,
+            "disaggregation_mode": self.role, "disaggregation_bootstrap_port": self.bootstrap_port,
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -383,7 +428,10 @@ class FakeSglang:
     async def _load_directory(self, request: web.Request) -> web.Response:
         from safetensors.torch import load_file
 
-        files = sorted(Path(self.bodies[request.path]["model_path"]).glob("*.safetensors"))
+        body = self.bodies[request.path]
+        if body.get("load_format", self.load_format) == "dummy":
+            return _outcome(False, "Failed to get model loader: DummyModelLoader")
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
         if not files:
             return _outcome(False, "Failed to get weights iterator: Cannot find any model weights.")
         for file in files:

@@ -43,10 +43,12 @@ class FakeVllm(FakeServer):
 
     model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find. plugin:
     False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
-    replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value.
+    replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value. role:
+    that of its endpoint; kv_connector: it keeps KV caches for others; fetched: where those that it was told to fetch
+    lie.
     logprob_shift: what it adds to the log-probabilities of given tokens; those are taken for samples after a prompt of
     `scored_after`. hours_later: what its leases take the time to be. sleep_mode: what it says of itself; asleep: the
-    tags of the memory that it has given back.
+    tags of the memory that it has given back. task: "classify" is a pooling server of a model with num_labels.
     accept_versions: False makes the engine keep its old version label, as one does whose transfer went nowhere.
     seconds: what a response of max_tokens takes, token by token; 0: no time. batch.slots: how many samples run at once,
     the others wait. Tokens are a hash of (prompt, seed, position), log-probabilities of (token, position), so they do
@@ -68,12 +70,18 @@ class FakeVllm(FakeServer):
         self.missing_logprobs = False
         self.wrong_count = False
         self.sentinel_logprob = False
+        self.role = "regular"
+        self.kv_connector = False
+        self.fetched: list[dict[str, Any]] = []
         self.scored_after = 8
         self.logprob_shift = 0.0
+        self.max_logprobs = 20
         self.accept_versions = True
         self.seconds = 0.0
         self.hours_later = 0
         self.sleep_mode = True
+        self.task = "generate"
+        self.num_labels = 1
         self.gpu_workers: list[ipc.Worker] = []  # processes that take weights by IPC
         self._policy = GuardPolicy(key) if key else None
         self.forget()
@@ -173,6 +181,9 @@ class FakeVllm(FakeServer):
             routes[("GET", "/server_info")] = self._stock_server_info
             routes |= {("POST", path): self._native for path in self._native_steps()}
             routes[("POST", "/weight_checker")] = self._checksums
+        if self.task == "classify":
+            routes = {route: handler for route, handler in routes.items() if not route[1].endswith("/generate")}
+            routes[("POST", "/classify")] = self._classify
         return routes
 
     # -- facts
@@ -230,6 +241,7 @@ class FakeVllm(FakeServer):
                 "sleep_mode": self.sleep_mode,
                 "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
+                "task": self.task,
             }
         )
 
@@ -282,12 +294,32 @@ class FakeVllm(FakeServer):
         status, reply = await self._sample(request)
         return web.json_response(sglang_api.from_vllm(request, reply) if status == 200 else reply, status=status)
 
+    def logits(self, ids: list[int]) -> list[float]:
+        """What a classifier's head says of these tokens."""
+        return [_logprob(_hash(ids), label) for label in range(self.num_labels)]
+
+    async def _classify(self, recorded: Recorded) -> web.Response:
+        ids = recorded.body["input"]
+        if len(ids) > self.max_model_len:
+            _, refusal = _refusal(f"This model's maximum context length is {self.max_model_len} tokens.")
+            return web.json_response(refusal, status=400)
+        scores = self.logits(ids)
+        if recorded.body.get("use_activation", True):
+            scores = [1 / (1 + math.exp(-scores[0]))] if len(scores) == 1 else _softmax(scores)
+        found = {"index": 0, "label": "LABEL_0", "probs": scores, "num_classes": len(scores)}
+        return web.json_response({"id": "classify-1", "object": "list", "model": self.model_id, "data": [found]})
+
     async def _sample(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         ids, sampling = body["token_ids"], body["sampling_params"]
         n = sampling.get("n", 1)
         if n > self.max_num_seqs:
             return _refusal(
                 f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}."
+            )
+        topk = sampling.get("prompt_logprobs")
+        if (topk or 0) > self.max_logprobs:
+            return _refusal(
+                f"Requested prompt logprobs of {topk}, which is greater than max allowed: {self.max_logprobs}"
             )
         beyond = [token for token in ids if token >= self.vocab_size]
         if beyond:
@@ -310,14 +342,30 @@ class FakeVllm(FakeServer):
         )
         choices = [self._choice(i, tokens, sampling, generated.states) for i, tokens in enumerate(planned)]
         reply = {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
-        if sampling.get("prompt_logprobs") is not None:
-            reply["prompt_logprobs"] = [None, *(self._scored(*at) for at in list(enumerate(ids))[1:])]
+        transfer = body.get("kv_transfer_params") or {}
+        if transfer.get("do_remote_prefill"):
+            self.fetched.append(transfer)
+        if transfer.get("do_remote_decode") and self.kv_connector:
+            reply["kv_transfer_params"] = {
+                "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.url,
+                "remote_request_id": body["request_id"], "remote_block_ids": [[len(ids)]], "tp_size": 1,
+            }  # fmt: skip
+        if topk is not None:
+            reply["prompt_logprobs"] = [None, *(self._scored(*at, topk) for at in list(enumerate(ids))[1:])]
         return 200, reply
 
-    def _scored(self, position: int, token: int) -> dict[str, Any]:
-        """A token of a prompt, as if it had been sampled after the first `scored_after` ones."""
+    def _scored(self, position: int, token: int, topk: int = 0) -> dict[str, Any]:
+        """A token of a prompt, as if it had been sampled after the first `scored_after` ones, and the `topk` most
+        probable ones: of what it leaves, the next ids have a half, a quarter and so on."""
         value = _logprob(token, position - self.scored_after) + self.logprob_shift
-        return {str(token): {"logprob": value, "rank": 1, "decoded_token": None}}
+        left = math.log1p(-math.exp(min(value, -1e-3)))
+        others = {(token + 1 + i) % self.vocab_size: left - (i + 1) * math.log(2) for i in range(topk)}
+        ranked = sorted(({token: value} | others).items(), key=lambda pair: -pair[1])
+        return {
+            str(one): {"logprob": found, "rank": rank, "decoded_token": None}
+            for rank, (one, found) in enumerate(ranked, 1)
+            if rank <= topk or one == token
+        }
 
     def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
         """The tokens of a sample that nobody interrupts."""
@@ -565,6 +613,11 @@ def _logprob(token: int, position: int) -> float:
     """Between -0.01 and -3, the same wherever it is computed, and a number that float32 holds exactly: it may travel as
     JSON or as an array."""
     return -(11 + _hash(token, position) % 3061) / 1024
+
+
+def _softmax(logits: list[float]) -> list[float]:
+    shares = [math.exp(logit) for logit in logits]
+    return [share / sum(shares) for share in shares]
 
 
 def _refusal(message: str) -> tuple[int, dict[str, Any]]:

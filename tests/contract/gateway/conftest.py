@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def tokenizer_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def words() -> Words:
     return Words(gateway_tokenizer())
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory, words) -> Path:
+    """The tokenizer and as much of a model as a run against scripted engines reads."""
+    directory = write_gateway_tokenizer(tmp_path_factory.mktemp("gateway-model"))
+    (directory / "config.json").write_text(json.dumps({"vocab_size": words.size}))
+    return directory
 
 
 @pytest.fixture

@@ -343,3 +343,10 @@ def test_a_failure_within_a_stream_is_an_event_of_it(engine, tokenizer_dir, tmp_
             pytest.raises(openai.APIError, match="no engine has finished this turn"),
         ):
             list(client.chat.completions.create(**HI, stream=True))
+
+
+def test_a_turn_that_is_sent_again_has_another_request_id(gateway, session, engine):
+    engine.fail("/rltool/generate", 500, times=1)
+    assert post(gateway, session, json=HI).status_code == 200
+    ids = [recorded.body["request_id"] for recorded in engine.requests if recorded.path == "/rltool/generate"]
+    assert len(ids) == len(set(ids)) == 2, "an SGLang refuses one that it still works on"

@@ -1,4 +1,5 @@
-"""Flags of engines that use the trainer's GPUs in turns with it: they can sleep, and leave it room. Pure."""
+"""Flags of engines that have no GPU to themselves: those that use the trainer's in turns with it can sleep, and leave
+it room; those that share a GPU among themselves take their part of its memory. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +8,9 @@ from rltool.config.serve import POLICY, Device, EngineGroup, EngineKind
 MEMORY_FRACTION = "0.6"
 """Of each GPU, for weights and KV cache of an engine. While an engine is awake the trainer's parameters may lie beside
 it (a weight sync reads them), and a CUDA context and NCCL's buffers always do."""
+
+SHARED_FRACTION = 0.88
+"""Of each GPU, for all engines that share it: a little less than one alone takes, for each has a CUDA context."""
 
 _SLEEP: dict[EngineKind, tuple[str, ...]] = {"vllm": ("--enable-sleep-mode",), "sglang": ("--enable-memory-saver",)}
 _KEEP_WEIGHTS: dict[EngineKind, tuple[str, ...]] = {"vllm": (), "sglang": ("--enable-weights-cpu-backup",)}
@@ -23,6 +27,22 @@ def takes_turns(group: EngineGroup, default: Device) -> EngineGroup:
     if _FRACTION[group.engine] not in given:
         added += [_FRACTION[group.engine], MEMORY_FRACTION]
     return group.model_copy(update={"flags": (*added, *group.flags)})
+
+
+def shares_memory(group: EngineGroup, number: int) -> EngineGroup:
+    """The group with the part of the GPUs' memory that its engine of this number has, where several share them; a flag
+    of its own wins.
+
+    vLLM's part is of the whole memory; SGLang's of what is free when it starts (kv_pool_runtime.py), after those that
+    started before it.
+    """
+    name = _FRACTION[group.engine]
+    if group.engines_per_gpu == 1 or any(flag.partition("=")[0] == name for flag in group.flags):
+        return group
+    part = SHARED_FRACTION / group.engines_per_gpu
+    if group.engine == "sglang":
+        part /= 1 - number % group.engines_per_gpu * part
+    return group.model_copy(update={"flags": (name, f"{part:.3f}", *group.flags)})
 
 
 def memory_flag(group: EngineGroup) -> str:

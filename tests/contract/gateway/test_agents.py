@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +29,11 @@ from rltool.training import record
 from rltool.training.rollout_engines import Engines
 from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.scripted import ScriptedVllm
-from tests.contract.gateway.running import Gateway
-from tests.gateway_models import Words, gateway_tokenizer, write_gateway_tokenizer
+from tests.gateway_models import Words
 
 PLACE = "tests.contract.agents"
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "-m", "tests.contract.agent_command"]
-
-
-@pytest.fixture(scope="module")
-def words() -> Words:
-    return Words(gateway_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, words) -> Path:
-    directory = write_gateway_tokenizer(tmp_path_factory.mktemp("agents-model"))
-    (directory / "config.json").write_text(json.dumps({"vocab_size": words.size}))
-    return directory
-
-
-@pytest.fixture
-def engine(words) -> Iterator[ScriptedVllm]:
-    with ScriptedVllm(vocab_size=words.size, default=words.spell("fine")) as server:
-        yield server
-
-
-@pytest.fixture
-def gateway(engine, model_dir, tmp_path) -> Iterator[Gateway]:
-    with Gateway(tmp_path, model_dir, [engine]) as running:
-        yield running
 
 
 def task_of(session: dict[str, Any], prompt: str = "hello", *, deadline: float = 60.0, **metadata: Any) -> AgentTask:
@@ -229,6 +203,21 @@ async def engines_of(engine: ScriptedVllm) -> Engines:
         return Engines((endpoint,), {endpoint.url: await client.probe(endpoint)})
 
 
+def first_batch(engine: ScriptedVllm, *arguments: Any, **more: Any) -> Any:
+    """Of a run with this configuration, whose gateway is somebody's."""
+
+    async def go() -> Any:
+        config = config_of(*arguments, **more)
+        service = RolloutService(config, await engines_of(engine), log=lambda line: None)
+        try:
+            await service.start()
+            return await service.next_batch(0)
+        finally:
+            await service.close()
+
+    return asyncio.run(go())
+
+
 def stretches(sample: Sample, words: Words) -> list[str]:
     """Texts of what was sampled."""
     found, last = [], 0
@@ -284,19 +273,10 @@ def test_a_gateway_that_is_killed_is_started_again_and_the_run_goes_on(engine, m
 
 
 def test_a_run_with_a_gateway_of_somebody_s_and_branches_of_one_episode(engine, gateway, model_dir, tmp_path):
-    async def go() -> Any:
-        config = config_of(
-            model_dir, tmp_path / "rows.jsonl", f"{PLACE}:forgets", dump=True, agent_workers=1,
-            gateway=gateway.url, gateway_key_file=tmp_path / "gateway.key",
-        )  # fmt: skip
-        service = RolloutService(config, await engines_of(engine), log=lambda line: None)
-        try:
-            await service.start()
-            return await service.next_batch(0)
-        finally:
-            await service.close()
-
-    rollout = asyncio.run(go())
+    rollout = first_batch(
+        engine, model_dir, tmp_path / "rows.jsonl", f"{PLACE}:forgets", dump=True, agent_workers=1,
+        gateway=gateway.url, gateway_key_file=tmp_path / "gateway.key",
+    )  # fmt: skip
     episode = [(0, 1), (1, 2)]  # trajectory, turns
     assert [(s.trajectory, s.turns) for s in rollout.samples] == 4 * episode
     assert rollout.batch.episode_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,35 +21,8 @@ from rltool.agents.sessions import GatewayClient
 from rltool.agents.task import AgentTask
 from rltool.engines.client import EngineClient
 from rltool.errors import EngineRejected
-from rltool.training.rollout_service import RolloutService
-from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import KEY, Gateway
-from tests.contract.test_agents import PLACE, ROOT, config_of, engines_of, stretches
-from tests.gateway_models import Words, gateway_tokenizer, write_gateway_tokenizer
-
-
-@pytest.fixture(scope="module")
-def words() -> Words:
-    return Words(gateway_tokenizer())
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory, words) -> Path:
-    directory = write_gateway_tokenizer(tmp_path_factory.mktemp("remote-model"))
-    (directory / "config.json").write_text(json.dumps({"vocab_size": words.size}))
-    return directory
-
-
-@pytest.fixture
-def engine(words) -> Iterator[ScriptedVllm]:
-    with ScriptedVllm(vocab_size=words.size, default=words.spell("fine")) as server:
-        yield server
-
-
-@pytest.fixture
-def gateway(engine, model_dir, tmp_path) -> Iterator[Gateway]:
-    with Gateway(tmp_path, model_dir, [engine]) as running:
-        yield running
+from tests.contract.gateway.test_agents import PLACE, ROOT, first_batch, stretches
 
 
 @contextlib.contextmanager
@@ -73,20 +44,11 @@ def worker(gateway: Gateway, agent: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_whose_agents_are_elsewhere(engine, gateway, model_dir, words, tmp_path):
-    async def go() -> Any:
-        config = config_of(
-            model_dir, tmp_path / "rows.jsonl", "remote", dump=True, gateway=gateway.url,
+    with worker(gateway, f"{PLACE}:two_questions"):
+        rollout = first_batch(
+            engine, model_dir, tmp_path / "rows.jsonl", "remote", dump=True, gateway=gateway.url,
             gateway_key_file=tmp_path / "gateway.key",
         )  # fmt: skip
-        service = RolloutService(config, await engines_of(engine), log=lambda line: None)
-        try:
-            await service.start()
-            return await service.next_batch(0)
-        finally:
-            await service.close()
-
-    with worker(gateway, f"{PLACE}:two_questions"):
-        rollout = asyncio.run(go())
     assert len(rollout.samples) == 4 and {sample.reward for sample in rollout.samples} == {8.0}
     for sample in rollout.samples:
         assert stretches(sample, words) == ["fine<|im_end|>", "fine<|im_end|>"]

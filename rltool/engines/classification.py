@@ -1,0 +1,69 @@
+"""Models with a classification head, such as reward models: how engines are started for them, and asked for scores. The
+part of both dialects for `task = "classify"`.
+
+Sources: vllm/entrypoints/pooling/classify, vllm/config/model.py (runner and convert); sglang/srt/entrypoints/
+http_server.py, sglang/srt/managers/io_struct.py (EmbeddingReqInput).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.types import HttpRequest
+from rltool.errors import EngineError, UsageError
+
+CLASSIFY_PATH = "/classify"
+"""Of both engines. Their bodies and replies differ."""
+
+CONVERTED = ("ForCausalLM", "ForConditionalGeneration")
+"""Architectures that vLLM's --convert auto would make embedding models of; others name their head themselves."""
+
+
+class VllmClassification:
+    """See rltool.engines.dialect.Dialect."""
+
+    def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
+        body = {"input": list(token_ids), "use_activation": use_activation}
+        return HttpRequest("POST", CLASSIFY_PATH, body)
+
+    def parse_classify(self, reply: Any) -> tuple[float, ...]:
+        [found] = reply["data"]  # called probs whatever use_activation is
+        return _finite(found["probs"])
+
+
+class SglangClassification:
+    """See rltool.engines.dialect.Dialect."""
+
+    def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
+        if use_activation:
+            raise UsageError(
+                "SGLang gives what the model's head gives and applies no activation: leave use_activation out, or "
+                "serve the model with vLLM"
+            )
+        return HttpRequest("POST", CLASSIFY_PATH, {"input_ids": list(token_ids)})
+
+    def parse_classify(self, reply: Any) -> tuple[float, ...]:
+        return _finite(reply["embedding"])
+
+
+def vllm_flags(launch: EngineLaunch) -> list[str]:
+    """Of a classifier, in place of those for sampling and for weight updates."""
+    converted = _architecture(launch).endswith(CONVERTED)
+    return ["--runner", "pooling", *(["--convert", "classify"] if converted else [])]
+
+
+def _architecture(launch: EngineLaunch) -> str:
+    try:
+        return json.loads((launch.model / "config.json").read_text())["architectures"][0]
+    except (OSError, ValueError, LookupError, TypeError):
+        return ""  # vLLM itself will say what is wrong with the model directory
+
+
+def _finite(values: Sequence[float]) -> tuple[float, ...]:
+    if not values or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+        raise EngineError(f"{CLASSIFY_PATH} gave {values!r}, expected one finite number for each label")
+    return tuple(map(float, values))

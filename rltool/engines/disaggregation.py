@@ -1,0 +1,209 @@
+"""Prefill and decode on different engines: one fills the KV cache of a prompt, another takes it over and samples.
+Whoever sends a request sends it to both; each sample is a request of its own.
+
+- vLLM, one after the other: the prefill is asked for one token, which is thrown away, and for the cache to be kept; its
+  reply says where it lies (`kv_transfer_params`), which the decode is told. vLLM's connectors (NIXL and others) agree
+  on this much. A cache is fetched once; the prefill engine's prefix cache makes all but the first of a prompt cheap.
+- SGLang, both at once: the two meet in a room (`bootstrap_host`, `bootstrap_port`, `bootstrap_room`) that the sender
+  makes up. sglang-router does the same for requests that go through it.
+
+Sources: vllm/entrypoints/scale_out/token_in_token_out and vllm/distributed/kv_transfer/kv_connector/v1/nixl of vLLM
+0.32; sglang/srt/managers/io_struct.py and sglang/srt/disaggregation of SGLang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
+from rltool.engines.fleet_state import State
+from rltool.engines.replies import making_sense_of
+from rltool.engines.tasks import all_of
+from rltool.engines.types import SEED_MODULUS, Completion, GenerateRequest, HttpRequest
+from rltool.errors import EngineError, EngineRejected
+
+HALVES = {"prefill", "decode"}
+VLLM_PATH = "/inference/v1/generate"
+"""vLLM's own route, for the prefill: rltool's route replies with the sample alone."""
+TO_DECODE = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
+BOOTSTRAP_PORT = 8998
+"""SGLang's own default."""
+NOWHERE = "2.2.2.2"
+"""The bootstrap host with which SGLang's own health check asks one half alone (its FAKE_BOOTSTRAP_HOST): a prefill
+sends its cache to nobody, a decode samples from one that nobody filled."""
+
+
+class PrefillFailed(EngineError):
+    """The first of the two engines failed."""
+
+
+class CacheOutdated(EngineError):
+    """A weight sync began meanwhile: the cache is, or may be, of other weights than those that sampled."""
+
+
+def pairs(fleet: Fleet, endpoints: Mapping[str, EngineEndpoint]) -> dict[str, list[str]]:
+    """URLs of the engines that may sample now, each with those that may prefill for it: [] where each does both.
+
+    A KV cache is of the weights that filled it, and a sync reaches engines one after the other: both have the same.
+    """
+    serving = fleet.serving()
+    if all(engine.role != "prefill" for engine in endpoints.values()):
+        return {url: [] for url in serving}
+    version = {url: fleet.member(url).version for url in serving}
+    first = [url for url in serving if endpoints[url].role == "prefill"]
+    alike = {url: [p for p in first if version[p] == version[url]] for url in serving if url not in first}
+    return {url: found for url, found in alike.items() if found}
+
+
+async def generate(
+    client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, *, timeout: float,
+    may_decode: Callable[[], bool] = lambda: True, version: str | None = None,
+) -> list[Completion]:  # fmt: skip
+    """request.n completions; each call is made once.
+
+    timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
+    calls, says no, and where SGLang sampled with other weights than `version`, those of both when this was called.
+    Raises what EngineClient.generate does; PrefillFailed for all that happens at the prefill engine but a refusal.
+    """
+
+    def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
+        if decode.dialect == "sglang":
+            return _side_by_side(client, prefill, decode, one, timeout, version)
+        return _in_turn(client, prefill, decode, one, timeout, may_decode)
+
+    return await all_of(sample(one) for one in one_by_one(request))
+
+
+async def generate_at(
+    client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], url: str, request: GenerateRequest, *,
+    timeout: float, attempts: int | None = None,
+) -> list[Completion]:  # fmt: skip
+    """request.n completions of one engine of the fleet, with one of its counterparts where it does not sample alone:
+    one that holds the same weights. Raises as EngineClient.generate does; EngineError where no such one is there."""
+    endpoint = endpoints[url]
+    if samples_alone(endpoint):
+        return await client.generate(endpoint, request, timeout=timeout, attempts=attempts)
+    [wanted] = HALVES - {endpoint.role}
+    version = fleet.member(url).version
+    there = {m.url for m in fleet.members() if m.state in (State.READY, State.PAUSED) and m.version == version}
+    other = next((e for e in endpoints.values() if e.role == wanted and e.url in there), None)
+    if other is None:
+        raise EngineError(f"{url} samples only together with a {wanted} engine, and none holds the same weights")
+    prefill, decode = (endpoint, other) if endpoint.role == "prefill" else (other, endpoint)
+    # Both may be checked at once, each with the other: SGLang takes no id twice.
+    return await generate(client, prefill, decode, request.again(), timeout=timeout)
+
+
+async def generate_from_nothing(
+    client: EngineClient, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float
+) -> None:
+    """Ask an engine that does not sample alone, once: it answers, and what it says means nothing. Raises as
+    EngineClient.generate does."""
+    for http in dialect("sglang").generate(request):
+        await _once(client, endpoint, _meeting(http, NOWHERE, endpoint.bootstrap_port), timeout)
+
+
+def samples_alone(endpoint: EngineEndpoint) -> bool:
+    """vLLM's engines all do, whatever their role."""
+    return endpoint.dialect != "sglang" or endpoint.role not in HALVES
+
+
+def one_by_one(request: GenerateRequest) -> list[GenerateRequest]:
+    """The samples of a request as requests of their own, with the seeds that they would have had."""
+    if request.n == 1:
+        return [request]
+
+    def sample(index: int) -> GenerateRequest:
+        seed = None if request.seed is None else (request.seed + index) % SEED_MODULUS
+        return replace(request, n=1, request_id=f"{request.request_id}-{index:04d}", seed=seed)
+
+    return [sample(index) for index in range(request.n)]
+
+
+async def _once(client: EngineClient, engine: EngineEndpoint, request: HttpRequest, timeout: float) -> Any:
+    return await client.request(
+        engine.url, request, key=engine.read_key(), timeout=timeout, retry=True, attempts=1
+    )
+
+
+async def _prefill(client: EngineClient, engine: EngineEndpoint, request: HttpRequest, timeout: float) -> Any:
+    try:
+        return await _once(client, engine, request, timeout)
+    except EngineRejected:
+        raise
+    except EngineError as error:
+        raise PrefillFailed(str(error)) from error
+
+
+# -- vLLM
+
+
+async def _in_turn(
+    client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
+    may_decode: Callable[[], bool],
+) -> Completion:  # fmt: skip
+    speaks = dialect("vllm", plugin=bool(decode.plugin))
+    loop = asyncio.get_running_loop()
+    ends = loop.time() + timeout
+    [second] = speaks.generate(request)
+    second = decode_request(second, await _prefill(client, prefill, prefill_request(second), timeout))
+    if not may_decode():
+        raise CacheOutdated(f"{prefill.url} or {decode.url} left service between prefill and decode")
+    done = await _once(client, decode, second, max(ends - loop.time(), 0.001))
+    with making_sense_of(f"generation at {decode.url}"):
+        [completion] = speaks.parse_generate(request, [done])
+    return completion
+
+
+def prefill_request(decode: HttpRequest) -> HttpRequest:
+    """vLLM's first call, for the body of the second."""
+    sampling = decode.body["sampling_params"] | {"n": 1, "max_tokens": 1}
+    sampling.pop("min_tokens", None)
+    body = decode.body | {"sampling_params": sampling, "kv_transfer_params": TO_DECODE}
+    return HttpRequest("POST", VLLM_PATH, body)
+
+
+def decode_request(decode: HttpRequest, reply: Any) -> HttpRequest:
+    """vLLM's second call, with what the reply to the first says. PrefillFailed where it says nothing."""
+    found = reply.get("kv_transfer_params") if isinstance(reply, Mapping) else None
+    if not isinstance(found, Mapping) or not found.get("do_remote_prefill"):
+        raise PrefillFailed(
+            f"the prefill engine did not say where its KV cache is (kv_transfer_params: {found!r}): was it started "
+            "without --kv-transfer-config?"
+        )
+    return replace(decode, body=decode.body | {"kv_transfer_params": dict(found)})
+
+
+# -- SGLang
+
+
+async def _side_by_side(
+    client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
+    version: str | None,
+) -> Completion:  # fmt: skip
+    speaks = dialect("sglang")
+    [both] = speaks.generate(request)
+    both = _meeting(both, urlsplit(prefill.url).hostname, prefill.bootstrap_port)
+    _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])
+    with making_sense_of(f"generation at {decode.url}"):
+        [completion] = speaks.parse_generate(request, [done])
+    if version is not None and any(span.version != version for span in completion.versions):
+        raise CacheOutdated(f"{decode.url} sampled with other weights than those that {prefill.url} was asked with")
+    return completion
+
+
+def _meeting(request: HttpRequest, host: str | None, port: int | None) -> HttpRequest:
+    """In a room of its own; a room is a 63-bit number."""
+    room = {"bootstrap_host": host, "bootstrap_port": port or BOOTSTRAP_PORT, "bootstrap_room": secrets.randbits(63)}
+    return replace(request, body=request.body | room)

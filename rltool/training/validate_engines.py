@@ -1,0 +1,99 @@
+"""engines.mode and engines.groups of a run: what contradicts what. Raises UsageError before anything is asked."""
+
+from __future__ import annotations
+
+from rltool.config.serve import POLICY
+from rltool.config.train import TrainConfig
+from rltool.engines.launch import order_of_file
+from rltool.errors import UsageError
+from rltool.training.disaggregated import check_halves
+
+
+def check_mode(config: TrainConfig) -> None:
+    """The relation between engines and trainer."""
+    engines = config.engines
+    if config.weights.transport == "ipc" and not engines.shares_gpus:
+        raise UsageError(
+            f'weights.transport = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
+            'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
+        )
+    if engines.mode == "external":
+        if not engines.external:
+            raise UsageError(
+                'engines.mode = "external" without an address: give --rollout-external HOST:PORT or '
+                "--rollout-external @runs/NAME/endpoints.json "
+                "(`rltool serve-engines` starts engines and prints the line to paste)"
+            )
+        return
+    if engines.external:
+        raise UsageError(
+            f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
+            "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
+        )
+    if engines.router is not None:
+        raise UsageError(
+            f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the '
+            "engines that train starts; set engines.start_router = true for one that does"
+        )
+    check_groups(config)
+    if engines.shares_gpus:
+        check_turns(config)
+
+
+def check_turns(config: TrainConfig) -> None:
+    """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
+    if config.rollout.max_staleness:
+        raise UsageError(
+            f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '
+            "other: engines on the trainer's GPUs sleep while it trains, so nothing is generated ahead; leave "
+            'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
+        )
+    if config.weights.staged:
+        raise UsageError(
+            'weights.staged = true and engines.mode = "colocate" contradict each other: engines that sleep generate '
+            "nothing while weights arrive; leave it out"
+        )
+    if config.weights.transport == "nccl":
+        raise UsageError(
+            'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '
+            'processes on one GPU; leave weights.transport at "auto"'
+        )
+    if config.weights.transport == "ipc" and config.trainer.device == "cpu":
+        raise UsageError(
+            'weights.transport = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares memory of '
+            'GPUs; leave weights.transport at "auto"'
+        )
+
+
+def check_groups(config: TrainConfig) -> None:
+    """What a run can start of engines.groups."""
+    order_of_file(config)  # UsageError where there is none
+    for group in config.engines.groups:
+        if group.gpus:
+            raise UsageError(
+                f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
+                "(trainer.gpus), the ranks' first"
+            )
+        if group.engines_per_gpu > 1:
+            raise UsageError(
+                f"group {group.name!r}: engines_per_gpu is for serve-engines: the engines that a run starts have "
+                "bundles of their own, or share the trainer's GPUs; leave it out"
+            )
+    policy = [group for group in config.engines.groups if group.model == POLICY and group.role != "placeholder"]
+    if not policy:
+        raise UsageError(
+            f'engines.mode = "{config.engines.mode}" needs a group of the policy, which rollouts are sampled from'
+        )
+    roles, kinds = {group.role for group in policy}, {group.engine for group in policy}
+    if config.engines.shares_gpus and roles != {"regular"}:
+        raise UsageError(
+            'engines.mode = "colocate" and prefill and decode engines contradict each other: the caches of engines '
+            "that sleep are gone, and with them what the two have registered for transfers; use another engines.mode"
+        )
+    check_halves(roles, kinds, router=config.engines.start_router, pause_mode=config.weights.pause_mode)
+    others = [g for g in config.engines.groups if g.model != POLICY and g.role in ("prefill", "decode", "encoder")]
+    if others:
+        raise UsageError(
+            f"group {others[0].name!r}: a run asks regular engines of other models alone; `rltool serve-engines "
+            "--config` starts the others"
+        )
