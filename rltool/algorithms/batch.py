@@ -10,7 +10,9 @@ from torch import Tensor
 
 from rltool.algorithms.ragged import sum_per_sample
 
-MATRICES = frozenset({"reward_parts", "part_weights", "teacher_topk_ids", "teacher_topk_logprobs"})
+MATRICES = frozenset({
+    "reward_parts", "part_weights", "teacher_topk_ids", "teacher_topk_logprobs", "sampling_mask",
+})  # fmt: skip
 """Fields of a TrainBatch with a row of several numbers a sample or a token."""
 PER_SAMPLE = frozenset({
     "reward_parts", "part_weights", "lengths", "rewards", "baselines", "group_ids", "episode_ids", "kl_coefs",
@@ -18,7 +20,7 @@ PER_SAMPLE = frozenset({
 })  # fmt: skip
 """Fields with one entry a sample; all others have one a token."""
 INTEGERS = frozenset({"tokens", "token_versions", "turns", "lengths", "group_ids", "episode_ids"})
-SMALL_INTEGERS = frozenset({"teacher_topk_ids"})
+SMALL_INTEGERS = frozenset({"teacher_topk_ids", "sampling_mask"})
 """INTEGERS are int64, these int32: there are K of them a token."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
@@ -40,6 +42,9 @@ class TrainBatch:
         stale tokens may be masked); None: the same as loss_mask
     rollout_logprobs: [T] float32, behaviour log-probability by the engine, 0 where the policy did not sample the token;
         None for supervised data
+    sampling_mask: [T, K] int32, the tokens that top-p and top-k left to choose from in each token's place, -1 beyond
+        their number; all -1 where the policy did not sample the token. Log-probabilities of the model are then those
+        of these tokens alone. None where sampling was not truncated
     advantages: [T] float32, 0 where loss_mask is 0; None until computed, and for supervised data
     loss_weights: [T] float32, weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch"
         is the configured reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)
@@ -90,6 +95,7 @@ class TrainBatch:
     response_mask: Tensor | None = None
     rollout_logprobs: Tensor | None = None
     token_versions: Tensor | None = None
+    sampling_mask: Tensor | None = None
     advantages: Tensor | None = None
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None

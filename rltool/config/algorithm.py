@@ -71,7 +71,7 @@ class AlgorithmConfig(Config):
     0: none."""
     distill_top_k: int = Field(default=20, ge=1)
     """How many of the teacher's tokens distill_kl_coef's term tells apart. vLLM gives no more than its --max-logprobs,
-    20 unless set."""
+    256 where rltool starts it, 20 by its own default."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)

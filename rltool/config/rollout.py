@@ -75,10 +75,11 @@ class SamplingConfig(Config):
     temperature: float = Field(default=1.0, gt=0)
     """The policy trainer divides its logits by it as well."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Below 1 vLLM's log-probabilities are those of the kept tokens alone, the trainer's are not: refused for policy
-    training."""
+    """Below 1 only the most probable tokens are sampled, until their probabilities sum to this. Policy training then
+    needs top_k as well, which bounds how many tokens each place has: the engines (vLLM, asked directly) return which
+    these are, and the trainer's log-probabilities are over the same."""
     top_k: Annotated[int, AfterValidator(all_or_some)] = -1
-    """-1 keeps all tokens; else as for top_p."""
+    """Of so many most probable tokens one is sampled; -1: of all. For policy training as for top_p."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""
     max_response_tokens: int = Field(default=1024, ge=1)
@@ -91,6 +92,11 @@ class SamplingConfig(Config):
     min_tokens: int = Field(default=0, ge=0)
     """Engines forbid every stop token before so many, which changes what log-probabilities mean: refused for policy
     training."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled that the model gives a probability."""
+        return self.top_p < 1 or self.top_k > 0
 
 
 class RolloutConfig(Config):

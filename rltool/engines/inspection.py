@@ -17,8 +17,9 @@ from rltool.engines.plugin import sglang_api
 from rltool.engines.types import HttpRequest, TokenScores
 from rltool.errors import MissingLogprobs, UsageError
 
-MAX_LOGPROBS = 20
-"""vLLM's, unless --max-logprobs says otherwise (vllm/config/model.py)."""
+MAX_LOGPROBS = 256
+"""Of vLLM servers that rltool starts, unless --max-logprobs says otherwise; vLLM's own default is 20
+(vllm/config/model.py)."""
 NO_SUCH_ROUTE = 404
 """What supported versions answer on the routes that later ones added."""
 

@@ -88,6 +88,8 @@ class SglangDialect(SglangInspection, SglangClassification):
             raise UsageError(
                 "SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids"
             )
+        if sampling.return_sampling_mask:
+            raise UsageError("SGLang and sglang-router do not tell which tokens top_p and top_k left to choose from")
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,

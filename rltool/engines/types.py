@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rltool.engines.sampling_mask import SamplingMask
 from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -21,7 +22,8 @@ SEED_MODULUS = 2**31
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one response. temperature 0 is greedy; top_k -1 keeps all tokens. stop: texts that end a response,
-    for engines that decode; min_tokens: so many before any stop, for which engines forbid stop tokens."""
+    for engines that decode; min_tokens: so many before any stop, for which engines forbid stop tokens.
+    return_sampling_mask: which tokens top_p and top_k left to choose from; needs top_k above 0."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -31,6 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
+    return_sampling_mask: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,15 @@ class Completion:
 
     token_ids: the response alone, with the stop token if the model emitted one; logprobs: natural logs under the
     sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty if
-    the engine does not report them). Raises MissingLogprobs if the two lists differ in length or a value is not finite.
+    the engine does not report them); sampling_mask: with a place for each token, None where none was asked for. Raises
+    MissingLogprobs if the two lists differ in length or a value is not finite.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = ()
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -174,6 +179,8 @@ class EngineInfo:
     """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
     task: str | None = None
     """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
+    max_logprobs: int | None = None
+    """How many tokens of one place a vLLM server gives the log-probabilities of, -1: of all."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

@@ -14,10 +14,11 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines import classification
 from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
-from rltool.engines.inspection import VllmInspection
+from rltool.engines.inspection import MAX_LOGPROBS, VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.sampling_mask import find_mask, logprobs_of
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -95,7 +96,8 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
             "top_k": sampling.top_k,
             "stop_token_ids": list(sampling.stop_token_ids),
             "ignore_eos": sampling.ignore_eos,
-            "logprobs": 0,  # the sampled token's own, no alternatives
+            # 0: the sampled token's own, no alternatives
+            "logprobs": logprobs_of(sampling.top_k) if sampling.return_sampling_mask else 0,
             "detokenize": False,
         }
         if sampling.stop:
@@ -123,12 +125,13 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
                 found = len(choices) if isinstance(choices, list) else "no"
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
             completions.extend(
-                self.parse_choice(choice) for choice in sorted(choices, key=lambda choice: choice["index"])
+                self.parse_choice(choice, request.sampling.return_sampling_mask)
+                for choice in sorted(choices, key=lambda choice: choice["index"])
             )
         return completions
 
-    def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
-        return parse_choice(choice)
+    def parse_choice(self, choice: Mapping[str, Any], with_mask: bool) -> Completion:
+        return parse_choice(choice, with_mask)
 
     # -- probing
 
@@ -175,6 +178,7 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
             model_config=config,
             model_path=model.get("root"),
             sleep_levels=(1, 2) if facts.get("sleep_mode") else (),
+            max_logprobs=facts.get("max_logprobs"),
             task=facts.get("task"),
         )
 
@@ -302,12 +306,13 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     """Of an engine that samples, and may be sent weights."""
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    flags += ["--worker-extension-cls", WORKER_EXTENSION]
+    flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
 
 
-def parse_choice(choice: Mapping[str, Any]) -> Completion:
-    """One entry of `choices`. Raises MissingLogprobs also where vLLM's stand-in for a missing value is found."""
+def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completion:
+    """One entry of `choices`, with_mask: with its sampling mask. Raises MissingLogprobs also where vLLM's stand-in for
+    a missing value is found."""
     token_ids = tuple(choice.get("token_ids") or ())
     content = (choice.get("logprobs") or {}).get("content") or ()
     reason = choice.get("finish_reason")
@@ -323,7 +328,11 @@ def parse_choice(choice: Mapping[str, Any]) -> Completion:
                 f"vLLM has no finite log-probability for sampled token {position} (it sent {entry['logprob']})"
             )
     spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
-    return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans)
+    mask = None
+    if with_mask and len(content) == len(token_ids):
+        best = [[(found["token_id"], found["logprob"]) for found in entry["top_logprobs"]] for entry in content]
+        mask = find_mask(best).checked()
+    return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans, mask)
 
 
 def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:
@@ -384,6 +393,7 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
         "dtype": str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
         "weight_backend": (config.get("weight_transfer_config") or {}).get("backend"),
         "sleep_mode": model.get("enable_sleep_mode"),
+        "max_logprobs": model.get("max_logprobs"),
         "model_config": hf_config,
     }
 

@@ -6,11 +6,13 @@ reply.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 from rltool.engines import arrays
 from rltool.engines.inspection import NO_SUCH_ROUTE
+from rltool.engines.sampling_mask import FoundMask, SamplingMask
 from rltool.engines.types import Completion, HttpRequest, VersionSpan
 from rltool.engines.vllm import VllmDialect
 from rltool.errors import EngineError, MissingLogprobs
@@ -27,7 +29,7 @@ class ArrayVllmDialect(VllmDialect):
     def checksums(self) -> HttpRequest:
         return HttpRequest("GET", CHECKSUMS_PATH, tolerate=(NO_SUCH_ROUTE,))  # of an rltool that has no such route yet
 
-    def parse_choice(self, choice: Mapping[str, Any]) -> Completion:
+    def parse_choice(self, choice: Mapping[str, Any], with_mask: bool) -> Completion:
         """One entry of `choices`. Raises MissingLogprobs where a value is missing or not finite."""
         reason = choice.get("finish_reason")
         if reason not in ("stop", "length", "abort"):
@@ -39,7 +41,17 @@ class ArrayVllmDialect(VllmDialect):
                 arrays.decode(arrays.TOKEN, choice["token_ids"]),
                 arrays.decode(arrays.LOGPROB, choice["logprobs"]),
             )
+            mask = _sampling_mask(choice) if with_mask else None
         except ValueError as error:
             raise EngineError(f"{ARRAYS_PATH} returned arrays that cannot be read: {error}") from error
         spans = tuple(VersionSpan(s["version"], s["start"], s["end"]) for s in choice.get("weight_versions") or ())
-        return Completion(tokens, logprobs, reason, spans)  # type: ignore[arg-type]
+        return Completion(tokens, logprobs, reason, spans, mask)  # type: ignore[arg-type]
+
+
+def _sampling_mask(choice: Mapping[str, Any]) -> SamplingMask:
+    """Raises ValueError for arrays that cannot be read, EngineError for a mask that is none."""
+    found = choice.get("sampling_mask")
+    if found is None:
+        raise EngineError(f"{ARRAYS_PATH} returned no sampling mask: the server has an older rltool, update it")
+    ids, counts = (array("i", arrays.decode(arrays.TOKEN, found[name])) for name in ("ids", "counts"))
+    return FoundMask(SamplingMask(ids, counts), found["mass"]).checked()

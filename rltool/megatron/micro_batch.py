@@ -14,7 +14,7 @@ from rltool.megatron.runtime import Coordinates, to_device
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, packed, targets, sources, held and topk_ids are on the device, the rest on the CPU.
+    """tokens, packed, targets, sources, held, topk_ids and sampling_mask are on the device, the rest on the CPU.
 
     tokens: [T] what this rank's model reads
     rows: [R] indices into batch.tokens of the tokens whose log-probabilities are wanted, in order
@@ -23,6 +23,7 @@ class MicroBatch:
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
     topk_ids: [H, K] the teacher's most probable tokens in their places, int32; None where the batch has none
+    sampling_mask: [H, K] the tokens that top-p and top-k kept there, int32, -1 beyond; None where the batch has none
     """
 
     batch: TrainBatch
@@ -33,6 +34,7 @@ class MicroBatch:
     targets: Tensor
     held: Tensor | None
     topk_ids: Tensor | None = None
+    sampling_mask: Tensor | None = None
 
 
 def prepare(
@@ -61,5 +63,10 @@ def prepare(
         sources=to_device(sources, device),
         targets=to_device(batch.tokens[wanted], device),
         held=held,
-        topk_ids=None if batch.teacher_topk_ids is None else to_device(batch.teacher_topk_ids[wanted], device),
+        topk_ids=_of(batch.teacher_topk_ids, wanted, device),
+        sampling_mask=_of(batch.sampling_mask, wanted, device),
     )
+
+
+def _of(values: Tensor | None, wanted: Tensor, device: torch.device) -> Tensor | None:
+    return None if values is None else to_device(values[wanted], device)

@@ -87,6 +87,25 @@ def head_logprobs_of(
     return HeadOutputs(*_HeadLogprobsOf.apply(*given))
 
 
+def kept_distribution(found: HeadOutputs, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probability of the targets and entropy, [R] each, of the distribution over the tokens `kept` alone.
+
+    found: of `head_logprobs_of` with ids = kept [R, K], distinct, the target among them, -1 beyond their number. Where
+    none is named, the distribution is the whole one. Source: DeepSeek-AI 2025, "DeepSeek-V3.2", section 3.1, "Keep
+    Sampling Mask".
+    """
+    none, beyond = (kept < 0).all(1), kept < 0
+    values = torch.where(beyond, -torch.inf, found.topk)
+    # Not of rows of -inf alone, whose gradient would be NaN.
+    total = torch.where(none[:, None], 0.0, values).logsumexp(1)
+    own = values - total[:, None]
+    entropy = -(own.exp() * own.masked_fill(beyond, 0.0)).sum(1)
+    return (
+        torch.where(none, found.logprobs, found.logprobs - total),
+        torch.where(none, found.entropy, entropy),
+    )
+
+
 def _slice(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
     """(first id of this rank's slice of the vocabulary, how many of its rows are no padding)."""
     offset = group.rank() * len(weight) if group is not None else 0

@@ -28,7 +28,7 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
-from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk
+from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
 from rltool.megatron.trained import Setup, TrainedModel, first_of, in_row
 from rltool.models.registry import family_for, read_hf_config
 
@@ -190,15 +190,15 @@ class MegatronTrainer(TrainedModel):
         return [TopK(ids.cpu(), values.cpu()) for ids, values in rows] if self.coordinates.returns_logprobs else None
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of micro.rows."""
-        logprobs, entropy = head_logprobs(
-            self._states(micro, hidden, gradient_in_parts=True),
-            output_weight(self.gpt),
-            micro.targets,
-            keep=not self.config.recompute_head,
-            **self._head(),
-        )
-        return self._on_all_context_ranks(micro, logprobs, entropy)
+        """Log-probability and entropy of micro.rows, over the tokens that were left to choose from."""
+        states, weight = self._states(micro, hidden, gradient_in_parts=True), output_weight(self.gpt)
+        options = {"keep": not self.config.recompute_head, **self._head()}
+        if micro.sampling_mask is None:
+            found = head_logprobs(states, weight, micro.targets, **options)
+        else:
+            of_kept = head_logprobs_of(states, weight, micro.targets, micro.sampling_mask, **options)
+            found = kept_distribution(of_kept, micro.sampling_mask)
+        return self._on_all_context_ranks(micro, *found)
 
     def training_outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """`outputs`; with algorithm.distill_kl_coef all of topk_head.HeadOutputs, of the teacher's tokens."""

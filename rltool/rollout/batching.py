@@ -73,6 +73,7 @@ def samples_to_batch(
         teacher_topk_ids=topk_ids,
         teacher_topk_logprobs=topk_logprobs,
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
+        sampling_mask=_sampling_mask(samples),
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
     )
 
@@ -175,6 +176,27 @@ def _teacher_topk(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor
                 count, k
             )
     return ids, logprobs
+
+
+def _sampling_mask(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[T, K], K the most that were kept in one place; None where sampling was not truncated."""
+    if not any(sample.sampling_mask_counts for sample in samples):
+        return None
+    k = max(max(sample.sampling_mask_counts, default=0) for sample in samples)
+    masks = []
+    for sample in samples:
+        own = torch.full((len(sample.response_ids), k), -1, dtype=torch.int32)
+        counts = torch.tensor(sample.sampling_mask_counts or [0] * len(own), dtype=torch.int64)
+        own[torch.arange(k) < counts[:, None]] = torch.tensor(sample.sampling_mask_ids, dtype=torch.int32)
+        sampled = torch.tensor(sample.response_mask, dtype=torch.bool)
+        lacks = sampled & (own != torch.tensor(sample.response_ids, dtype=torch.int32)[:, None]).all(1)
+        if lacks.any():
+            raise ValueError(
+                f"sample {sample.group_id}/{sample.index}: its token {int(lacks.nonzero()[0])} is not among those that "
+                "top-p and top-k left to choose from"
+            )
+        masks += [torch.full((len(sample.prompt_ids), k), -1, dtype=torch.int32), own]
+    return torch.cat(masks)
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

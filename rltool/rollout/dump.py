@@ -31,9 +31,12 @@ FORMAT_VERSION = 1
 RAGGED = {
     "prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64,
     "teacher_logprobs": np.float64, "teacher_topk_ids": np.int32, "teacher_topk_logprobs": np.float32,
+    "sampling_mask_ids": np.int32, "sampling_mask_counts": np.int32,
 }  # fmt: skip
 """Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
-COMPACT = {"teacher_topk_ids": "i", "teacher_topk_logprobs": "f"}
+COMPACT = {
+    "teacher_topk_ids": "i", "teacher_topk_logprobs": "f", "sampling_mask_ids": "i", "sampling_mask_counts": "i",
+}  # fmt: skip
 """Those that a Sample has as an array of this type, others are lists."""
 ADDED = frozenset({"teacher_logprobs", *COMPACT})
 """Those that files of an earlier rltool lack: empty then."""

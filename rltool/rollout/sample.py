@@ -35,6 +35,8 @@ class Sample:
 
     response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
+    sampling_mask_ids, sampling_mask_counts ("i"): the tokens that top-p and top-k left to choose from, place after
+    place, and how many for each token of the response, 0 where its mask is 0; empty where sampling was not truncated.
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
     sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave
@@ -58,6 +60,8 @@ class Sample:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
+    sampling_mask_ids: array[int] = field(default_factory=lambda: array("i"))
+    sampling_mask_counts: array[int] = field(default_factory=lambda: array("i"))
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
     raw_reward: float | None = None
@@ -79,6 +83,10 @@ class Sample:
         self.response_mask.extend([1] * len(completion.token_ids))
         self.response_logprobs.extend(completion.logprobs)
         self.versions.extend(VersionSpan(v.version, v.start + shift, v.end + shift) for v in completion.versions)
+        if completion.sampling_mask is not None:
+            self._append_unmasked(shift)
+            self.sampling_mask_ids.extend(completion.sampling_mask.ids)
+            self.sampling_mask_counts.extend(completion.sampling_mask.counts)
         self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[
             completion.finish_reason
         ]
@@ -89,12 +97,19 @@ class Sample:
         self.response_ids.extend(token_ids)
         self.response_mask.extend([0] * len(token_ids))
         self.response_logprobs.extend([0.0] * len(token_ids))
+        if self.sampling_mask_counts:
+            self._append_unmasked(len(self.response_ids))
         self.validate()
+
+    def _append_unmasked(self, length: int) -> None:
+        """Tokens that were not sampled, up to this length of the response, have nothing to choose from."""
+        self.sampling_mask_counts.extend([0] * (length - len(self.sampling_mask_counts)))
 
     def clear(self) -> None:
         """Forget the response: the sample is PENDING again."""
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
         self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
+        self.sampling_mask_ids, self.sampling_mask_counts = array("i"), array("i")
         self.teacher_logprobs, self.baseline_reward = [], None
         self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
 
@@ -131,6 +146,10 @@ class Sample:
             raise ValueError(
                 f"sample {self.group_id}/{self.index}: {n} tokens, {places} most probable tokens of the teacher, "
                 f"{len(self.teacher_topk_logprobs)} log-probabilities of these"
+            )
+        if len(self.sampling_mask_counts) not in (0, n):
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {n} tokens, sampling masks for {len(self.sampling_mask_counts)}"
             )
         last = 0
         for span in self.versions:

@@ -77,8 +77,11 @@ def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) 
 
 
 def _as_it_is(sample: Sample) -> Sample:
-    growing = ("response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards")
-    return replace(sample, **{name: list(getattr(sample, name)) for name in growing})
+    growing = (
+        "response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards", "sampling_mask_ids",
+        "sampling_mask_counts",
+    )  # fmt: skip
+    return replace(sample, **{name: getattr(sample, name)[:] for name in growing})
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:

@@ -41,4 +41,5 @@ def cut_at_stop(completion: Completion, request: GenerateRequest, decode: Decode
     versions = tuple(
         VersionSpan(span.version, span.start, min(span.end, end)) for span in completion.versions if span.start < end
     )
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", versions)
+    mask = completion.sampling_mask and completion.sampling_mask.first(end)
+    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", versions, mask)

@@ -17,6 +17,7 @@ from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
+from rltool.engines.sampling_mask import logprobs_of
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
@@ -154,6 +155,12 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | N
         )
     if trainer_device is not None and config.weights.store is not None:
         open_store(config.weights.store)  # UsageError for an address that is none, or without boto3
+    if fleet.endpoints.data_url and config.algorithm.loss == "policy" and config.sampling.truncates:
+        raise UsageError(
+            f"sampling.top_p = {config.sampling.top_p:g} and sampling.top_k = {config.sampling.top_k} through the "
+            f"router {fleet.endpoints.data_url}: it does not pass on which tokens were left to choose from; leave "
+            "--router out (train then asks the engines directly), or set top_p = 1 and top_k = -1"
+        )
     engines = [*fleet.endpoints.engines, *fleet.absent]
     check_halves(
         {engine.role for engine in engines}, {info.dialect for info in fleet.infos.values()},
@@ -288,9 +295,27 @@ def engine_problems(
             f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = "
             f"{longest}; restart it with --max-model-len {longest}, or lower these"
         )
+    if config.algorithm.loss == "policy" and config.sampling.truncates:
+        problems.extend(_mask_problems(info, config.sampling.top_k))
     if trainer_device is not None:
         problems.extend(_weight_problems(info, config, trainer_device))
     return problems
+
+
+def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:
+    """Why an engine could not tell which tokens top_p and top_k left to choose from."""
+    if info.dialect != "vllm":
+        return [
+            f"is of {info.dialect}, which does not tell which tokens sampling.top_p and sampling.top_k left to choose "
+            "from; use vLLM engines, or top_p = 1 and top_k = -1"
+        ]
+    needed, limit = logprobs_of(top_k), info.max_logprobs
+    if limit is not None and 0 <= limit < needed:
+        return [
+            f"gives log-probabilities of {limit} tokens a place; sampling.top_k = {top_k} asks for {needed}, those "
+            f"that tie with the last included: start it with --max-logprobs {needed}, or lower sampling.top_k"
+        ]
+    return []
 
 
 def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str) -> Sequence[str]:

@@ -60,6 +60,7 @@ class RolloutWork:
             top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids, stop=sampling.stop, min_tokens=sampling.min_tokens,
         )  # fmt: skip
         self._tokenizer, self._evaluate = tokenizer, load_eval_function(config.eval)
+        self._keeps_masks = config.algorithm.loss == "policy" and sampling.truncates
         self._context = GenerateContext(
             partial(self._ask, plane), params, vocab_size, require_versions=require_versions, models=models,
             tokenizer=tokenizer,
@@ -69,6 +70,8 @@ class RolloutWork:
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         async def generate(request: GenerateRequest) -> list[Completion]:
             check_trainable(request.sampling, self._context.sampling)
+            if self._keeps_masks:
+                request = replace(request, sampling=replace(request.sampling, return_sampling_mask=True))
             return await self._ask(self._plane, request, group=group.id)
 
         context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)

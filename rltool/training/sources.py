@@ -99,6 +99,12 @@ class RecordedRollouts(Stateless):
         batch = samples_to_batch(
             samples, mask_truncated=config.rollout.mask_truncated, part_weights=config.part_weights
         )
+        if config.sampling.truncates and batch.sampling_mask is None:
+            raise UsageError(
+                f"the samples of step {step} in {self.directory} do not tell which tokens were left to choose from, "
+                f"and sampling.top_p = {config.sampling.top_p:g}, sampling.top_k = {config.sampling.top_k}: set both "
+                "as they were when these were sampled"
+            )
         batch = _dated(batch, step)
         metrics = rollout_metrics(samples, seconds=None, dropped={})
         monitor = self._config.monitor

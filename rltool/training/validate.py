@@ -36,6 +36,7 @@ from rltool.training.asked_models import check_reward_models, check_tasks
 from rltool.training.validate_algorithm import check_algorithm
 from rltool.training.validate_engines import check_mode
 from rltool.training.validate_evaluation import check_evaluation
+from rltool.training.validate_sampling import check_sampling
 
 
 def needs_engines(config: TrainConfig) -> bool:
@@ -48,6 +49,7 @@ def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
     check_algorithm(config)
     check_batch_arithmetic(config)
+    check_sampling(config)
     check_evaluation(config, asks_engines=needs_engines(config))
     check_files(config)
     check_rollout(config)
@@ -160,18 +162,6 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
         raise UsageError(
             f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; "
             "raise rollout.prompts_per_step"
-        )
-    if config.algorithm.loss == "policy" and (sampling.top_p < 1 or sampling.top_k > 0):
-        raise UsageError(
-            f"sampling.top_p {sampling.top_p} and sampling.top_k {sampling.top_k}: engines renormalise "
-            "log-probabilities over the kept tokens, the trainer does not, so the two would differ on every token; "
-            "train with top_p = 1 and top_k = -1"
-        )
-    if config.algorithm.loss == "policy" and sampling.min_tokens:
-        raise UsageError(
-            f"sampling.min_tokens {sampling.min_tokens}: engines give stop tokens the probability 0 until then and "
-            "renormalise the others, the trainer does not, so log-probabilities would differ; train without it, and "
-            "let the reward or rollout.group_hook judge what is too short"
         )
     longest = sampling.max_prompt_tokens + sampling.max_response_tokens
     cut = config.trainer.context_parallel

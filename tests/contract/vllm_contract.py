@@ -8,6 +8,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 
@@ -77,6 +78,28 @@ async def arrays_say_what_vllms_own_route_says(client: EngineClient, engine: Eng
         ]
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+async def a_sampling_mask_is_what_top_p_and_top_k_left(client: EngineClient, engine: EngineEndpoint) -> None:
+    """That probabilities within it sum to 1 is checked by the dialects."""
+    found = []
+    for plugin in (False, True):
+        asked = request(n=2, sampling={"top_p": 0.8, "top_k": 4, "return_sampling_mask": True})
+        found.append(await client.generate(engine.model_copy(update={"plugin": plugin}), asked, timeout=SECONDS))
+    own, arrays = found
+    for mine, theirs in zip(own, arrays, strict=True):
+        mask = mine.sampling_mask
+        assert mask is not None and mask == theirs.sampling_mask and mine.token_ids == theirs.token_ids
+        assert len(mask.counts) == 12 and set(mask.counts) <= {1, 2, 3, 4}
+        ends = list(accumulate(mask.counts))
+        places = [mask.ids[end - count : end] for end, count in zip(ends, mask.counts, strict=True)]
+        assert all(token in place for token, place in zip(mine.token_ids, places, strict=True))
+    (only_k,) = await client.generate(
+        engine, request(sampling={"top_k": 3, "return_sampling_mask": True}), timeout=SECONDS
+    )
+    assert only_k.sampling_mask is not None and list(only_k.sampling_mask.counts) == [3] * 12
+    (plain,) = await client.generate(engine, request(), timeout=SECONDS)
+    assert plain.sampling_mask is None
 
 
 async def generate_of_sglang_gives_the_same_sample(client: EngineClient, engine: EngineEndpoint) -> None:
@@ -337,6 +360,7 @@ CONTRACT = [
     a_completion_has_one_logprob_per_token_and_spans_over_all,
     a_stop_token_ends_a_sample_and_is_part_of_it,
     arrays_say_what_vllms_own_route_says,
+    a_sampling_mask_is_what_top_p_and_top_k_left,
     generate_of_sglang_gives_the_same_sample,
     generate_of_sglang_returns_a_list_for_several_samples,
     a_parameter_that_is_not_known_is_refused_by_name,

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 RESPONSE = 12
+KEPT = 6
 TOPK = 5
 """Tokens of the teacher's at each position."""
 STEP = 4
@@ -68,6 +69,16 @@ def with_teachers_tokens(batch: TrainBatch) -> TrainBatch:
     return batch.replace(teacher_topk_ids=best.indices.int(), teacher_topk_logprobs=best.values)
 
 
+def with_sampling_mask(batch: TrainBatch) -> TrainBatch:
+    """Each sampled token was drawn from 1 to KEPT tokens, of which it is one; no other has a mask."""
+    generator = torch.Generator().manual_seed(5)
+    others = torch.stack([torch.randperm(VOCAB - 1, generator=generator)[: KEPT - 1] for _ in batch.tokens])
+    others += others >= batch.tokens[:, None]
+    counts = torch.where(batch.loss_mask > 0, torch.randint(1, KEPT + 1, batch.tokens.shape, generator=generator), 0)
+    kept = torch.cat([batch.tokens[:, None], others], 1).masked_fill(torch.arange(KEPT) >= counts[:, None], -1)
+    return batch.replace(sampling_mask=kept.int())
+
+
 def hf_distributions(model, batch: TrainBatch) -> torch.Tensor:
     """[T, V]: log-probabilities of all tokens in the place of each; those of first tokens mean nothing."""
     found = []
@@ -99,9 +110,14 @@ def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
 
 
 def hf_logprobs_and_entropy(model, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Over the tokens of batch.sampling_mask, where it names any."""
+    masks = torch.full((len(batch.tokens), 1), -1) if batch.sampling_mask is None else batch.sampling_mask
     logprobs, entropies = [], []
-    for tokens in batch.tokens.split(batch.lengths.tolist()):
-        distribution = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+    lengths = batch.lengths.tolist()
+    for tokens, mask in zip(batch.tokens.split(lengths), masks.split(lengths), strict=True):
+        logits = model(tokens[None]).logits[0]
+        kept = torch.stack([torch.isin(torch.arange(VOCAB), own) | (own < 0).all() for own in mask.roll(-1, 0)])
+        distribution = torch.log_softmax(logits.masked_fill(~kept, -1e9), dim=-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
         logprobs.append(torch.cat([torch.zeros(1), distribution[:-1].gather(-1, tokens[1:, None]).squeeze(-1)]))
         entropies.append(torch.cat([torch.zeros(1), entropy[:-1]]))
@@ -303,14 +319,17 @@ def test_the_teachers_most_probable_tokens_are_those_of_transformers(ranks, tmp_
             "clip_cov_low": -9.0,
         },
         {"distill_kl_coef": 0.7, "distill_top_k": TOPK, "entropy_coef": 0.1},
+        {"entropy_coef": 0.3, "kl_coef": 0.3},
     ],
     ids=[
         "gspo, entropy, kl", "reinforce++, cispo, corrected", "gmpo, off-policy mask, covariances",
-        "teachers tokens",
+        "teachers tokens", "kept tokens, entropy, kl",
     ],
 )  # fmt: skip
-def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, settings):
+def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, request, tmp_path, settings):
     batch = with_teachers_tokens(rollout(hf_model("qwen2", tied=True)))
+    if "kept tokens" in request.node.callspec.id:
+        batch = with_sampling_mask(batch)
     path, batch = save_hf(tmp_path), prepared(batch, AlgorithmConfig(**settings))
     reference, weights = ranks.run(case_step, 1, path, batch, settings, 1, 1, 1)[0]
     assert reference["train/grad_norm"] > 0.01
@@ -322,17 +341,18 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_layout(ranks, tmp_path, 
             torch.testing.assert_close(tensor, weights[name], rtol=0, atol=1e-6, msg=f"{tp} {pp} {cp} {name}")
 
 
+@pytest.mark.parametrize("truncated", [False, True], ids=["all tokens", "kept tokens"])
 @pytest.mark.parametrize(("world", "tp", "pp", "cp"), [(1, 1, 1, 1), (2, 2, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2)])
-def test_entropies_come_with_the_log_probabilities(ranks, tmp_path, world, tp, pp, cp):
+def test_entropies_come_with_the_log_probabilities(ranks, tmp_path, world, tp, pp, cp, truncated):
     path, model = save_hf(tmp_path), hf_model("qwen2", tied=True)
-    batch = rollout(model)
+    batch = with_sampling_mask(rollout(model)) if truncated else rollout(model)
     with torch.no_grad():
         expected = torch.stack(hf_logprobs_and_entropy(model, batch))
     results = ranks.run(case_entropies, world, path, batch, tp, pp, cp)
     pairs, alone = next(found for found in results if found is not None)
     torch.testing.assert_close(pairs, expected, rtol=0, atol=2e-5)
     torch.testing.assert_close(pairs[0], alone, rtol=0, atol=1e-6)
-    assert pairs[1].max() > 1
+    assert pairs[1][batch.loss_mask > 0].max() > 1
 
 
 @pytest.mark.parametrize(("world", "tp", "pp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup
+from rltool.rollout.dump import read_dump
 from rltool.router.launch import start_router
 from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, Job, write_job
@@ -274,6 +276,16 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_c
     said = direct("train", "failing", sets=['reward.function="tests.e2e.rewards:raises_on_most"'], code=1)
     assert "max_failure_fraction" in said and "this reward is broken" in said and "Traceback" not in said
     assert (direct.runs / "failing" / "checkpoints" / "step_0").is_dir()
+
+
+def test_trainer_and_engine_are_equal_on_the_tokens_that_top_p_and_top_k_left(direct):
+    direct("train", "truncated", sets=["steps=2", "sampling.top_p=0.9", "sampling.top_k=12"])
+    for record in direct.steps("truncated"):
+        assert 0 < record["train/logprob_abs_diff_mean"] < 1e-5 and record["train/entropy"] < math.log(12)
+    samples = read_dump(direct.runs / "truncated" / "rollouts", 1).samples
+    counts = [count for sample in samples for count in sample.sampling_mask_counts]
+    assert len(counts) == sum(len(sample.response_ids) for sample in samples)
+    assert min(counts) >= 1 and max(counts) <= 12 and len(set(counts)) > 1
 
 
 def test_a_logprob_difference_between_trainer_and_engine_ends_the_run_before_the_optimizer_step(direct):

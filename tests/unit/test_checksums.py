@@ -107,7 +107,7 @@ def test_the_most_probable_tokens_are_asked_for_only_where_they_are_wanted():
 @pytest.mark.parametrize(
     ("flags", "limit"),
     [
-        ([], 20), (["--max-logprobs", "64"], 64), (["--max_logprobs=7", "--x"], 7),
+        ([], 256), (["--max-logprobs", "64"], 64), (["--max_logprobs=7", "--x"], 7),
         (["--max-logprobs", "-1"], math.inf), (["--max-logprobs", "64", "--max-logprobs=8"], 8),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
-stop_reason, weight_versions}], usage}, where token_ids and logprobs are rltool.engines.arrays.
+stop_reason, weight_versions, sampling_mask}], usage}, where token_ids and logprobs are rltool.engines.arrays, as are
+ids and counts of sampling_mask (rltool.engines.sampling_mask), which is there where alternatives were asked for.
 
 vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
 Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.
@@ -16,6 +17,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.logprobs import FlatLogprobs
 
 from rltool.engines import arrays
+from rltool.engines.sampling_mask import find_mask
 
 MARK = "rltool.arrays"
 """Key in the ASGI scope of a request that wants arrays."""
@@ -61,6 +63,7 @@ class ArrayServing(ServingTokens):
             raise RuntimeError("the engine ended a request without a result")
         for output in final.outputs:
             self._raise_if_error(output.finish_reason, request_id)
+        alternatives = (request.sampling_params.logprobs or 0) > 0
         usage: dict[str, Any] = {
             "prompt_tokens": len(final.prompt_token_ids),
             "completion_tokens": sum(len(output.token_ids) for output in final.outputs),
@@ -69,19 +72,19 @@ class ArrayServing(ServingTokens):
             usage["prompt_tokens_details"] = {"cached_tokens": final.num_cached_tokens}
         content = {
             "request_id": request_id,
-            "choices": [array_choice(output) for output in final.outputs],
+            "choices": [array_choice(output, with_mask=alternatives) for output in final.outputs],
             "usage": usage,
         }
         return ArrayReply.model_construct(content=content)
 
 
-def array_choice(output: Any) -> dict[str, Any]:
+def array_choice(output: Any, *, with_mask: bool = False) -> dict[str, Any]:
     """Of a vllm.outputs.CompletionOutput."""
     spans = [
         span if isinstance(span, dict) else {"version": span.version, "start": span.start, "end": span.end}
         for span in output.weight_versions or ()
     ]
-    return {
+    choice = {
         "index": output.index,
         "token_ids": arrays.encode(arrays.TOKEN, output.token_ids),
         "logprobs": None
@@ -91,6 +94,20 @@ def array_choice(output: Any) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "weight_versions": spans,
     }
+    if with_mask and isinstance(output.logprobs, FlatLogprobs):
+        choice["sampling_mask"] = encoded_mask(output.logprobs)
+    return choice
+
+
+def encoded_mask(logprobs: FlatLogprobs) -> dict[str, Any]:
+    """ids and counts as arrays, mass: see FoundMask."""
+    places = [
+        zip(logprobs.token_ids[start:end], logprobs.logprobs[start:end], strict=True)
+        for start, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    ]
+    found = find_mask(places)
+    ids, counts = (arrays.encode(arrays.TOKEN, values) for values in (found.mask.ids, found.mask.counts))
+    return {"ids": ids, "counts": counts, "mass": found.mass}
 
 
 def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:

@@ -26,6 +26,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "device": config.device_config.device_type,
         "max_model_len": model.max_model_len,
         "logprobs_mode": str(model.logprobs_mode),
+        "max_logprobs": model.max_logprobs,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "tp": parallel.tensor_parallel_size,
         "pp": parallel.pipeline_parallel_size,

@@ -28,6 +28,7 @@ from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
+from rltool.engines.sampling_mask import find_mask
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import EngineError
 from tests.contract.fakes import ipc
@@ -76,6 +77,7 @@ class FakeVllm(FakeServer):
         self.scored_after = 8
         self.logprob_shift = 0.0
         self.max_logprobs = 20
+        self.raw_logprobs = False
         self.accept_versions = True
         self.seconds = 0.0
         self.hours_later = 0
@@ -242,6 +244,7 @@ class FakeVllm(FakeServer):
                 "lease": asdict(lease) if lease else None,
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
                 "task": self.task,
+                "max_logprobs": self.max_logprobs,
             }
         )
 
@@ -256,6 +259,7 @@ class FakeVllm(FakeServer):
         config = {
             "model_config": {
                 "dtype": f"torch.{self.dtype}",
+                "max_logprobs": self.max_logprobs,
                 "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}',
             },
             "weight_transfer_config": {"backend": self.weight_backend},
@@ -284,6 +288,8 @@ class FakeVllm(FakeServer):
                 # What vLLM's own route says with its stand-in is not a number here.
                 values = [math.nan if entry["logprob"] == -9999.0 else entry["logprob"] for entry in content["content"]]
                 choice["logprobs"] = arrays.encode(arrays.LOGPROB, values)
+                if (recorded.body["sampling_params"].get("logprobs") or 0) > 0:
+                    choice["sampling_mask"] = _mask_in_arrays(content["content"])
         return web.json_response(reply, status=status)
 
     async def _sglang_generate(self, recorded: Recorded) -> web.Response:
@@ -317,6 +323,8 @@ class FakeVllm(FakeServer):
                 f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}."
             )
         topk = sampling.get("prompt_logprobs")
+        if (sampling.get("logprobs") or 0) > self.max_logprobs:
+            return _refusal(f"Requested sample logprobs of {sampling['logprobs']}, more than {self.max_logprobs}")
         if (topk or 0) > self.max_logprobs:
             return _refusal(
                 f"Requested prompt logprobs of {topk}, which is greater than max allowed: {self.max_logprobs}"
@@ -379,7 +387,8 @@ class FakeVllm(FakeServer):
         tokens = planned[: len(versions)]
         stopped = tokens == planned and tokens[-1] in (sampling.get("stop_token_ids") or ())
         content = [
-            {"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": []} for p, t in enumerate(tokens)
+            {"token_id": t, "logprob": _logprob(t, p), "rank": 1, "top_logprobs": self._alternatives(t, p, sampling)}
+            for p, t in enumerate(tokens)
         ]
         if self.sentinel_logprob and content:
             content[-1]["logprob"] = -9999.0
@@ -392,6 +401,17 @@ class FakeVllm(FakeServer):
             "logprobs": {"content": content} if has_logprobs else None,
             "weight_versions": version_spans(versions[: len(tokens)]),
         }
+
+    def _alternatives(self, token: int, position: int, sampling: dict[str, Any]) -> list[dict[str, Any]]:
+        """The tokens that top_p and top_k keep, which are at most 4 and share what the sampled one leaves, and others
+        with vLLM's stand-in for -inf. In raw_logprobs mode nothing is left out."""
+        asked, value = sampling.get("logprobs") or 0, _logprob(token, position)
+        others = [(token + 1 + i) % self.vocab_size for i in range(asked - 1)]
+        kept = min(sampling.get("top_k", -1), 4) - 1
+        share = math.log1p(-math.exp(value)) - math.log(max(kept, 1))
+        values = [value, *(share if i < kept or self.raw_logprobs else -9999.0 for i in range(len(others)))]
+        ranked = zip([token, *others], values, strict=True)
+        return [{"token_id": one, "logprob": found, "rank": None} for one, found in ranked] if asked else []
 
     # -- control
 
@@ -638,3 +658,9 @@ def _worker_failed(message: str) -> web.Response:
     return web.json_response(
         {"error": {"message": text, "type": "InternalServerError", "param": None, "code": 500}}, status=500
     )
+
+
+def _mask_in_arrays(content: list[dict[str, Any]]) -> dict[str, Any]:
+    found = find_mask([(one["token_id"], one["logprob"]) for one in entry["top_logprobs"]] for entry in content)
+    ids, counts = (arrays.encode(arrays.TOKEN, values) for values in (found.mask.ids, found.mask.counts))
+    return {"ids": ids, "counts": counts, "mass": found.mass}
