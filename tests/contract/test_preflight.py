@@ -186,6 +186,18 @@ def test_a_vllm_whose_samples_name_no_version_is_good_for_rollouts_alone(configu
         check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
 
 
+def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_vllm, sglang):
+    for top_k, refused in (("12", False), ("13", True)):
+        config = configure(fake_vllm.url, sets=(f"sampling.top_k={top_k}", "sampling.top_p=0.9"))
+        if refused:
+            with pytest.raises(UsageError, match="start it with --max-logprobs 21, or lower sampling.top_k"):
+                preflight(config)
+        else:
+            preflight(config)
+    with pytest.raises(UsageError, match="is of sglang, which does not tell which tokens"):
+        sglang(FakeSglang(), "sampling.top_k=5")
+
+
 def test_an_sglangs_sizes_and_vocabulary_are_read_where_it_read_its_model(sglang, tmp_path):
     served = tmp_path / "served"
     served.mkdir()

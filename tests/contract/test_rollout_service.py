@@ -339,6 +339,21 @@ def test_every_metric_of_a_batch_and_of_an_evaluation_is_explained_in_the_docs(s
         assert rollout.batch.tokens[end - len(record.token_ids) : end].tolist() == list(record.token_ids)
 
 
+def test_truncated_samples_come_with_what_was_left_to_choose_from_and_evaluations_without(serve, settings, spellers):
+    async def run():
+        async with serve(settings(sampling={"top_p": 0.9, "top_k": 4}), spellers) as service:
+            await service.sync_weights(0)
+            batch = (await service.next_batch(0)).batch
+            await service.evaluate()
+            return batch
+
+    batch = asyncio.run(run())
+    assert batch.sampling_mask is not None and batch.sampling_mask.shape == (len(batch.tokens), 4)
+    assert torch.equal((batch.sampling_mask >= 0).sum(1) > 0, batch.sampled > 0)
+    asked = [body["sampling_params"] for engine in spellers for body in generated(engine)]
+    assert {(p["top_k"], p["logprobs"] > 0) for p in asked} == {(4, True), (-1, False)}
+
+
 def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(serve, settings, spellers, data_file):
     config = settings(
         reward={"function": "rltool.rollout.rewards:exact_match"},
