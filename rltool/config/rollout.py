@@ -153,6 +153,8 @@ class RolloutConfig(Config):
     each sample (docs/agents.md)."""
     environment_arguments: dict[str, Any] = Field(default_factory=dict)
     """What the class is called with."""
+    simulate_step_seconds: float = Field(default=0.0, ge=0)
+    """Each step of the environment, with its tools, takes so many seconds longer: what slow tools would cost."""
     agent: Literal["remote"] | OwnFunction | tuple[str, ...] | None = None
     """In place of generate_function: `package.module:function`, `async def f(task)` that returns a reward, a list of
     them or None; or a list, the words of a command line; or remote: agents that `rltool agents` runs on other hosts,

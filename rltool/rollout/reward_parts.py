@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rltool.config.reward import RewardConfig
 from rltool.rollout.model_clients import Models
@@ -71,20 +71,18 @@ class RewardParts:
 def start_rewards(config: RewardConfig, *, timeout: float, models: Models) -> RewardPool | RewardParts:
     """The rewards of a run, their workers started. timeout: seconds for each sample. UsageError for one that cannot be
     imported."""
-    if not config.parts:
+
+    def pool(function: str, options: Mapping[str, Any]) -> RewardPool:
         return RewardPool(
-            config.function, options=config.options, workers=config.workers, timeout=timeout, models=models
-        )
+            function, options=options, workers=config.workers, timeout=timeout, models=models,
+            slower=config.simulate_seconds,
+        )  # fmt: skip
+
+    if not config.parts:
+        return pool(config.function, config.options)
     check_rewards(config)  # all of them before the first process
     return RewardParts(
-        [
-            Part(
-                part.name,
-                part.weight,
-                RewardPool(part.function, options=part.options, workers=config.workers, timeout=timeout, models=models),
-            )
-            for part in config.parts
-        ],
+        [Part(part.name, part.weight, pool(part.function, part.options)) for part in config.parts],
         select_by=config.select_by,
     )
 

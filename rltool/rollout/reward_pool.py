@@ -50,7 +50,7 @@ BOOTSTRAP = """\
 import sys
 sys.path[:] = {path!r}
 from rltool.rollout.reward_worker import main
-main({descriptor}, {function!r}, {refuse}, {options!r})
+main({descriptor}, {function!r}, {refuse}, {options!r}, {slower})
 """
 """Not multiprocessing: its children import the parent's main module anew, which in a Ray actor is Ray's own worker."""
 
@@ -69,15 +69,16 @@ class RewardPool:
     options: keyword arguments of every call. workers: processes for a plain
     function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
     timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
-    are lost, an async function's are not). models: what an async function that takes `context` reaches by it.
+    are lost, an async function's are not). models: what an async function that takes `context` reaches by it. slower:
+    seconds that each sample takes longer.
     """
 
     def __init__(
         self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False,
-        models: Models | None = None, options: Mapping[str, Any] | None = None,
+        models: Models | None = None, options: Mapping[str, Any] | None = None, slower: float = 0.0,
     ) -> None:  # fmt: skip
         self._path, self._timeout, self._refuse_changes = import_path_of(function_path), timeout, refuse_changes
-        self._options = dict(options or {})
+        self._options, self._slower = dict(options or {}), slower
         self._function = load_reward(function_path, self._options)
         asks = wants_context(self._function)
         self._models = (asks and models) or Models()
@@ -167,7 +168,7 @@ class RewardPool:
         self._reap(0.0)
         if self._closed:
             raise RltoolError("the reward pool is closed")
-        worker = _Worker(self._path, self._refuse_changes, self._options)
+        worker = _Worker(self._path, self._refuse_changes, self._options, self._slower)
         self._workers.add(worker)
         return worker
 
@@ -194,6 +195,8 @@ class RewardPool:
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
+        if self._slower:
+            await asyncio.sleep(self._slower)
         try:
             reward = finite(await self._function(sample, text, **self._keywords))
         except SystemExit as error:  # of a task it would end the event loop
@@ -248,7 +251,7 @@ class _Worker:
     """One process and the parent's end of its socket. Its session is its own: Ctrl-C does not reach it, and what the
     function starts dies with it."""
 
-    def __init__(self, function_path: str, refuse_changes: bool, options: dict[str, Any]) -> None:
+    def __init__(self, function_path: str, refuse_changes: bool, options: dict[str, Any], slower: float) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             code = BOOTSTRAP.format(
@@ -257,6 +260,7 @@ class _Worker:
                 function=function_path,
                 refuse=refuse_changes,
                 options=options,
+                slower=slower,
             )
             self._process = subprocess.Popen(
                 # unbuffered: what a function prints before it hangs is what its author needs

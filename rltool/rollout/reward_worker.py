@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -38,8 +39,11 @@ REASON_CHARACTERS = 2000
 """How much of an error's text is reported: a function may put its whole input into it."""
 
 
-def main(descriptor: int, function_path: str, refuse_changes: bool, options: dict[str, Any]) -> None:
-    """Serve until the parent closes its end of the socket, or dies. options: keyword arguments of each call."""
+def main(
+    descriptor: int, function_path: str, refuse_changes: bool, options: dict[str, Any], slower: float = 0.0
+) -> None:
+    """Serve until the parent closes its end of the socket, or dies. options: keyword arguments of each call; slower:
+    seconds that each takes longer."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -54,6 +58,7 @@ def main(descriptor: int, function_path: str, refuse_changes: bool, options: dic
         group: list[bytes] = pickle.loads(frames.get())
         _send(connection, ACCEPTED)
         for packed in group:
+            time.sleep(slower)
             _send(connection, _score(function, packed, refuse_changes))
 
 

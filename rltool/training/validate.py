@@ -107,6 +107,8 @@ def check_generation(config: TrainConfig) -> None:
         raise UsageError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
     if rollout.environment_arguments and rollout.environment is None:
         raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
+    if rollout.simulate_step_seconds and rollout.environment is None:
+        raise UsageError("rollout.simulate_step_seconds has no effect without rollout.environment")
     if rollout.agent is None:
         if rollout.gateway is not None:
             raise UsageError("rollout.gateway has no effect without rollout.agent")
