@@ -78,7 +78,8 @@ def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) 
 
 def _as_it_is(sample: Sample) -> Sample:
     growing = ("response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards")
-    return replace(sample, **{name: list(getattr(sample, name)) for name in growing})
+    copied: dict[str, Any] = {name: list(getattr(sample, name)) for name in growing}
+    return replace(sample, **copied, train_metadata=dict(sample.train_metadata))
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:
