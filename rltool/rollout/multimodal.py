@@ -26,7 +26,7 @@ def multimodal_inputs(columns: Mapping[str, Any], messages: Any) -> dict[str, li
     for part in _parts(messages):
         kind = kind_of(part)
         if kind is not None:
-            names = (part.get("type"), kind, *SOURCES)
+            names = (part.get("type", kind), kind, *SOURCES)
             found[kind] += [part[name] for name in names if part.get(name) is not None][:1]
     for kind, value in columns.items():
         found[kind] += value if isinstance(value, list) else [] if value is None else [value]
@@ -38,14 +38,14 @@ def kinds_in(messages: Any) -> set[str]:
     return {kind for kind in map(kind_of, _parts(messages)) if kind is not None}
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as JSON, and without keys that are None in their parts: Arrow gives all structs of a column the same
-    keys, and chat templates ask whether a part has a key `image`, not what is in it. ValueError as above."""
+def plain_messages(messages: Sequence[Any]) -> list[Any]:
+    """Messages with their parts as JSON, and without keys that are None in their parts: Arrow gives all structs of a column the same
+    keys, and chat templates ask whether a part has a key `image`, not what is in it. What is no message stays as it is.
+    ValueError as above."""
     return [
-        {**message, "content": _as_json("messages", [_without_none(part) for part in message["content"]])}
-        if isinstance(message, dict) and isinstance(message.get("content"), list) else message
-        for message in messages
-    ]  # fmt: skip
+        {**one, "content": _plain(one["content"])} if isinstance(one, dict) and "content" in one else one
+        for one in messages
+    ]
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:
@@ -64,6 +64,10 @@ def _parts(messages: Any) -> Iterator[Mapping[str, Any]]:
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         yield from (part for part in content if isinstance(part, Mapping)) if isinstance(content, list) else ()
+
+
+def _plain(content: Any) -> Any:
+    return _as_json("messages", [_without_none(part) for part in content]) if isinstance(content, list) else content
 
 
 def _without_none(part: Any) -> Any:

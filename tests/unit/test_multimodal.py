@@ -144,6 +144,13 @@ def test_parquet_s_structs_lose_the_keys_that_other_parts_have(tmp_path):
     assert prompt.multimodal_inputs == {"image": ["AA=="]}
 
 
+@pytest.mark.parametrize("messages", [["hello"], [{"role": "user"}], [3, *chat(OPENAI)]])
+def test_what_are_no_messages_is_said_as_without_images(tmp_path, messages):
+    path = jsonl(tmp_path / "a.jsonl", {"messages": messages, "images": ["a.png"]})
+    with pytest.raises(UsageError, match="line 1: expected text, or a list of messages"):
+        load(path)
+
+
 def test_a_decoded_image_is_refused_with_what_to_give():
     config = DataConfig(source=f"{__name__}:with_an_object")
     source = load_own_source(config, LetterTokenizer(), seed=0, max_prompt_tokens=99)
