@@ -39,9 +39,9 @@ def kinds_in(messages: Any) -> set[str]:
 
 
 def plain_messages(messages: Sequence[Any]) -> list[Any]:
-    """Messages with their parts as JSON, and without keys that are None in their parts: Arrow gives all structs of a column the same
-    keys, and chat templates ask whether a part has a key `image`, not what is in it. What is no message stays as it is.
-    ValueError as above."""
+    """Messages with their parts as JSON, and without keys that are None in these: Arrow gives all structs of a column
+    the same keys, and chat templates ask whether a part has a key `image`, not what is in it. What is no message stays
+    as it is. ValueError as above."""
     return [
         {**one, "content": _plain(one["content"])} if isinstance(one, dict) and "content" in one else one
         for one in messages
