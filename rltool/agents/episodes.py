@@ -73,12 +73,12 @@ class AgentEpisodes:
         gateway = self._gateway()
         session = await gateway.open({"group": sample.group_id, "index": sample.index, "row": sample.prompt_index})
         try:
-            reward = await self._agents.run(self._task(session, sample, context))
+            result = await self._agents.run(self._task(session, sample, context))
         except BaseException:
             await self._abandon(gateway, session)
             raise
         record = await gateway.end(session.id)
-        samples = samples_of(record, sample, reward=reward, max_tokens=self._limits.max_tokens)
+        samples = samples_of(record, sample, result=result, max_tokens=self._limits.max_tokens)
         if not samples:
             raise AgentFailed("it ended without asking the model for anything")
         self._judge(samples)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rltool.agents.outcome import AgentFailed, Reward, reward_of
+from rltool.agents.outcome import PARTS, AgentFailed, Result, result_of
 from rltool.agents.task import AgentTask
 from rltool.agents.worker import LONGEST_LINE, READY
 from rltool.config.import_path import load_callable
@@ -39,7 +39,7 @@ main({descriptor}, {function!r})
 
 
 class Agents(Protocol):
-    async def run(self, task: AgentTask) -> Reward:
+    async def run(self, task: AgentTask) -> Result:
         """What the agent returned. Raises AgentFailed. Cancelling it ends the agent."""
         ...
 
@@ -71,7 +71,7 @@ class FunctionAgents:
         self._path = path
         self._workers: list[_Worker | None] = [None] * workers
 
-    async def run(self, task: AgentTask) -> Reward:
+    async def run(self, task: AgentTask) -> Result:
         worker = self._least_busy()
         worker.episodes += 1  # before it is ready: else all that wait for the first would wait for the same one
         try:
@@ -196,12 +196,12 @@ class CommandAgents:
     """One process for each episode, in a session of its own. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLTOOL_MODEL, and the row and the rest of its task as JSON on stdin. It
     ends with exit code 0; where the last line of its output is a JSON object with `reward`, that is the episode's (a
-    list: one for each of its turns)."""
+    list: one for each of its turns), and so is its `train_metadata`."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = tuple(words)
 
-    async def run(self, task: AgentTask) -> Reward:
+    async def run(self, task: AgentTask) -> Result:
         environment = {
             "OPENAI_BASE_URL": task.base_url,
             "OPENAI_API_KEY": task.api_key,
@@ -229,7 +229,7 @@ class CommandAgents:
         text = output.decode("utf-8", "replace").rstrip()
         if process.returncode:
             raise AgentFailed(f"ended with exit code {process.returncode}: {text[-QUOTED_CHARACTERS:]}")
-        return _reward_in(text)
+        return _result_in(text)
 
     async def close(self) -> None:
         """Every process ends with its `run`."""
@@ -257,15 +257,16 @@ async def _told_and_heard(process: asyncio.subprocess.Process, data: bytes) -> b
     return bytes(kept)
 
 
-def _reward_in(text: str) -> Reward:
+def _result_in(text: str) -> Result:
     last = text.rpartition("\n")[2]
     try:
         found = json.loads(last)
     except ValueError:
         return None
-    if not isinstance(found, dict) or found.get("reward") is None:
+    if not isinstance(found, dict):
         return None
+    told = {name: found[name] for name in PARTS if found.get(name) is not None}
     try:
-        return reward_of(found["reward"])
+        return result_of(told if "train_metadata" in told else told.get("reward"))
     except ValueError as error:
-        raise AgentFailed(f"its reward {error}") from error
+        raise AgentFailed(f"its result: {error}") from error

@@ -6,28 +6,32 @@ over token by token, with log-probabilities and weight versions, as the engines 
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.agents.outcome import AgentFailed, Reward
+from rltool.agents.outcome import AgentFailed, Result, parted
 from rltool.engines.types import VersionSpan
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 
-def samples_of(record: Mapping[str, Any], sample: Sample, *, reward: Reward, max_tokens: int) -> list[Sample]:
-    """record: as the gateway gives it at a session's end; sample: the pending one that the episode is for; reward: of
-    the whole episode, or of each turn, None: left to [reward]. AgentFailed where turns were given another number of
-    rewards than there are turns. A trajectory of more than max_tokens is FAILED: no trainer could take it.
+def samples_of(record: Mapping[str, Any], sample: Sample, *, result: Result, max_tokens: int) -> list[Sample]:
+    """record: as the gateway gives it at a session's end; sample: the pending one that the episode is for; result: the
+    agent's, whose reward is of the whole episode, or of each turn, None: left to [reward]. AgentFailed where turns were
+    given another number of rewards than there are turns. A trajectory of more than max_tokens is FAILED: no trainer
+    could take it.
 
     Empty where the model has sampled nothing. Trajectories in which it has sampled nothing are left out.
     """
+    reward, told = parted(result)
     sampled = [(i, trajectory) for i, trajectory in enumerate(record["trajectories"]) if any(trajectory["loss_mask"])]
     final = 0.0 if isinstance(reward, list) else reward
     turns = turns_of(record, reward) if isinstance(reward, list) else {}
+    own = replace(sample, train_metadata=told)
     return [
-        _sample(trajectory, sample, number, final, turns.get(i, ()), max_tokens)
+        _sample(trajectory, own, number, final, turns.get(i, ()), max_tokens)
         for number, (i, trajectory) in enumerate(sampled)
     ]
 
@@ -60,6 +64,7 @@ def _sample(
     made = replace(
         sample,
         trajectory=number,
+        train_metadata=copy.deepcopy(sample.train_metadata),
         prompt_ids=list(ids[:first]),
         response_ids=list(ids[first:]),
         response_mask=list(trajectory["loss_mask"][first:]),

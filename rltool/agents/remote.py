@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from rltool.agents.outcome import AgentFailed, Reward, reward_of
+from rltool.agents.outcome import AgentFailed, Result, result_of
 from rltool.agents.pool import Agents
 from rltool.agents.sessions import GatewayClient
 from rltool.agents.task import AgentTask
@@ -40,7 +40,7 @@ class RemoteAgents:
     def __init__(self, gateway: Callable[[], GatewayClient]) -> None:
         self._gateway = gateway
 
-    async def run(self, task: AgentTask) -> Reward:
+    async def run(self, task: AgentTask) -> Result:
         """See Agents. An episode has its deadline to find a worker, and the same again from then on, as its worker
         counts it."""
         gateway, episode = self._gateway(), uuid.uuid4().hex
@@ -64,9 +64,9 @@ class RemoteAgents:
         if "failed" in outcome:
             raise AgentFailed(str(outcome["failed"]))
         try:
-            return reward_of(outcome["reward"])
+            return result_of(outcome["reward"])
         except ValueError as error:
-            raise AgentFailed(f"its reward {error}") from error
+            raise AgentFailed(f"its result: {error}") from error
 
     async def close(self) -> None:
         """What runs is withdrawn by its own `run`."""

@@ -13,8 +13,9 @@ from rltool.rollout.sample import Sample
 @dataclass(frozen=True)
 class AgentTask:
     """base_url: for OpenAI's clients; anthropic_base_url: for Anthropic's; api_key: of this episode's session alone;
-    model: the name to ask for. row: prompt, messages, label, response, metadata and index of the row of the data set.
-    deadline: seconds from now in which the agent must end; seed: of this episode, for whatever is random in it."""
+    model: the name to ask for. row: prompt, messages, label, response, metadata, multimodal_inputs and index of the row
+    of the data set. deadline: seconds from now in which the agent must end; seed: of this episode, for whatever is
+    random in it."""
 
     base_url: str
     anthropic_base_url: str
@@ -38,4 +39,5 @@ def row_of(sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
         "label": sample.label,
         "response": prompt.response if prompt is not None else None,
         "metadata": sample.metadata,
+        "multimodal_inputs": sample.multimodal_inputs,
     }

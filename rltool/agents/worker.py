@@ -1,8 +1,8 @@
 """A process that runs an agent's async function: many episodes side by side on its event loop.
 
 JSON lines over a socket that the parent has left to this process. In: {"id", "task"}, {"cancel": id}. Out: READY or
-{"unusable": reason}, then for each episode {"id", "reward"} or {"id", "failed"}. Its own deadline ends an episode; one
-that blocks the event loop is the parent's to end, with this process.
+{"unusable": reason}, then for each episode {"id", "reward"} (a Result) or {"id", "failed"}. Its own deadline ends an
+episode; one that blocks the event loop is the parent's to end, with this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from rltool.agents.outcome import reward_of
+from rltool.agents.outcome import result_of
 from rltool.agents.task import AgentTask
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
@@ -68,8 +68,8 @@ async def _outcome(function: Callable[..., Any], task: AgentTask) -> dict[str, A
     deadline = asyncio.timeout(task.deadline)
     try:
         async with deadline:
-            reward = await function(task)
-        return {"reward": reward_of(reward)}
+            result = await function(task)
+        return {"reward": result_of(result)}
     except (Exception, SystemExit) as error:  # whatever an agent raises is its episode's failure
         if isinstance(error, TimeoutError) and deadline.expired():
             return {"failed": f"did not end within deadlines.agent = {task.deadline:g} s"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -78,6 +79,7 @@ class TrainBatch:
     values: [T] float32, critic's value of the state in which the token was chosen, before its first update on this
         rollout; 0 where loss_mask is 0, None without a critic
     value_targets: [T] float32, what the critic is trained towards (algorithms/gae.py); None without a critic
+    metadata: name -> [N] float32, the numbers of the samples' train_metadata, for functions of the user's; true is 1
     """
 
     tokens: Tensor
@@ -110,12 +112,13 @@ class TrainBatch:
     entropy_coefs: Tensor | None = None
     values: Tensor | None = None
     value_targets: Tensor | None = None
+    metadata: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         num_tokens, num_samples = int(self.lengths.sum()), len(self.lengths)
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is None:
+            if value is None or item.name == "metadata":
                 continue
             expected: tuple[int, ...] = (num_samples if item.name in PER_SAMPLE else num_tokens,)
             if item.name in MATRICES:
@@ -128,6 +131,10 @@ class TrainBatch:
                 dtype = torch.int64 if item.name in INTEGERS else torch.float32
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{item.name} is {value.dtype}, expected {dtype}")
+        for name, value in self.metadata.items():
+            if value.shape != (num_samples,) or value.dtype != torch.float32:
+                found = f"{value.dtype} of shape {tuple(value.shape)}"
+                raise ValueError(f"TrainBatch.metadata[{name!r}] is {found}, expected float32 of ({num_samples},)")
 
     @property
     def num_samples(self) -> int:
@@ -142,7 +149,7 @@ class TrainBatch:
         """[T] float32, 1 where the policy sampled the token: what a response's length and its reward are made of."""
         return self.loss_mask if self.response_mask is None else self.response_mask
 
-    def replace(self, **changes: Tensor | None) -> TrainBatch:
+    def replace(self, **changes: Tensor | Mapping[str, Tensor] | None) -> TrainBatch:
         return replace(self, **changes)
 
     def sample_rewards(self) -> Tensor:
@@ -160,7 +167,9 @@ class TrainBatch:
         changes = {}
         for item in fields(self):
             value = getattr(self, item.name)
-            if value is not None:
+            if item.name == "metadata":
+                changes[item.name] = {name: numbers[sample_index] for name, numbers in value.items()}
+            elif value is not None:
                 changes[item.name] = value[sample_index if item.name in PER_SAMPLE else token_index]
         return TrainBatch(**changes)
 

@@ -33,7 +33,7 @@ def check_advantage_function(
     f gets the whole rollout and returns a float tensor, [N] per sample or [T] per token, finite, without changing the
     batch. What a sample gets must not depend on where it stands: dropped samples leave groups of unequal size, so an
     advantage that is found by reshape is wrong. batch: your own, when the function needs particular rewards; else
-    `example_batch`.
+    `example_batch`, and for one that reads train_metadata `example_batch().replace(metadata=...)`.
     """
     function = load_callable(path, setting="path")
     algorithm, batch = algorithm or AlgorithmConfig(), batch or example_batch()
@@ -53,19 +53,22 @@ def check_advantage_function(
     _raise_if_any(path, problems)
 
 
-def check_loss_function(path: str, *, algorithm: AlgorithmConfig | None = None) -> None:
+def check_loss_function(
+    path: str, *, algorithm: AlgorithmConfig | None = None, example: tuple[Tensor, LossTokens] | None = None
+) -> None:
     """ContractViolation unless f(logprobs, tokens, algorithm) at `package.module:function` keeps that of
     algorithm.objective.
 
     f returns one loss per token, [R], finite also for tokens whose probability changed wildly, with a finite gradient
     in logprobs that is not 0 everywhere. A sample's losses must not depend on the other samples of the micro-batch: how
     samples are sharded over micro-batches and ranks is not part of the algorithm. Weights, reduction and masks are not
-    the function's.
+    the function's. example: log-probabilities (a leaf that needs a gradient) and tokens of your own, for a function
+    that reads `tokens.metadata`; else `example_tokens`.
     """
     function = load_callable(path, setting="path")
     algorithm = algorithm or AlgorithmConfig()
     problems: list[str] = []
-    logprobs, tokens = example_tokens()
+    logprobs, tokens = example or example_tokens()
     found = _called(path, lambda: function(logprobs, tokens, algorithm), _tensors(tokens), problems)
     if _is_tensor(found, [tuple(logprobs.shape)], problems):
         if not found.requires_grad:
@@ -172,7 +175,8 @@ def _is_tensor(found: Any, shapes: list[tuple[int, ...]], problems: list[str]) -
 
 def _tensors(inputs: Any) -> dict[str, Tensor]:
     values = {item.name: getattr(inputs, item.name) for item in dataclasses.fields(inputs)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {f"metadata[{name!r}]": value for name, value in inputs.metadata.items()}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)} | numbers
 
 
 def _select(values: Tensor, batch: TrainBatch, order: list[int]) -> Tensor:
@@ -189,10 +193,11 @@ def _per_token(values: Tensor, batch: TrainBatch) -> Tensor:
 
 def _one_sample(tokens: LossTokens, sample: int) -> LossTokens:
     own = tokens.sample == sample
-    parts = {name: value[own] for name, value in _tensors(tokens).items()}
-    return dataclasses.replace(
-        tokens, **{**parts, "sample": torch.zeros(int(own.sum()), dtype=torch.int64)}, num_samples=1
-    )
+    values = {item.name: getattr(tokens, item.name) for item in dataclasses.fields(tokens)}
+    parts: dict[str, Any] = {name: value[own] for name, value in values.items() if isinstance(value, Tensor)}
+    parts["sample"] = torch.zeros(int(own.sum()), dtype=torch.int64)
+    numbers = {name: value[own] for name, value in tokens.metadata.items()}
+    return dataclasses.replace(tokens, **parts, num_samples=1, metadata=numbers)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:

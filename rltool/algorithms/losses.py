@@ -8,7 +8,8 @@ here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ class LossTokens:
     trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not
     computed; teacher_topk_logprobs: [R, K], and in the graph topk_logprobs [R, K] and tail_logprobs [R], as in
     algorithms/kl.py, topk_kl, None without algorithm.distill_kl_coef; kl_cov_coefs, kl_coefs, entropy_coefs: as in
-    TrainBatch, but [R] each
+    TrainBatch, but [R] each; metadata: name -> [R], at each token its sample's number of TrainBatch.metadata
     """
 
     old_logprobs: Tensor
@@ -43,6 +44,7 @@ class LossTokens:
     kl_cov_coefs: Tensor | None = None
     kl_coefs: Tensor | None = None
     entropy_coefs: Tensor | None = None
+    metadata: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class PolicyLoss(NamedTuple):

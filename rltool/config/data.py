@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rltool.config.base import Config, OwnFunction
 
+Modality = Literal["image", "video", "audio"]
 Layout = Literal["auto", "columns", "gsm8k", "deepscaler", "verl"]
 
 
@@ -53,6 +54,9 @@ class DataConfig(Config):
     """Column of the tools that the chat template is told of: a list in OpenAI's form, or that as JSON text."""
     metadata_keys: tuple[str, ...] = ()
     """Further columns that are copied into the sample's metadata, under their own names."""
+    multimodal_keys: dict[Modality, str] = {"image": "images", "video": "videos", "audio": "audios"}
+    """Kind of input -> its column: a list of paths, URLs or base64 text. Kept in the sample's multimodal_inputs, as is
+    what stands in the parts of messages; {}: no column holds any."""
     prompt_template: Annotated[str | None, AfterValidator(_has_a_place)] = None
     """Text around each prompt that is text, `{prompt}` where it stands: an instruction, for example."""
     apply_chat_template: bool | None = None

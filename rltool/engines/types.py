@@ -18,6 +18,9 @@ EngineRole = Literal["regular", "prefill", "decode", "encoder"]
 SEED_MODULUS = 2**31
 """Seeds of requests and samples lie below it: what both engines take."""
 
+TEXT_ALONE = "takes text alone (no images, video, audio or files)"
+"""For messages: token ids are all that a GenerateRequest has."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:

@@ -15,13 +15,17 @@ from rltool.rollout.sample import Sample
 @dataclass(frozen=True)
 class Task:
     """A row of the data set, for one sample. row: its number; messages: the row's, or its `prompt` as a user's message;
-    seed: of this sample, for whatever is random in the environment."""
+    seed: of this sample, for whatever is random in the environment. train_metadata: the sample's own; what is put
+    there before the episode ends goes with the sample to training. multimodal_inputs: the row's images, video and
+    audio by kind, which the policy does not see."""
 
     row: int
     messages: tuple[Message, ...]
     label: str | None
     metadata: Mapping[str, Any]
     seed: int
+    train_metadata: dict[str, Any] = field(default_factory=dict)
+    multimodal_inputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,10 @@ def task_of(sample: Sample, prompt: Prompt | None) -> Task:
     """prompt: the row that the sample is of. UsageError for messages that hold more than text."""
     rows = prompt.messages if prompt is not None and prompt.messages is not None else None
     messages = (Message("user", sample.prompt_text),) if rows is None else tuple(map(_message, rows))
-    return Task(sample.prompt_index, messages, sample.label, sample.metadata, sample.seed or 0)
+    return Task(
+        sample.prompt_index, messages, sample.label, sample.metadata, sample.seed or 0, sample.train_metadata,
+        sample.multimodal_inputs,
+    )  # fmt: skip
 
 
 def _message(row: Mapping[str, Any]) -> Message:

@@ -7,7 +7,7 @@
 | DELETE /episodes/ID | trainer | it is not wanted any more |
 | POST /episodes/next?wait=SECONDS | worker | {"worker": name} -> {"id", "task"}; null as above |
 | POST /episodes/ID/alive | worker | 404: end it |
-| POST /episodes/ID/outcome | worker | {"reward": ...} or {"failed": reason} |
+| POST /episodes/ID/outcome | worker | {"reward": what the agent returned} or {"failed": reason} |
 """
 
 from __future__ import annotations

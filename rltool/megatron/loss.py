@@ -92,6 +92,7 @@ def micro_batch_loss(
             kl_cov_coefs=field("kl_cov_coefs") if algorithm.kl_cov_fraction > 0 else None,
             kl_coefs=of_sample("kl_coefs"),
             entropy_coefs=of_sample("entropy_coefs"),
+            metadata={name: to_device(value[sample], logprobs.device) for name, value in batch.metadata.items()},
         )
         weights = field("is_weights") if algorithm.weights_policy_loss else None
         token_loss, values = objective.policy_token_losses(logprobs, tokens, weights, algorithm)

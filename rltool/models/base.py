@@ -127,6 +127,7 @@ class Family:
     sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has
     one
     sliding_inverse_frequencies: as `inverse_frequencies`, for the layers with a sliding window; None: the same
+    modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
     """
 
     architecture: str
@@ -141,6 +142,7 @@ class Family:
     sandwich_norms: bool = False
     sliding_windows: tuple[int | None, ...] = ()
     sliding_inverse_frequencies: Tensor | None = None
+    modalities: frozenset[str] = frozenset()
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

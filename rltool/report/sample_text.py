@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -28,6 +29,9 @@ def sample_view(record: SampleRecord, title: str, *, all_tokens: bool, terminal:
     ]
     if record.label is not None:
         parts.append(_block("label", Text(record.label)))
+    if record.train_metadata:
+        shown = json.dumps(dict(record.train_metadata), ensure_ascii=False, default=str)
+        parts.append(_block("train_metadata", Text(_visible(shown))))
     spans = record.spans
     for number, span in enumerate(spans, 1):
         what = "answer" if len(spans) == 1 else f"span {number}: {_kind(span)}"

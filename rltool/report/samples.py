@@ -41,6 +41,7 @@ class SampleRecord:
     label: str | None = None
     versions: tuple[tuple[str, int, int], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    train_metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def differences(self) -> tuple[float | None, ...]:

@@ -15,6 +15,9 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.rollout.turns import turn_tensors
 
+LARGEST = torch.finfo(torch.float32).max
+"""What training computes in; NaN is not below it either."""
+
 
 def samples_to_batch(
     samples: Sequence[Sample], *, mask_truncated: bool = False, part_weights: Mapping[str, float] | None = None
@@ -28,8 +31,8 @@ def samples_to_batch(
 
     ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples
     have and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a
-    loss, or if an episode has no parts. part_weights: of the rewards that the batch holds one by one, by name; None: it
-    holds their sum alone.
+    loss, if an episode has no parts, or if samples lack a number that others have in train_metadata. part_weights: of
+    the rewards that the batch holds one by one, by name; None: it holds their sum alone.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample")
@@ -75,6 +78,7 @@ def samples_to_batch(
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         sampling_mask=_sampling_mask(samples),
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
+        metadata=_metadata(samples),
     )
 
 
@@ -213,6 +217,25 @@ def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tu
     values = [[row.get(name, 0.0) for name in weights] for row in rows if row is not None]
     counted = [[weight * (name in row) for name, weight in weights.items()] for row in rows if row is not None]
     return torch.tensor(values, dtype=torch.float32), torch.tensor(counted, dtype=torch.float32)
+
+
+def _metadata(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """The numbers of train_metadata by name, [N] float32 each; without names under which no sample has a number."""
+    values = [item for sample in samples for item in sample.train_metadata.items()]
+    names = sorted({name for name, value in values if isinstance(value, int | float)})  # a bool is an int
+    return {name: torch.tensor([_number(one, name) for one in samples], dtype=torch.float32) for name in names}
+
+
+def _number(sample: Sample, name: str) -> float:
+    value = sample.train_metadata.get(name)
+    if not isinstance(value, int | float) or not abs(value) <= LARGEST:
+        found = f"{value!r:.80}" if name in sample.train_metadata else "nothing"
+        raise TrainingStopped(
+            f"train_metadata[{name!r}] is a number in some samples of this batch, and {found} in sample "
+            f"{sample.group_id}/{sample.index}: training needs a finite number in each; set it in all samples "
+            "(rollout.group_hook sees every one), or write text where training is not to see it"
+        )
+    return float(value)
 
 
 def _token_versions(samples: Sequence[Sample]) -> torch.Tensor | None:

@@ -25,6 +25,7 @@ from rltool.rollout.eval_set import EvalSet, EvalSettings
 from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.group_reward import GroupReward
+from rltool.rollout.json_fields import unwritable
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_metrics import checked_metrics
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
@@ -103,6 +104,7 @@ def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, mo
             problems.append(f"sample {sample.index}: no token of the response was sampled by the policy")
         if any(not math.isfinite(value) for value in sample.response_logprobs):
             problems.append(f"sample {sample.index}: a log-probability is not finite")
+    problems += filter(None, (unwritable(sample, ("train_metadata",)) for sample in group))
     _raise_if_any(path, problems)
 
 
@@ -208,6 +210,7 @@ def check_group_hook(path: str, *, groups: Sequence[list[Sample]] = ()) -> None:
                 problems.append(f"sample {sample.index}: tokens or log-probabilities were changed")
             if sample.reward is None or not math.isfinite(sample.reward):
                 problems.append(f"sample {sample.index}: its reward is {sample.reward}")
+        problems += filter(None, (unwritable(sample, ("train_metadata",)) for sample in group))
     _raise_if_any(path, problems)
 
 

@@ -24,6 +24,7 @@ from safetensors.numpy import save as save_tensors
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
 from rltool.processes.files import write_bytes_atomic
+from rltool.rollout.json_fields import unwritable
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 FORMAT_VERSION = 1
@@ -71,7 +72,7 @@ def write_dump(
     directory: Path, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None
 ) -> Path:
     """Write one step atomically, replacing an earlier dump of it. Returns the JSON file.
-    DumpError if metadata is not JSON."""
+    DumpError as for `encode`."""
     tensor_path, json_path = dump_paths(directory, step)
     data, text = encode(tensor_path.name, step=step, seed=seed, samples=samples, info=info)
     directory.mkdir(parents=True, exist_ok=True)
@@ -85,7 +86,7 @@ def encode(
     tensor_file: str, *, step: int, seed: int, samples: Sequence[Sample], info: dict[str, Any] | None = None
 ) -> tuple[bytes, bytes]:
     """(content of the tensor file, which is to be called `tensor_file`; content of the JSON file).
-    DumpError if metadata is not JSON."""
+    DumpError if metadata, train_metadata or multimodal_inputs are not JSON; names sample, field and key."""
     tensors: dict[str, np.ndarray] = {}
     for name, dtype in RAGGED.items():
         values = [getattr(sample, name) for sample in samples]
@@ -103,10 +104,11 @@ def encode(
     }
     try:
         text = json.dumps(document, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
+        found = next(filter(None, map(unwritable, samples)), f"it cannot be written as JSON ({error})")
         raise DumpError(
-            f"rollout of step {step} cannot be written as JSON ({error}): "
-            "keep `metadata` to text, numbers, lists and objects"
+            f"rollout of step {step}: {found}: "
+            "keep `metadata` and `train_metadata` to text, finite numbers, lists and objects"
         ) from error
     return data, text.encode()
 

@@ -96,6 +96,7 @@ def new_samples(group_id: int, prompt: Prompt, *, count: int, run_seed: int) -> 
             prompt_text=prompt.text,
             label=prompt.label,
             metadata=copy.deepcopy(prompt.metadata),
+            multimodal_inputs=copy.deepcopy(prompt.multimodal_inputs),
             seed=(seed + i) % 2**31,
         )
         for i in range(count)

@@ -45,7 +45,9 @@ class Sample:
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
     0.0 where its mask is 0; empty without one. teacher_topk_ids ("i"), teacher_topk_logprobs ("f"): of its K most
     probable tokens in the place of each, token after token; -1 and -inf: none. baseline_reward: of a greedy response to
-    its prompt, where advantages are relative to that.
+    its prompt, where advantages are relative to that. train_metadata: what hooks, generate functions, environments,
+    agents and async rewards hand on to training, JSON by name; its numbers are TrainBatch.metadata. multimodal_inputs:
+    "image", "video" or "audio" -> what the row has of them, paths, URLs or base64 text, not decoded; empty without.
     """
 
     group_id: int
@@ -75,6 +77,8 @@ class Sample:
     teacher_topk_ids: array[int] = field(default_factory=lambda: array("i"))
     teacher_topk_logprobs: array[float] = field(default_factory=lambda: array("f"))
     baseline_reward: float | None = None
+    train_metadata: dict[str, Any] = field(default_factory=dict)
+    multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -112,6 +116,7 @@ class Sample:
         self.sampling_mask_ids, self.sampling_mask_counts = array("i"), array("i")
         self.teacher_logprobs, self.baseline_reward = [], None
         self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
+        self.train_metadata = {}
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""

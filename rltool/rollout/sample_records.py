@@ -26,7 +26,7 @@ def sample_record(sample: Sample, tokenizer: Tokenizer | None) -> SampleRecord:
         status=str(sample.status), prompt_tokens=len(sample.prompt_ids), tokens=tokens, token_ids=tuple(ids),
         mask=tuple(sample.response_mask), engine_logprobs=tuple(map(_rounded, sample.response_logprobs)),
         label=sample.label, versions=tuple((span.version, span.start, span.end) for span in sample.versions),
-        metadata=sample.metadata,
+        metadata=sample.metadata, train_metadata=sample.train_metadata,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
+from rltool.rollout.json_fields import unwritable
 from rltool.rollout.model_clients import TooSlow
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.reward_worker import describe
@@ -125,7 +126,9 @@ class Scorer:
         for sample in samples:
             # An episode of an agent has one reward, that of what it has come to in the end.
             if sample.status is not SampleStatus.FAILED and sample.episode_reward is None:
-                sample.reward = last[sample.group_id, sample.index].reward
+                scored = last[sample.group_id, sample.index]
+                sample.reward = scored.reward
+                sample.train_metadata = {**scored.train_metadata, **sample.train_metadata}
                 if sample.reward is None:
                     sample.status = SampleStatus.FAILED
         stats.seconds = asyncio.get_running_loop().time() - started
@@ -135,7 +138,8 @@ class Scorer:
         """Score a group, take failed and aborted samples out of the list, apply group reward, hook and filter.
 
         Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or
-        None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch.
+        None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch; UsageError for
+        train_metadata that is no JSON, on which the next checkpoint would fail.
         """
         finished = [sample for sample in samples if sample.status is not SampleStatus.ABORTED]
         self.stats.aborted += len(samples) - len(finished)
@@ -152,6 +156,8 @@ class Scorer:
             return "reward_failed"
         if self._hook is not None:
             await asyncio.to_thread(self._hook, samples)
+        for refused in filter(None, (unwritable(sample, ("train_metadata",)) for sample in samples)):
+            raise UsageError(f"{refused}: keep it to text, finite numbers, lists and objects; a tensor's is .item()")
         if self._filter is None:
             return None
         reason = await asyncio.to_thread(self._filter, samples)

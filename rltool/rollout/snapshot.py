@@ -81,7 +81,8 @@ def _as_it_is(sample: Sample) -> Sample:
         "response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards", "sampling_mask_ids",
         "sampling_mask_counts",
     )  # fmt: skip
-    return replace(sample, **{name: getattr(sample, name)[:] for name in growing})
+    copied: dict[str, Any] = {name: getattr(sample, name)[:] for name in growing}
+    return replace(sample, **copied, train_metadata=dict(sample.train_metadata))
 
 
 def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:

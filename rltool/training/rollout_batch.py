@@ -18,6 +18,7 @@ from rltool.rollout.sample_metrics import all_sample_metrics, speed_metrics
 from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.scoring import ScoreStats
 from rltool.rollout.tokenizer import Tokenizer
+from rltool.training.modalities import check_samples
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class Rollout:
 
 
 async def to_rollout(
-    config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int
-) -> Rollout:
+    config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int,
+    *, trains: bool,
+) -> Rollout:  # fmt: skip
     """Trims where that is configured, and builds the batch in a thread. gpus: of the engines that serve.
-    TrainingStopped where no sample is left."""
+    trains: whether a trainer is to read it. TrainingStopped where no sample is left, or one that it cannot read."""
     groups = [group.samples for group in collected.groups]
     dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
     if config.rollout.batch_size == "trim":
@@ -44,6 +46,8 @@ async def to_rollout(
     samples = [sample for group in groups for sample in group]
     if not samples:
         raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
+    if trains:
+        check_samples(config, samples)
     mask_truncated, weights = config.rollout.mask_truncated, config.part_weights
     batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights)
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)

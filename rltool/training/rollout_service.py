@@ -134,7 +134,7 @@ class RolloutService:
         return summary
 
     def _load(self) -> str:
-        inputs = load_inputs(self._config, self._models)
+        inputs = load_inputs(self._config, self._models, trains=self._syncing is not None)
         self.tokenizer = inputs.tokenizer
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
@@ -369,11 +369,12 @@ class RolloutService:
                     task.cancel()
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
-        serving = self.fleet.serving()
-        infos = self._policy.infos
+        serving, infos, stats = self.fleet.serving(), self._policy.infos, self._scorer.take_stats()
         gpus = sum(infos[url].world_size for url in serving if url in infos)
         rollout, rates = await asyncio.gather(
-            to_rollout(self._config, collected, self._scorer.take_stats(), step, self.tokenizer, gpus),
+            to_rollout(
+                self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None
+            ),
             self._rates.since_last(serving),
         )
         if self._own_metrics is not None:

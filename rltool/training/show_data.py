@@ -36,4 +36,7 @@ def _describe(prompt: Prompt) -> Iterator[str]:
     yield f"row {prompt.index}, {len(prompt.prompt_ids)} tokens, label {prompt.label!r}"
     if prompt.metadata:
         yield f"  metadata {json.dumps(prompt.metadata, ensure_ascii=False)[:200]}"
+    if prompt.multimodal_inputs:
+        counts = ", ".join(f"{len(values)} x {kind}" for kind, values in prompt.multimodal_inputs.items())
+        yield f"  multimodal inputs {counts}: kept in the sample, not read by the policy"
     yield from (f"  | {line}" for line in prompt.text.splitlines())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,7 @@ from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.training.modalities import check_samples, training_refusal
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class RecordedRollouts(Stateless):
         dump = read_dump(self.directory, step if self._chosen is None else self._chosen[step])
         samples = subsample(dump.samples, self._share, seed=self._config.seed)
         config = self._config
+        check_samples(config, samples)
         batch = samples_to_batch(
             samples, mask_truncated=config.rollout.mask_truncated, part_weights=config.part_weights
         )
@@ -169,8 +171,9 @@ class SupervisedData:
             trust_remote_code=config.model.trust_remote_code,
         )
         loaded = load_prompts(
-            config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens
-        )
+            config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens,
+            refusal=partial(training_refusal, config),
+        )  # fmt: skip
         self.rows: SupervisedSet = supervised_set(
             loaded.prompts, tokenizer, max_response_tokens=config.sampling.max_response_tokens
         )

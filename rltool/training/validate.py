@@ -6,6 +6,7 @@ Every message names the setting (and its flag) and the fix.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rltool.agents.pool import check_agent
@@ -33,6 +34,7 @@ from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.asked_models import check_reward_models, check_tasks
+from rltool.training.modalities import training_refusal
 from rltool.training.validate_algorithm import check_algorithm
 from rltool.training.validate_engines import check_mode
 from rltool.training.validate_evaluation import check_evaluation
@@ -283,6 +285,7 @@ def check_inputs(config: TrainConfig) -> str:
     The process that generates does the same again; what it finds later than this is a file that changed.
     """
     data, limit = config.data, config.sampling.max_prompt_tokens
+    refusal = partial(training_refusal, config)
     tokenizer = load_tokenizer(
         config.model.path,
         stop_token_ids=config.sampling.stop_token_ids,
@@ -295,9 +298,11 @@ def check_inputs(config: TrainConfig) -> str:
     if data.source is not None:
         load_own_source(data, tokenizer, seed=config.seed, max_prompt_tokens=limit)
     else:
-        train = load_prompts(data.train, tokenizer, data, max_prompt_tokens=limit)
+        train = load_prompts(data.train, tokenizer, data, max_prompt_tokens=limit, refusal=refusal)
     held_out = {
-        name: load_prompts([spec], tokenizer, data, max_prompt_tokens=limit, limit=config.eval.max_prompts)
+        name: load_prompts(
+            [spec], tokenizer, data, max_prompt_tokens=limit, limit=config.eval.max_prompts, refusal=refusal
+        )
         for name, spec in config.eval.sets.items()
     }
     if config.algorithm.loss == "policy" or config.eval.sets:

@@ -65,3 +65,25 @@ async def greedily(group: list[Sample], context: GenerateContext) -> None:
 
 def no_metrics(samples: list[Sample]) -> dict[str, float]:
     return {"share": 1 / 0}
+
+
+async def tells_its_length(group: list[Sample], context: GenerateContext) -> None:
+    await generate_group(group, context)
+    for sample in group:
+        sample.train_metadata["length"] = len(sample.response_ids)
+
+
+def tells_the_mean_reward(group: list[Sample]) -> None:
+    for sample in group:
+        sample.train_metadata["mean"] = sum(one.reward or 0.0 for one in group) / len(group)
+
+
+async def one_for_each_image(sample: Sample, text: str) -> float:
+    return float(len(sample.multimodal_inputs.get("image", [])))
+
+
+async def draws(group: list[Sample], context: GenerateContext) -> None:
+    """Gives the policy an image that its row has not."""
+    await generate_group(group, context)
+    for sample in group:
+        sample.multimodal_inputs["image"] = ["drawn.png"]

@@ -778,6 +778,77 @@ def test_a_generate_function_of_ones_own_fills_the_batch(serve, settings, spelle
     asyncio.run(run())
 
 
+def test_what_a_generate_function_and_a_hook_tell_training_is_in_the_batch(serve, settings, spellers):
+    async def run():
+        functions = {
+            "generate_function": f"{FUNCTIONS}:tells_its_length", "group_hook": f"{FUNCTIONS}:tells_the_mean_reward",
+        }  # fmt: skip
+        async with serve(settings(rollout={**functions, "dump": True}), spellers) as service:
+            [rollout] = await train(service, 1)
+            batch, rewards = rollout.batch, rollout.batch.rewards
+            assert set(batch.metadata) == {"length", "mean"}
+            assert torch.equal(batch.metadata["length"], rewards)  # long_is_good
+            assert torch.equal(batch.metadata["mean"], rewards.view(4, 4).mean(1).repeat_interleave(4))
+            assert [s.train_metadata["length"] for s in rollout.samples] == batch.metadata["length"].tolist()
+
+    asyncio.run(run())
+
+
+@pytest.fixture
+def rows_with_images(tmp_path):
+    path = tmp_path / "images.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{w}=", "images": [f"{w}.png", w]}) + "\n" for w in WORDS))
+    return path
+
+
+def test_rows_with_images_are_sampled_without_a_trainer_by_a_function_and_reach_its_reward(
+    serve, settings, spellers, rows_with_images
+):
+    async def run():
+        config = settings(
+            data={"train": [rows_with_images]}, eval={"sets": {}},
+            rollout={"generate_function": f"{FUNCTIONS}:tells_its_length", "dump": True},
+            reward={"function": f"{FUNCTIONS}:one_for_each_image"},
+        )  # fmt: skip
+        async with serve(config, spellers, lineage=None) as service:
+            rollout = await service.next_batch(0)
+        assert rollout.metrics["rollout/reward_mean"] == 2.0
+        for sample in rollout.samples:
+            word = sample.prompt_text.removesuffix("=")
+            assert sample.multimodal_inputs == {"image": [f"{word}.png", word]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("lineage", "rollout", "said"),
+    [
+        (None, {}, "the built-in generation takes text alone"),
+        (Lineage(RUN, 0), {"generate_function": f"{FUNCTIONS}:tells_its_length"}, "the trainer's Qwen2ForCausalLM"),
+    ],
+)
+def test_rows_with_images_are_refused_by_who_cannot_read_them(
+    serve, settings, spellers, rows_with_images, lineage, rollout, said
+):
+    async def run():
+        config = settings(data={"train": [rows_with_images]}, eval={"sets": {}}, rollout=rollout)
+        async with serve(config, spellers, lineage=lineage):
+            pass
+
+    with pytest.raises(UsageError, match=f"images.jsonl, line 1: has images, and {said}"):
+        asyncio.run(run())
+    assert not any(map(generated, spellers))
+
+
+def test_an_image_that_a_generate_function_gave_the_policy_stops_training(serve, settings, spellers):
+    async def run():
+        async with serve(settings(rollout={"generate_function": f"{FUNCTIONS}:draws"}), spellers) as service:
+            await train(service, 1)
+
+    with pytest.raises(TrainingStopped, match=r"sample 0/0 \(row \d\) has images, and the trainer's"):
+        asyncio.run(run())
+
+
 def test_a_generate_function_has_a_deadline(serve, settings, spellers):
     async def run():
         config = settings(rollout={"generate_function": f"{FUNCTIONS}:hangs"}, deadlines={"group": 0.3})

@@ -49,7 +49,7 @@ def test_smolagents_runs_unmodified_and_every_sampled_token_is_recorded_once(wor
             reward, record = episode(gateway)
         asked = engine.asked()
     assert reward == 1.0
-    samples = samples_of(record, Sample(0, 0, 0, [1]), reward=reward, max_tokens=4096)
+    samples = samples_of(record, Sample(0, 0, 0, [1]), result=reward, max_tokens=4096)
     sampled = [[t for t, m in zip(s.response_ids, s.response_mask, strict=True) if m] for s in samples]
     assert [words.text(ids) for ids in sampled] == [FIRST + "<|im_end|>", SECOND + "<|im_end|>"]
     # It writes "Calling tools: ..." behind what the model has said: another history, so a branch, which says so.

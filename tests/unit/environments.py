@@ -52,6 +52,15 @@ class Counting:
         await self._maybe_fail("close")
 
 
+class Telling(Counting):
+    """Tells training how many replies there were."""
+
+    async def step(self, reply: Message) -> Step:
+        step = await super().step(reply)
+        self.task.train_metadata["replies"] = len(self.said)
+        return step
+
+
 class Paying(Counting):
     """Each step earns the number of the reply, the end a tenth."""
 

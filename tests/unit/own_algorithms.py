@@ -64,3 +64,22 @@ def over_the_micro_batch(logprobs, tokens, algorithm):
 
 def no_pull(logprobs, tokens, algorithm):
     return 0.0 * torch.relu(logprobs)
+
+
+def weighted_by_trust(batch, algorithm):
+    """Reads train_metadata["trust"]."""
+    return (batch.rewards - batch.rewards.mean()) * batch.metadata["trust"]
+
+
+def reinforce_by_trust(logprobs, tokens, algorithm):
+    """Reads train_metadata["trust"]."""
+    return -tokens.metadata["trust"] * tokens.advantages * logprobs
+
+
+def changes_metadata(batch, algorithm):
+    batch.metadata["trust"].mul_(0.5)
+    return batch.rewards - batch.rewards.mean()
+
+
+def over_everybodys_trust(logprobs, tokens, algorithm):
+    return -(tokens.metadata["trust"] - tokens.metadata["trust"].mean()) * logprobs

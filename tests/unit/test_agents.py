@@ -45,7 +45,7 @@ def pending(index: int = 0, group: int = 4) -> Sample:
 
 
 def test_a_trajectory_is_a_sample_from_its_first_sampled_token_on():
-    [sample] = samples_of({"trajectories": [trajectory("0011011")]}, pending(), reward=0.5, max_tokens=7)
+    [sample] = samples_of({"trajectories": [trajectory("0011011")]}, pending(), result=0.5, max_tokens=7)
     assert (sample.prompt_ids, sample.response_ids) == ([10, 11], [12, 13, 14, 15, 16])
     assert sample.response_mask == [1, 1, 0, 1, 1] and sample.response_logprobs == [-0.25, -0.25, 0, -0.25, -0.25]
     assert sample.versions == [VersionSpan("run:0:1", i, i + 1) for i in (0, 1, 3, 4)]
@@ -55,14 +55,14 @@ def test_a_trajectory_is_a_sample_from_its_first_sampled_token_on():
 
 def test_every_trajectory_is_one_and_what_was_not_sampled_is_none():
     record = {"trajectories": [trajectory("01"), trajectory("00"), trajectory("001", finish="length")]}
-    first, second = samples_of(record, pending(), reward=None, max_tokens=9)
+    first, second = samples_of(record, pending(), result=None, max_tokens=9)
     assert (first.trajectory, second.trajectory) == (0, 1)
     assert second.status is SampleStatus.TRUNCATED and second.prompt_ids == [10, 11]
-    assert samples_of({"trajectories": []}, pending(), reward=1.0, max_tokens=9) == []
+    assert samples_of({"trajectories": []}, pending(), result=1.0, max_tokens=9) == []
 
 
 def test_a_trajectory_that_the_trainer_cannot_take_fails():
-    [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(), reward=1.0, max_tokens=3)
+    [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(), result=1.0, max_tokens=3)
     assert sample.status is SampleStatus.FAILED and "4 tokens is longer" in sample.failure
 
 
@@ -199,7 +199,7 @@ def scored(*samples: tuple[int, int, float | None]) -> list[Sample]:
     """(index, trajectory, episode's reward) of one group."""
     made = []
     for index, number, reward in samples:
-        [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(index), reward=reward, max_tokens=9)
+        [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(index), result=reward, max_tokens=9)
         sample.trajectory, sample.reward = number, reward
         made.append(sample)
     return made

@@ -10,19 +10,24 @@ import shlex
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.chat.conversation import Message
 from rltool.cli import VERBS, load_command
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.gateway import GatewayConfig
 from rltool.config.rollout import DeadlinesConfig
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.types import VersionSpan
 from rltool.environments.protocol import Task
-from rltool.rollout.contracts import check_generate_function, check_reward_function
+from rltool.rollout.batching import samples_to_batch
+from rltool.rollout.contracts import check_generate_function, check_reward_function, example_group
+from rltool.rollout.sample import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
@@ -277,6 +282,20 @@ def test_the_examples_keep_their_contracts(name, check, monkeypatch, tmp_path):
     (tmp_path / f"{module}.py").write_text(python_example(f"def {name}("))
     monkeypatch.syspath_prepend(str(tmp_path))
     check(f"{module}:{name}")
+
+
+def test_the_hook_of_the_docs_tells_the_advantage_of_the_docs():
+    names: dict[str, Any] = {"Sample": Sample}
+    exec(python_example("def more_of_what_is_hard("), names)
+    groups = [example_group(4), example_group(2)]
+    for number, group in enumerate(groups):
+        names["difficulty"](group)
+        for sample in group:
+            sample.group_id, sample.versions = number, [VersionSpan("v", 0, len(sample.response_ids))]
+    batch = samples_to_batch([sample for group in groups for sample in group])
+    assert batch.metadata["difficulty"].tolist() == [0.25] * 4 + [0.5] * 2
+    advantages = names["more_of_what_is_hard"](batch, AlgorithmConfig())
+    assert advantages.tolist() == pytest.approx([-0.125, -1 / 24, 1 / 24, 0.125, -0.25, 0.25])
 
 
 def texts_that_people_read() -> str:

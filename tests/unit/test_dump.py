@@ -111,7 +111,7 @@ def test_a_step_is_replaced_by_a_new_dump(tmp_path):
 
 def test_metadata_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     sample = Sample(0, 0, 0, [1], metadata={"k": {1, 2}})
-    with pytest.raises(DumpError, match="keep `metadata` to text"):
+    with pytest.raises(DumpError, match="keep `metadata` and `train_metadata` to text"):
         write_dump(tmp_path / "new", step=1, seed=0, samples=[sample])
     assert not (tmp_path / "new").exists()
 

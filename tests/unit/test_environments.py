@@ -24,7 +24,7 @@ from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 from tests.gateway_models import Words, gateway_tokenizer
-from tests.unit.environments import Counting, Odd, Paying, add
+from tests.unit.environments import Counting, Odd, Paying, Telling, add
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 PLACE = "tests.unit.environments"
@@ -128,6 +128,17 @@ def test_reasoning_that_the_template_drops_stays_in_the_tokens(play, words):
     assert first == "<think>\nhm\n</think>\n\nyes<|im_end|>" and second == "no<|im_end|>"
     assert between == "\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert Counting.made[0].said[0].reasoning == "hm"
+
+
+def test_what_an_environment_tells_training_is_its_samples_and_not_an_earlier_attempts(play, words, renderer):
+    sample, _ = play(lambda: Telling(2), *["hello"] * 3)
+    assert sample.train_metadata == {"replies": 3}
+    sample.status, sample.train_metadata["stale"] = SampleStatus.ABORTED, 1
+    plane = Plane(words, "hello", "hello")
+    limits = EpisodeLimits(turns=8, turn_tokens=None, prompt_tokens=400, call_seconds=5.0)
+    context = GenerateContext(plane.generate, SamplingParams(max_tokens=400), words.size, prompt=None)
+    asyncio.run(fill_group([sample], context, Episodes(lambda: Telling(1), renderer, limits)))
+    assert sample.train_metadata == {"replies": 2}
 
 
 def test_what_a_step_earns_belongs_to_the_tokens_of_its_reply(play):

@@ -258,11 +258,11 @@ def test_an_agent_s_list_of_rewards_belongs_to_its_turns():
     """Two turns of the first trajectory follow each other without a token between them."""
     session = record((0, 3), (1, 2), (0, 5), (0, 7), masks=("0111101", "01"))
     pending = Sample(4, 0, 2, [1, 2])
-    first, second = samples_of(session, pending, reward=[1.0, 2.0, 3.0, 4.0], max_tokens=9)
+    first, second = samples_of(session, pending, result=[1.0, 2.0, 3.0, 4.0], max_tokens=9)
     assert first.turn_rewards == [TurnReward(0, 0, 2, 1.0), TurnReward(2, 2, 4, 3.0), TurnReward(3, 5, 6, 4.0)]
     assert second.turn_rewards == [TurnReward(1, 0, 1, 2.0)] and first.episode_reward == second.episode_reward == 0.0
     with pytest.raises(AgentFailed, match="returned 2 rewards, one for each turn, but its session has 4 turns"):
-        samples_of(session, pending, reward=[1.0, 2.0], max_tokens=9)
+        samples_of(session, pending, result=[1.0, 2.0], max_tokens=9)
 
 
 def test_what_an_agent_may_return():

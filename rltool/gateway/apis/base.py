@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rltool.chat.conversation import Conversation, RawPrompt, Reply
+from rltool.engines.types import TEXT_ALONE
 from rltool.gateway.errors import BadRequest, RequestError
 
 
@@ -115,7 +116,7 @@ def model_name(body: Mapping[str, Any]) -> str:
 
 def no_media(kind: str, field: str) -> BadRequest:
     return BadRequest(
-        f"{field}: {kind!r} is not served: the gateway takes text alone (no images, audio or files)",
+        f"{field}: {kind!r} is not served: the gateway {TEXT_ALONE}",
         field=field,
         code="unsupported_content",
     )

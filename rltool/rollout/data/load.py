@@ -15,7 +15,7 @@ from rltool.rollout.data.gym import gym_rows
 from rltool.rollout.data.hub import hub_rows, saved_rows
 from rltool.rollout.data.layouts import recognise
 from rltool.rollout.data.prompt import Prompt, PromptStore
-from rltool.rollout.data.rows import RowParser
+from rltool.rollout.data.rows import Refusal, RowParser, takes_all
 from rltool.rollout.data.spec import DataSpec, parse_spec
 from rltool.rollout.tokenizer import Tokenizer
 
@@ -33,12 +33,12 @@ class PromptSet:
 
 def load_prompts(
     sets: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, *, max_prompt_tokens: int,
-    limit: int | None = None,
+    limit: int | None = None, refusal: Refusal = takes_all,
 ) -> PromptSet:  # fmt: skip
     """Read and tokenise the rows of all sets, in order; stop after `limit` kept prompts.
 
-    Prompts go to a PromptStore, so a data set may be larger than memory. Raises UsageError naming file and line for a
-    broken row, and if nothing is left.
+    refusal: of rows with inputs beside text. Prompts go to a PromptStore, so a data set may be larger than memory.
+    Raises UsageError naming file and line for a broken or refused row, and if nothing is left.
     """
     store = PromptStore()
     too_long = index = 0
@@ -51,7 +51,7 @@ def load_prompts(
             if parser is None:
                 layout = recognise(row, config)
                 layouts += [layout] if layout is not None else []
-                parser = RowParser(tokenizer, config, layout)
+                parser = RowParser(tokenizer, config, layout, refusal=refusal)
             prompt = parser.prompt(row, place, index)
             index += 1
             if len(prompt.prompt_ids) > max_prompt_tokens:

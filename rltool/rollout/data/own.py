@@ -10,7 +10,7 @@ from rltool.config.data import DataConfig
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
 from rltool.rollout.data.prompt import Prompt
-from rltool.rollout.data.rows import RowParser
+from rltool.rollout.data.rows import Refusal, RowParser, takes_all
 from rltool.rollout.tokenizer import Tokenizer
 
 SETTING = "data.source"
@@ -97,8 +97,11 @@ class OwnSource:
         self._given, self.num_too_long = state["given"], state["too_long"]
 
 
-def load_own_source(config: DataConfig, tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int) -> OwnSource:
-    """data.source as prompts. UsageError for an import path that leads nowhere, or to something else."""
+def load_own_source(
+    config: DataConfig, tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int, refusal: Refusal = takes_all
+) -> OwnSource:
+    """data.source as prompts. refusal: of rows with inputs beside text. UsageError for an import path that leads
+    nowhere, or to something else."""
     assert config.source is not None
     made = load_callable(config.source, setting=SETTING, takes=("config", "seed"))(config, seed)
     lacking = [name for name in ("next", "state_dict", "load_state_dict") if not callable(getattr(made, name, None))]
@@ -107,4 +110,5 @@ def load_own_source(config: DataConfig, tokenizer: Tokenizer, *, seed: int, max_
             f"{SETTING} = {config.source!r} returned {type(made).__name__}, which has no {' and no '.join(lacking)}; "
             "see docs/extending.md"
         )
-    return OwnSource(made, RowParser(tokenizer, config), max_prompt_tokens=max_prompt_tokens)
+    parser = RowParser(tokenizer, config, refusal=refusal)
+    return OwnSource(made, parser, max_prompt_tokens=max_prompt_tokens)

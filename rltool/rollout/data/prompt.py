@@ -14,7 +14,8 @@ from typing import Any, overload
 @dataclass(frozen=True)
 class Prompt:
     """One row. index: its number among all rows of the data set, from 0;
-    text: what was tokenised, chat template applied; messages: the row's, where it has some."""
+    text: what was tokenised, chat template applied; messages: the row's, where it has some; multimodal_inputs: as in
+    Sample."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -23,16 +24,19 @@ class Prompt:
     response: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, Any], ...] | None = None
+    multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
 
     def to_json(self) -> list[Any]:
         """The inverse of `from_json`: nothing but JSON's own types."""
         messages = None if self.messages is None else list(self.messages)
-        return [self.index, list(self.prompt_ids), self.text, self.label, self.response, self.metadata, messages]
+        values = [self.index, list(self.prompt_ids), self.text, self.label, self.response, self.metadata, messages]
+        return [*values, self.multimodal_inputs] if self.multimodal_inputs else values
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Prompt:
-        index, prompt_ids, *rest, messages = value
-        return cls(index, tuple(prompt_ids), *rest, messages=None if messages is None else tuple(messages))
+        index, prompt_ids, text, label, response, metadata, messages, *inputs = value
+        messages = None if messages is None else tuple(messages)
+        return cls(index, tuple(prompt_ids), text, label, response, metadata, messages, *inputs)
 
 
 class PromptStore(Sequence[Prompt]):

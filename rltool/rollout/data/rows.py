@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rltool.config.data import DataConfig
 from rltool.errors import UsageError
 from rltool.rollout.data.layouts import LAYOUTS
 from rltool.rollout.data.prompt import Prompt
+from rltool.rollout.multimodal import kinds_in, multimodal_inputs, plain_messages
 from rltool.rollout.tokenizer import Tokenizer
 
 PLAIN_KEYS = ("prompt_key", "label_key", "response_key")
 """Settings that a published layout takes the place of."""
+Refusal = Callable[[Collection[str]], str | None]
+"""Kinds of input beside text ("image", "video", "audio") -> why rows with them are not taken, or None."""
+
+
+def takes_all(kinds: Collection[str]) -> None:
+    """The Refusal of whoever only keeps the rows."""
 
 
 class RowParser:
     """Turns rows of one data set into prompts. layout: a name of LAYOUTS, or None for the configured columns."""
 
-    def __init__(self, tokenizer: Tokenizer, config: DataConfig, layout: str | None = None) -> None:
-        self._tokenizer, self._config = tokenizer, config
+    def __init__(
+        self, tokenizer: Tokenizer, config: DataConfig, layout: str | None = None, *, refusal: Refusal = takes_all
+    ) -> None:
+        self._tokenizer, self._config, self._refusal = tokenizer, config, refusal
         self._plain: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         if layout is not None:
             self._plain = LAYOUTS[layout].plain
@@ -29,15 +38,15 @@ class RowParser:
         self._layout = layout
 
     def prompt(self, row: Any, place: str, index: int) -> Prompt:
-        """Raises UsageError, with the place in front, for a row that holds no prompt, or one that cannot be written as
-        JSON."""
+        """Raises UsageError, with the place in front, for a row that holds no prompt, cannot be written as JSON, or has
+        inputs that are refused."""
         config = self._config
         if not isinstance(row, dict):
             raise UsageError(
                 f"{place}: expected an object with {config.prompt_key!r} or 'messages', found {type(row).__name__}"
             )
         fields = row if self._plain is None else self._converted(row, place)
-        source = self._source(fields, place)
+        source, inputs = self._multimodal(row, self._source(fields, place), place)
         text, ids = self._encode(source, _tools(lookup(row, config.tools_key), place), place)
         if not ids:
             raise UsageError(f"{place}: the prompt is empty")
@@ -49,7 +58,22 @@ class RowParser:
             response=_optional_text(fields, config.response_key, place),
             metadata=self._metadata(fields, row, place),
             messages=tuple(source) if isinstance(source, list) else None,
+            multimodal_inputs=inputs,
         )
+
+    def _multimodal(self, row: dict[str, Any], source: Any, place: str) -> tuple[Any, dict[str, list[Any]]]:
+        """(the prompt, its multimodal_inputs). Before the chat template, which would refuse in words of its own."""
+        columns = {kind: lookup(row, key) for kind, key in self._config.multimodal_keys.items()}
+        kinds = kinds_in(source) | {kind for kind, value in columns.items() if value not in (None, [])}
+        if not kinds:
+            return source, {}
+        refused = self._refusal(kinds)
+        if refused is not None:
+            raise UsageError(f"{place}: has {refused}")
+        try:
+            return plain_messages(source) if isinstance(source, list) else source, multimodal_inputs(columns, source)
+        except ValueError as error:
+            raise UsageError(f"{place}: {error}") from error
 
     def _converted(self, row: dict[str, Any], place: str) -> dict[str, Any]:
         assert self._plain is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import json
 import random
 from array import array
 from collections.abc import Sequence
@@ -162,5 +163,7 @@ def _fingerprint(prompts: Sequence[Prompt]) -> tuple[str, array]:
     digest, indices = hashlib.blake2b(digest_size=8), array("Q")
     for prompt in prompts:
         digest.update(repr((prompt.index, prompt.prompt_ids, prompt.label, prompt.response)).encode())
+        if prompt.multimodal_inputs:
+            digest.update(json.dumps(prompt.multimodal_inputs).encode())
         indices.append(prompt.index)
     return digest.hexdigest(), indices

@@ -156,7 +156,7 @@ def test_a_command_line_gives_a_reward_or_leaves_it(gateway, at_root):
     session = gateway.open()
     tasks = [task_of(session, how="has an opinion"), task_of(session), task_of(session, how="has a bad reward")]
     given, left, bad = outcomes(lambda: CommandAgents(COMMAND), *tasks)
-    assert (given, left) == (4.0, None) and "its reward returned text" in bad
+    assert (given, left) == (4.0, None) and "its result: returned text" in bad
 
 
 def test_a_command_line_that_fails_says_why(gateway, at_root):

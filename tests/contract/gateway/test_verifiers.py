@@ -56,7 +56,7 @@ def test_its_tasks_are_rows_and_a_row_is_played_in_its_session(gateway, stand_in
     ]
     session = gateway.open()
     assert asyncio.run(env.run(task_of(session, rows[0]))) == 0.5
-    [sample] = samples_of(gateway.record(session), Sample(0, 0, 0, [1]), reward=0.5, max_tokens=4096)
+    [sample] = samples_of(gateway.record(session), Sample(0, 0, 0, [1]), result=0.5, max_tokens=4096)
     assert stretches(sample, words) == ["fine<|im_end|>"]
     assert not left_behind() and not verifiers_v1.SingleAgentEnv.serving_now
 
@@ -145,6 +145,6 @@ def test_the_real_package_plays_with_its_tools_and_judges(real, gateway: Gateway
         worker.wait()
     assert (right, wrong) == (0.5, 0.0)
     assert isinstance(unjudged, AgentFailed) and "TaskError" in str(unjudged) and "nobody knows" in str(unjudged)
-    [sample] = samples_of(gateway.record(sessions[0]), Sample(0, 0, 0, [1]), reward=right, max_tokens=4096)
+    [sample] = samples_of(gateway.record(sessions[0]), Sample(0, 0, 0, [1]), result=right, max_tokens=4096)
     assert stretches(sample, words) == [f"{CALL}<|im_end|>", "5<|im_end|>"]
     assert "<tool_response>\n5\n" in words.text(sample.response_ids)

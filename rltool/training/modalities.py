@@ -1,0 +1,48 @@
+"""Who in a run takes more than text, and what is refused for the sake of those who do not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from rltool.config.train import TrainConfig
+from rltool.engines.types import TEXT_ALONE
+from rltool.errors import TrainingStopped
+from rltool.models.registry import family_for, read_hf_config
+from rltool.rollout.multimodal import named
+from rltool.rollout.sample import Sample
+
+
+def training_refusal(config: TrainConfig, kinds: Collection[str]) -> str | None:
+    """Why a run that trains does not take rows with these kinds of input; None: it does."""
+    return _trainers(config, kinds) or generation_refusal(config, kinds)
+
+
+def generation_refusal(config: TrainConfig, kinds: Collection[str]) -> str | None:
+    """Why rollouts without a trainer are not sampled from rows with these kinds of input; None: they are."""
+    rollout = config.rollout
+    if not kinds or any((rollout.generate_function, rollout.environment, rollout.agent)):
+        return None
+    return (
+        f"{named(kinds)}, and the built-in generation {TEXT_ALONE}: it sends token ids; give a "
+        "rollout.generate_function that sends them, or leave them out (columns: data.multimodal_keys = {})"
+    )
+
+
+def check_samples(config: TrainConfig, samples: Sequence[Sample]) -> None:
+    """TrainingStopped for a sample with inputs that the trainer cannot read: it would be trained as if the policy had
+    not seen them."""
+    for sample in samples:
+        refused = _trainers(config, sample.multimodal_inputs) if sample.multimodal_inputs else None
+        if refused is not None:
+            raise TrainingStopped(f"sample {sample.group_id}/{sample.index} (row {sample.prompt_index}) has {refused}")
+
+
+def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
+    family = family_for(read_hf_config(config.model.path))
+    if family.modalities.issuperset(kinds):
+        return None
+    return (
+        f"{named(set(kinds) - family.modalities)}, and the trainer's {family.architecture} {TEXT_ALONE}: leave them "
+        "out (columns: data.multimodal_keys = {}), or sample without training, with a rollout.generate_function and "
+        "`rltool debug rollout-only`"
+    )
