@@ -53,5 +53,5 @@ def _sampling_mask(choice: Mapping[str, Any]) -> SamplingMask:
     found = choice.get("sampling_mask")
     if found is None:
         raise EngineError(f"{ARRAYS_PATH} returned no sampling mask: the server has an older rltool, update it")
-    ids, counts = (array("i", arrays.decode(arrays.TOKEN, found[name])) for name in ("ids", "counts"))
+    ids, counts = (array("i", map(int, arrays.decode(arrays.TOKEN, found[name]))) for name in ("ids", "counts"))
     return FoundMask(SamplingMask(ids, counts), found["mass"]).checked()
