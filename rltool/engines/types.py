@@ -17,6 +17,9 @@ EngineRole = Literal["regular", "prefill", "decode", "encoder"]
 SEED_MODULUS = 2**31
 """Seeds of requests and samples lie below it: what both engines take."""
 
+UNROUTED = {"B": 255, "h": 32767}
+"""In the place of experts that no engine chose, by array's type code: the largest value."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -34,9 +37,52 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Of each token `top_k` of `experts` in each of `layers` layers."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def per_token(self) -> int:
+        return self.layers * self.top_k
+
+    @property
+    def code(self) -> Literal["B", "h"]:
+        """array's type code of the smallest integers that hold every expert and UNROUTED."""
+        return "B" if self.experts <= UNROUTED["B"] else "h"
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """choices: of one token after the other, of each layer by layer; per_token: so many of one token."""
+
+    choices: array[int]
+    per_token: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.choices) // self.per_token
+
+    def without_last(self, tokens: int) -> RoutedExperts:
+        """All but those of so many tokens at the end."""
+        return RoutedExperts(self.choices[: len(self.choices) - tokens * self.per_token], self.per_token)
+
+    def padded(self, tokens: int) -> array[int]:
+        """choices of so many tokens, UNROUTED behind its own. ValueError where that is fewer than it has."""
+        missing = tokens * self.per_token - len(self.choices)
+        if missing < 0:
+            raise ValueError(f"experts of {self.tokens} tokens, and the sample has {tokens}")
+        code = self.choices.typecode
+        return self.choices + array(code, [UNROUTED[code]]) * missing
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
-    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told."""
+    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: of the
+    model, where completions are to have their routed_experts."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -44,6 +90,7 @@ class GenerateRequest:
     n: int = 1
     seed: int | None = None
     continues: int = 0
+    routing: Routing | None = None
 
     def again(self) -> GenerateRequest:
         """The same with an id of its own: an engine whose caller has gone may notice that seconds later, and until then
@@ -80,12 +127,15 @@ class Completion:
     token_ids: the response alone, with the stop token if the model emitted one; logprobs: natural logs under the
     sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty if
     the engine does not report them). Raises MissingLogprobs if the two lists differ in length or a value is not finite.
+    routed_experts: of all tokens of prompt and response but the last, where the request has `routing`; None without,
+    and of an aborted response: its continuation brings those of all its tokens.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = ()
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -172,6 +222,8 @@ class EngineInfo:
     role: EngineRole | None = None
     bootstrap_port: int | None = None
     """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
+    routed_experts: bool | None = None
+    """Whether it returns the experts that its router chose; None where it does not tell."""
     task: str | None = None
     """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rltool.engines.types import Completion, VersionSpan
+from rltool.engines.types import Completion, RoutedExperts, VersionSpan
 
 
 class SampleStatus(StrEnum):
@@ -43,7 +43,11 @@ class Sample:
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
     0.0 where its mask is 0; empty without one. teacher_topk_ids ("i"), teacher_topk_logprobs ("f"): of its K most
     probable tokens in the place of each, token after token; -1 and -inf: none. baseline_reward: of a greedy response to
-    its prompt, where advantages are relative to that.
+    its prompt, where advantages are relative to that. routed_experts ("B" or "h"): experts that the engine's router chose
+    for each token of prompt and response, in each layer, token after token (engines.types.RoutedExperts); UNROUTED where it
+    chose none: the last token and what an environment appended last were never forwarded. Those of the newest request,
+    which computed all tokens before its own, after a weight sync with newer weights: one forward pass, by the weights
+    that are closest to those that are trained. Empty: not asked for.
     """
 
     group_id: int
@@ -71,6 +75,7 @@ class Sample:
     teacher_topk_ids: array[int] = field(default_factory=lambda: array("i"))
     teacher_topk_logprobs: array[float] = field(default_factory=lambda: array("f"))
     baseline_reward: float | None = None
+    routed_experts: array[int] = field(default_factory=lambda: array("B"))
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -82,10 +87,15 @@ class Sample:
         self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[
             completion.finish_reason
         ]
+        routed = completion.routed_experts
+        self.routed_experts = array("B") if routed is None else routed.padded(self.num_tokens)
         self.validate()
 
     def append_environment_tokens(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not sample (tool output, a next user turn): no loss, no log-probability."""
+        if self.routed_experts:
+            routed = RoutedExperts(self.routed_experts, len(self.routed_experts) // self.num_tokens)
+            self.routed_experts = routed.padded(self.num_tokens + len(token_ids))
         self.response_ids.extend(token_ids)
         self.response_mask.extend([0] * len(token_ids))
         self.response_logprobs.extend([0.0] * len(token_ids))
@@ -97,10 +107,16 @@ class Sample:
         self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
         self.teacher_logprobs, self.baseline_reward = [], None
         self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
+        self.routed_experts = array("B")
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
         self.status, self.failure = SampleStatus.FAILED, reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def turns(self) -> int:
@@ -131,6 +147,11 @@ class Sample:
             raise ValueError(
                 f"sample {self.group_id}/{self.index}: {n} tokens, {places} most probable tokens of the teacher, "
                 f"{len(self.teacher_topk_logprobs)} log-probabilities of these"
+            )
+        if len(self.routed_experts) % max(self.num_tokens, 1):
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {self.num_tokens} tokens of prompt and response, "
+                f"{len(self.routed_experts)} experts of these"
             )
         last = 0
         for span in self.versions:

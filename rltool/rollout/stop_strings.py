@@ -41,4 +41,7 @@ def cut_at_stop(completion: Completion, request: GenerateRequest, decode: Decode
     versions = tuple(
         VersionSpan(span.version, span.start, min(span.end, end)) for span in completion.versions if span.start < end
     )
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", versions)
+    experts = completion.routed_experts
+    if experts is not None:
+        experts = experts.without_last(size - end)
+    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", versions, experts)

@@ -1,5 +1,6 @@
 """vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
-stop_reason, weight_versions}], usage}, where token_ids and logprobs are rltool.engines.arrays.
+stop_reason, weight_versions}], usage}, where token_ids and logprobs are rltool.engines.arrays; routed_experts is there,
+as on vLLM's own route, where the server returns them.
 
 vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
 Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.
@@ -16,6 +17,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.logprobs import FlatLogprobs
 
 from rltool.engines import arrays
+from rltool.engines.routed_experts import to_npy
 
 MARK = "rltool.arrays"
 """Key in the ASGI scope of a request that wants arrays."""
@@ -81,7 +83,7 @@ def array_choice(output: Any) -> dict[str, Any]:
         span if isinstance(span, dict) else {"version": span.version, "start": span.start, "end": span.end}
         for span in output.weight_versions or ()
     ]
-    return {
+    choice = {
         "index": output.index,
         "token_ids": arrays.encode(arrays.TOKEN, output.token_ids),
         "logprobs": None
@@ -91,6 +93,8 @@ def array_choice(output: Any) -> dict[str, Any]:
         "stop_reason": output.stop_reason,
         "weight_versions": spans,
     }
+    routed = getattr(output, "routed_experts", None)
+    return choice if routed is None else choice | {"routed_experts": to_npy(routed)}
 
 
 def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
