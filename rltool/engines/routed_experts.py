@@ -35,7 +35,7 @@ def from_npy(text: Any, routing: Routing, *, tokens: int) -> RoutedExperts:
     except (ValueError, EOFError, OSError) as error:
         raise EngineError(f"routed_experts is no .npy file: {error}") from error
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
-        raise EngineError(f"routed_experts is {getattr(found, 'dtype', type(found).__name__)}, and no array of integers")
+        raise EngineError(f"routed_experts is no array of integers: {getattr(found, 'dtype', type(found).__name__)}")
     shape = (tokens, routing.layers, routing.top_k)
     if found.shape != shape:
         raise EngineError(f"routed_experts has shape {found.shape}; {_expected(routing, tokens)} make {shape}")
@@ -79,5 +79,8 @@ def _checked(found: np.ndarray, routing: Routing) -> RoutedExperts:
         raise EngineError(
             f"routed_experts names experts {found.min()} to {found.max()}, and the model has {routing.experts} a layer"
         )
+    of_each = np.sort(found.reshape(-1, routing.top_k), axis=1)
+    if (of_each[:, 1:] == of_each[:, :-1]).any():
+        raise EngineError("routed_experts names an expert twice for one token and layer")
     code = routing.code
     return RoutedExperts(array(code, np.ascontiguousarray(found, DTYPES[code]).tobytes()), routing.per_token)

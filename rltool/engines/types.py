@@ -81,8 +81,8 @@ class RoutedExperts:
 @dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
-    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: of the
-    model, where completions are to have their routed_experts."""
+    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: the
+    model's, where completions are to have routed_experts."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams

@@ -193,4 +193,6 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
 
 
 def _as_in_a_sample(name: str, piece: np.ndarray) -> Any:
-    return array(piece.dtype.char if len(piece) else COMPACT[name], piece.tobytes()) if name in COMPACT else piece.tolist()
+    if name not in COMPACT:
+        return piece.tolist()
+    return array(piece.dtype.char if len(piece) else COMPACT[name], piece.tobytes())

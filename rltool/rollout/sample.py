@@ -43,11 +43,11 @@ class Sample:
     numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
     0.0 where its mask is 0; empty without one. teacher_topk_ids ("i"), teacher_topk_logprobs ("f"): of its K most
     probable tokens in the place of each, token after token; -1 and -inf: none. baseline_reward: of a greedy response to
-    its prompt, where advantages are relative to that. routed_experts ("B" or "h"): experts that the engine's router chose
-    for each token of prompt and response, in each layer, token after token (engines.types.RoutedExperts); UNROUTED where it
-    chose none: the last token and what an environment appended last were never forwarded. Those of the newest request,
-    which computed all tokens before its own, after a weight sync with newer weights: one forward pass, by the weights
-    that are closest to those that are trained. Empty: not asked for.
+    its prompt, where advantages are relative to that. routed_experts ("B" or "h"): the experts that the engine's router
+    chose for each token of prompt and response, in each layer, token after token (engines.types.RoutedExperts);
+    UNROUTED for what was never forwarded: the last token, and what an environment appended behind the last reply. Those
+    of the newest request, which has computed everything before its own tokens, after a weight sync with the newer
+    weights: of one forward pass, by the weights that are closest to those in training. Empty: not asked for.
     """
 
     group_id: int
