@@ -246,12 +246,10 @@ def test_routers_get_gradients_through_the_weights_of_replayed_experts(alone):
 def test_the_share_of_agreeing_choices_is_counted(ranks, model, batch):
     path, reference = model
     own = own_experts(reference, batch)
-    others = torch.stack([torch.tensor([e for e in range(NUM_EXPERTS) if e not in row]) for row in own.view(-1, TOP_K).tolist()])
-    mixed = own.clone()
-    mixed[:, :, 0] = others.view(own.shape)[:, :, 0]  # one of two agrees, as long as the states before are the same
-    first_layer = mixed.clone()
-    first_layer[:, 1:] = NONE
-    routed = batch.replace(routed_experts=first_layer.to(torch.uint8).flatten(1))
+    half = torch.full_like(own, NONE)  # the first layer alone: behind it the states are not those of `own`
+    for token, row in enumerate(own[:, 0].tolist()):
+        half[token, 0] = torch.tensor([row[1], next(e for e in range(NUM_EXPERTS) if e not in row)])
+    routed = batch.replace(routed_experts=half.to(torch.uint8).flatten(1))
     _, metrics = ranks.run(case_without, 1, path, routed)[0]
     assert metrics["train/routing_agreement"] == 0.5
 
