@@ -14,25 +14,25 @@ import io
 from array import array
 from typing import Any
 
-import numpy as np
-
 from rltool.engines.types import RoutedExperts, Routing
 from rltool.errors import EngineError
 
 FLAG = "--enable-return-routed-experts"
 """Of vLLM's server and of SGLang's."""
 
-DTYPES: dict[str, Any] = {"B": np.uint8, "h": np.int16}
-"""By array's type code."""
+NUMPY_NAMES = {"B": "uint8", "h": "int16"}
+"""Of array's type codes."""
 
 
 def from_npy(text: Any, routing: Routing, *, tokens: int) -> RoutedExperts:
     """vLLM's: base64 of a .npy file [tokens, layers, top_k] of integers. EngineError for anything else, and where it is
     missing."""
+    import numpy as np  # a part of rltool[train]: the commands alone do without
+
     data = _bytes(text)
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+    except (ValueError, EOFError, OSError, MemoryError) as error:  # the last: of a header that promises too much
         raise EngineError(f"routed_experts is no .npy file: {error}") from error
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
         raise EngineError(f"routed_experts is no array of integers: {getattr(found, 'dtype', type(found).__name__)}")
@@ -44,18 +44,13 @@ def from_npy(text: Any, routing: Routing, *, tokens: int) -> RoutedExperts:
 
 def from_int32(text: Any, routing: Routing, *, tokens: int) -> RoutedExperts:
     """SGLang's: base64 of little-endian int32 [tokens, layers, top_k]. Errors as of `from_npy`."""
+    import numpy as np
+
     data = _bytes(text)
     size = 4 * tokens * routing.per_token
     if len(data) != size:
         raise EngineError(f"routed_experts has {len(data)} bytes; {_expected(routing, tokens)} make {size} of int32")
     return _checked(np.frombuffer(data, "<i4"), routing)
-
-
-def to_npy(found: Any) -> str:
-    """What `from_npy` reads, of an array."""
-    file = io.BytesIO()
-    np.save(file, found, allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode()
 
 
 def _bytes(text: Any) -> bytes:
@@ -74,7 +69,10 @@ def _expected(routing: Routing, tokens: int) -> str:
     return f"{tokens} forwarded tokens x {routing.layers} layers x {routing.top_k} experts"
 
 
-def _checked(found: np.ndarray, routing: Routing) -> RoutedExperts:
+def _checked(found: Any, routing: Routing) -> RoutedExperts:
+    """found: an array of integers, in the order of RoutedExperts."""
+    import numpy as np
+
     if found.size and not 0 <= int(found.min()) <= int(found.max()) < routing.experts:
         raise EngineError(
             f"routed_experts names experts {found.min()} to {found.max()}, and the model has {routing.experts} a layer"
@@ -83,4 +81,4 @@ def _checked(found: np.ndarray, routing: Routing) -> RoutedExperts:
     if (of_each[:, 1:] == of_each[:, :-1]).any():
         raise EngineError("routed_experts names an expert twice for one token and layer")
     code = routing.code
-    return RoutedExperts(array(code, np.ascontiguousarray(found, DTYPES[code]).tobytes()), routing.per_token)
+    return RoutedExperts(array(code, np.ascontiguousarray(found, NUMPY_NAMES[code]).tobytes()), routing.per_token)

@@ -20,7 +20,7 @@ from rltool.engines import arrays
 from rltool.engines.dialects import dialect
 from rltool.engines.launch import order_of_file
 from rltool.engines.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
-from rltool.engines.routed_experts import from_int32, from_npy, to_npy
+from rltool.engines.routed_experts import from_int32, from_npy
 from rltool.engines.types import (
     Completion,
     EngineInfo,
@@ -37,7 +37,7 @@ from rltool.rollout.sample import Sample
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.training.routing_replay import check_has_routing, check_rollout_engines, routing_of
 from rltool.training.validate_algorithm import check_algorithm
-from tests.contract.fakes.experts import chosen
+from tests.contract.fakes.experts import chosen, to_npy
 
 ROUTING = Routing(layers=3, top_k=2, experts=8)
 PROMPT, ANSWER = (5, 6), (7, 8, 9)

@@ -17,7 +17,6 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.logprobs import FlatLogprobs
 
 from rltool.engines import arrays
-from rltool.engines.routed_experts import to_npy
 
 MARK = "rltool.arrays"
 """Key in the ASGI scope of a request that wants arrays."""
@@ -94,7 +93,11 @@ def array_choice(output: Any) -> dict[str, Any]:
         "weight_versions": spans,
     }
     routed = getattr(output, "routed_experts", None)
-    return choice if routed is None else choice | {"routed_experts": to_npy(routed)}
+    if routed is None:
+        return choice
+    from vllm.utils.serial_utils import numpy2base64  # of those versions that return them
+
+    return choice | {"routed_experts": numpy2base64(routed)}
 
 
 def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:

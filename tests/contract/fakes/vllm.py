@@ -28,7 +28,6 @@ from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
-from rltool.engines.routed_experts import to_npy
 from rltool.engines.types import Bucket, Routing, TensorMeta
 from rltool.errors import EngineError
 from tests.contract.fakes import experts, ipc
@@ -349,7 +348,7 @@ class FakeVllm(FakeServer):
             dtype = "uint8" if self.routing.experts <= 256 else "uint16"
             for choice in choices:
                 found = experts.chosen([*ids, *choice["token_ids"]], self.routing)
-                choice["routed_experts"] = to_npy(found.astype(dtype))
+                choice["routed_experts"] = experts.to_npy(found.astype(dtype))
         reply = {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):
