@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.engines.types import GenerateRequest, Routing, SamplingParams
 from rltool.errors import EngineError
+from rltool.rollout.dump import read_dump
 from rltool.rollout.sample import Sample
 from tests.e2e.engines import serving_sglang
+from tests.e2e.job import write_job
 from tests.e2e.megatron_models import EXPERTS
 from tests.e2e.test_routing_replay import LAYERS, NUM_EXPERTS, TOP_K, own_experts
 from tests.e2e.test_sglang_experts import model_in
@@ -74,3 +77,27 @@ def test_a_server_without_the_flag_is_named_with_it(tmp_path):
 
     with serving_sglang(tmp_path / "model", tmp_path) as engine:
         asyncio.run(scenario())
+
+
+def test_a_run_trains_with_the_experts_that_sglang_chose(tmp_path):
+    model_in(tmp_path / "model", "qwen3_moe", 0)
+    with serving_sglang(tmp_path / "model", tmp_path, return_routed_experts=True) as engine:
+        engines = tmp_path / "endpoints.json"
+        Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(engines)
+        job = write_job(tmp_path, tmp_path / "model", f"@{engines}")
+        sets = ["eval.sets={}", "steps=2", "rollout.dump=true", "algorithm.routing_replay=true"]
+        job("train", "replay", sets=sets)
+    steps = job.steps("replay")
+    assert [record["step"] for record in steps] == [0, 1]
+    for record in steps:
+        assert 0 < record["train/logprob_abs_diff_mean"] < 1e-4
+        # In fp32 both routers choose alike, but for ties of rounding.
+        assert 0.99 < record["train/routing_agreement"] <= 1.0
+    for step in (0, 1):
+        for sample in read_dump(job.runs / "replay" / "rollouts", step).samples:
+            assert len(sample.routed_experts) == sample.num_tokens * ROUTING.per_token
+    # A recording is trained on as the rollout was.
+    job("debug train-only", "again", "--rollouts", str(job.runs / "replay" / "rollouts"), sets=sets[:2] + sets[3:])
+    again = job.steps("again")
+    assert again[0]["train/loss"] == pytest.approx(steps[0]["train/loss"], rel=1e-5)
+    assert again[0]["train/routing_agreement"] == steps[0]["train/routing_agreement"]
