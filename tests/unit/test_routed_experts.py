@@ -3,6 +3,7 @@ contradict them."""
 
 import base64
 import io
+import json
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.loader import ConfigError, load_config
-from rltool.config.serve import EngineGroup
+from rltool.config.serve import EngineGroup, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines import arrays
 from rltool.engines.dialects import dialect
@@ -35,9 +36,11 @@ from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample
 from rltool.rollout.stop_strings import cut_at_stop
-from rltool.training.routing_replay import check_has_routing, check_rollout_engines, routing_of
+from rltool.training.routing_replay import check_has_routing, check_rollout_engines, routing_of, wanted_routing
+from rltool.training.validate import check_model
 from rltool.training.validate_algorithm import check_algorithm
 from tests.contract.fakes.experts import chosen, to_npy
+from tests.e2e.megatron_models import hf_config
 
 ROUTING = Routing(layers=3, top_k=2, experts=8)
 PROMPT, ANSWER = (5, 6), (7, 8, 9)
@@ -361,6 +364,25 @@ def test_a_model_without_experts_is_refused_and_one_with_them_gives_the_numbers(
     assert routing_of(mixture) == Routing(48, 8, 128)
 
 
+@pytest.mark.parametrize(("kind", "fits"), [("qwen2", False), ("qwen3_moe", True)])
+def test_the_model_of_a_run_is_looked_at_before_it_starts(tmp_path, kind, fits):
+    hf_config(kind, True).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(
+        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"architectures": [ARCHITECTURES[kind]]})
+    )
+    run = config(f"model.path={tmp_path}")
+    if fits:
+        check_model(run)
+        assert wanted_routing(run) == Routing(4, 2, 4)
+        assert wanted_routing(config(f"model.path={tmp_path}", "algorithm.routing_replay=false")) is None
+        return
+    with pytest.raises(UsageError, match="the model has no experts"):
+        check_model(run)
+
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+
 def test_samples_without_experts_stop_a_run_that_replays():
     batch = samples_to_batch([answered()])
     check_has_routing(config(), batch)
@@ -384,6 +406,11 @@ def test_the_servers_flag_is_set_by_the_group_or_by_the_run(engine):
     assert has_flag(engine=engine, return_routed_experts=True) == [True]
     assert has_flag(engine=engine, model=Model(Path("/m"), return_routed_experts=True)) == [True]
     assert has_flag(engine="sglang", device="cpu", return_routed_experts=True) == [True]
+
+
+def test_the_command_line_of_serve_engines_has_it_for_its_group():
+    assert ServeConfig(model=Path("/m"), return_routed_experts=True).group.return_routed_experts
+    assert not ServeConfig(model=Path("/m")).group.return_routed_experts
 
 
 def test_a_run_that_replays_starts_the_policys_engines_with_the_flag():
