@@ -98,4 +98,3 @@ def _hand_over(replayed: ReplayedRouter, layer: int, tp_rank: int, tp_size: int)
         replayed.experts = held.masked_fill(held == torch.iinfo(experts.dtype).max, -1)
 
     return hook
-

@@ -30,7 +30,6 @@ def check_routing_replay(config: TrainConfig) -> None:
         raise UsageError(f"{SETTING} and {named} contradict each other: {_THROUGH_A_ROUTER}")
 
 
-
 def routing_of(family: Family) -> Routing:
     """What the choices of this model's routers look like."""
     if not family.num_experts:
