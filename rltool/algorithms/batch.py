@@ -12,7 +12,7 @@ from torch import Tensor
 from rltool.algorithms.ragged import sum_per_sample
 
 MATRICES = frozenset({
-    "reward_parts", "part_weights", "teacher_topk_ids", "teacher_topk_logprobs", "sampling_mask",
+    "reward_parts", "part_weights", "teacher_topk_ids", "teacher_topk_logprobs", "sampling_mask", "routed_experts",
 })  # fmt: skip
 """Fields of a TrainBatch with a row of several numbers a sample or a token."""
 PER_SAMPLE = frozenset({
@@ -23,6 +23,8 @@ PER_SAMPLE = frozenset({
 INTEGERS = frozenset({"tokens", "token_versions", "turns", "lengths", "group_ids", "episode_ids"})
 SMALL_INTEGERS = frozenset({"teacher_topk_ids", "sampling_mask"})
 """INTEGERS are int64, these int32: there are K of them a token."""
+SMALLEST = frozenset({"routed_experts"})
+"""uint8, or int16 where that does not hold them."""
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
 
@@ -69,6 +71,8 @@ class TrainBatch:
     teacher_topk_ids: [T, K] int32, the teacher's K most probable tokens at each position, most probable first, and
         teacher_topk_logprobs: [T, K] float32, their log-probabilities; any values where loss_mask is 0. None unless
         the loss has a KL over them
+    routed_experts: [T, layers * experts a token] uint8 or int16, the experts that the engine's router chose for the
+        token, layer by layer; the dtype's largest value where it chose none. None unless they are replayed
     token_rewards: [T] float32, rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not
         sample the token, None without
     old_entropies: [T] float32, entropy of the old policy's distribution at the token, in nats; None unless needed
@@ -104,6 +108,7 @@ class TrainBatch:
     teacher_logprobs: Tensor | None = None
     teacher_topk_ids: Tensor | None = None
     teacher_topk_logprobs: Tensor | None = None
+    routed_experts: Tensor | None = None
     token_rewards: Tensor | None = None
     old_entropies: Tensor | None = None
     is_weights: Tensor | None = None
@@ -125,7 +130,9 @@ class TrainBatch:
                 expected += value.shape[1:2]
             if value.shape != expected or len(expected) != 1 + (item.name in MATRICES):
                 raise ValueError(f"TrainBatch.{item.name} has shape {tuple(value.shape)}, expected {expected}")
-            if item.name in SMALL_INTEGERS:
+            if item.name in SMALLEST:
+                dtype = torch.int16 if value.dtype == torch.int16 else torch.uint8
+            elif item.name in SMALL_INTEGERS:
                 dtype = torch.int32
             else:
                 dtype = torch.int64 if item.name in INTEGERS else torch.float32

@@ -78,6 +78,7 @@ def rollout_only(
     )
     from rltool.training.record import record_rollouts
     from rltool.training.rollout_engines import Engines
+    from rltool.training.routing_replay import check_rollout_engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
     from rltool.training.validate import check_files, check_generation
     from rltool.training.validate_engines import check_mode
@@ -98,6 +99,7 @@ def rollout_only(
         check_directory(out)
     fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
     check_fleet(fleet, settings, trainer_device=None)
+    check_rollout_engines(settings, fleet.infos, router=fleet.endpoints.data_url)
     check_router(fleet, settings)
     beside = running_models(settings)
     check_all_there(settings, beside)

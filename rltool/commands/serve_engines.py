@@ -102,6 +102,9 @@ def serve_engines(
         str | None,
         typer.Option(help="rltool (the plugin's: nccl, ipc, gloo, disk or delta; the default) or nccl (vLLM's own)."),
     ] = None,
+    return_routed_experts: Annotated[
+        bool, typer.Option("--return-routed-experts", help="Replies can carry the experts that the router chose.")
+    ] = False,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     detach: Annotated[
@@ -132,6 +135,7 @@ def serve_engines(
         "seed": ("--seed", seed),
         "trust_remote_code": ("--trust-remote-code", trust_remote_code or None),
         "weight_backend": ("--weight-backend", weight_backend),
+        "return_routed_experts": ("--return-routed-experts", return_routed_experts or None),
         "ready_timeout": ("--ready-timeout", ready_timeout),
         "extra_args": ("--", engine_flags(engine_args or []) or None),
     }

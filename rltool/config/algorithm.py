@@ -122,6 +122,10 @@ class AlgorithmConfig(Config):
     highest covariance of log-probability and advantage. 0: none."""
     kl_cov_coef: float = Field(default=1.0, gt=0)
     """See kl_cov_fraction."""
+    routing_replay: bool = False
+    """Mixtures of experts: the trainer's policy takes the experts that the engine's router chose for each token in each
+    layer (R3), for its old log-probabilities and in training; their weights are its own. Engines are asked directly,
+    and are started with return_routed_experts (docs/algorithms.md)."""
     loss_reduction: Literal["token", "sample", "group", "constant"] = "token"
     """token: mean over all response tokens of the global batch; sample: mean over samples of each sample's token mean;
     group: mean over prompt groups of each group's token mean; constant: sum over tokens / (samples x loss_length) (Dr.

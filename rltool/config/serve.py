@@ -68,6 +68,9 @@ class EngineGroup(Config):
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend = "rltool"
     """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
+    return_routed_experts: bool = False
+    """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay, for which a
+    run sets it by itself). vLLM on GPUs, SGLang."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until an engine serves."""
 
@@ -79,6 +82,11 @@ class EngineGroup(Config):
             raise ValueError("a placeholder starts no process, so its flags would have no effect")
         if self.role == "placeholder" and self.engines_per_gpu > 1:
             raise ValueError("a placeholder keeps whole GPUs: leave engines_per_gpu out")
+        if self.return_routed_experts and self.role != "regular":
+            raise ValueError(
+                f'return_routed_experts with role = "{self.role}": the experts of a prompt and those of its response '
+                "would be chosen at different engines; leave it out"
+            )
         if self.count < self.engines_per_gpu:
             raise ValueError(
                 f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: memory of the GPUs is left to "
@@ -154,6 +162,8 @@ class ServeConfig(Config):
     """Interpreter of the environment that has the engine; None: rltool's own."""
     weight_backend: WeightBackend = "rltool"
     """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
+    return_routed_experts: bool = False
+    """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay)."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from its launch until an engine serves."""
     extra_args: tuple[str, ...] = ()
@@ -174,6 +184,7 @@ class ServeConfig(Config):
             dtype=self.dtype, max_model_len=self.max_model_len, seed=self.seed,
             trust_remote_code=self.trust_remote_code, engine_python=self.engine_python,
             weight_backend=self.weight_backend, ready_timeout=self.ready_timeout,
+            return_routed_experts=self.return_routed_experts,
         )  # fmt: skip
 
 
@@ -203,6 +214,7 @@ class EngineLaunch(Config):
     dp: int = 1
     update_weights: bool = True
     task: Task = "generate"
+    return_routed_experts: bool = False
     ready_timeout: float = 600.0
     model: Path
     host: str

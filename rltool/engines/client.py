@@ -221,6 +221,8 @@ class EngineClient:
             for index, http in enumerate(speaks.generate(request))
         )
         with making_sense_of(f"generation at {endpoint.url}"):
+            if request.routing is not None or request.sampling.return_sampling_mask:  # much of each token
+                return await asyncio.to_thread(speaks.parse_generate, request, replies)
             return speaks.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:

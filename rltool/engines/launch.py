@@ -74,7 +74,11 @@ def order_of_file(config: TrainConfig) -> Order:
     groups = config.engines.groups
     if not any(group.role != "placeholder" for group in groups):
         raise UsageError("no engine to start: the configuration has no [[engines.groups]]; see docs/engines.md")
-    models = {POLICY: Model(config.model.path, start_router=config.engines.start_router)}
+    policy = Model(
+        config.model.path, start_router=config.engines.start_router,
+        return_routed_experts=config.algorithm.routing_replay,
+    )  # fmt: skip
+    models = {POLICY: policy}
     models |= {
         name: Model(model.path, model.update_weights, model.start_router, model.task)
         for name, model in config.models.items()

@@ -56,12 +56,13 @@ class Seat:
 
 @dataclass(frozen=True)
 class Model:
-    """What engines of a model serve."""
+    """What engines of a model serve. return_routed_experts: all of them, whatever their groups say."""
 
     path: Path
     update_weights: bool = True
     start_router: bool = False
     task: Task = "generate"
+    return_routed_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,9 @@ def _processes(
     bootstrap = ports(seats[0].node, listens[0]) if meets else None
     meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
     model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
+    returns_experts = group.return_routed_experts or model.return_routed_experts
+    if returns_experts:
+        _check_returns_experts(group, model, device)
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
@@ -266,13 +270,27 @@ def _processes(
             pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
             model=model.path, host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
-            seed=group.seed + index, task=model.task, trust_remote_code=group.trust_remote_code,
+            seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
+            trust_remote_code=group.trust_remote_code,
             # Absolute, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.
             python=group.engine_python.absolute() if group.engine_python else default_engine_python(),
             key_file=settings.key_file, boot_id=boot_id, weight_backend=group.weight_backend,
             work_dir=settings.state_dir / role_of(index, rank), extra_args=group.flags,
         )  # fmt: skip
+
+
+def _check_returns_experts(group: EngineGroup, model: Model, device: Device) -> None:
+    if group.engine == "vllm" and device == "cpu":
+        raise UsageError(
+            f"group {group.name!r}: vLLM returns routed experts (return_routed_experts, algorithm.routing_replay) on "
+            'GPUs alone, with its Model Runner V2; use engine = "sglang" on the CPU, or leave it out'
+        )
+    if group.role != "regular" or model.task != "generate":
+        raise UsageError(
+            f"group {group.name!r}: routed experts (return_routed_experts, algorithm.routing_replay) are returned by "
+            "regular engines that generate; leave it out, or use no prefill and decode engines"
+        )
 
 
 def _with_encoders(launches: Sequence[EngineLaunch]) -> Iterator[EngineLaunch]:

@@ -11,12 +11,15 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.classification import SglangClassification
 from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
 from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
+from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
+from rltool.engines.routed_experts import from_int32
 from rltool.engines.sglang_group_flags import flags_in_its_group
 from rltool.engines.supported import Feature, has
 from rltool.engines.types import (
@@ -111,6 +114,8 @@ class SglangDialect(SglangInspection, SglangClassification):
             "sampling_params": parameters,
             "return_logprob": True,
         }
+        if request.routing is not None:
+            body["return_routed_experts"] = True
         return HttpRequest("POST", GENERATE_PATH, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
@@ -119,7 +124,7 @@ class SglangDialect(SglangInspection, SglangClassification):
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         if len(replies) != request.n:
             raise EngineError(f"{GENERATE_PATH} gave {len(replies)} replies where {request.n} samples were asked for")
-        return [parse_reply(reply) for reply in replies]
+        return [with_routed_experts(parse_reply(reply), reply, request) for reply in replies]
 
     # -- probing
 
@@ -159,6 +164,7 @@ class SglangDialect(SglangInspection, SglangClassification):
             role=_role(server),
             bootstrap_port=server.get("disaggregation_bootstrap_port") if _role(server) == "prefill" else None,
             task=TASKS[model["is_generation"]] if "is_generation" in model else None,
+            routed_experts=server.get("enable_return_routed_experts"),
         )
 
     def health(self) -> HttpRequest:
@@ -265,6 +271,8 @@ class SglangDialect(SglangInspection, SglangClassification):
         argv += ["--skip-server-warmup"]
         if launch.task == "classify":
             argv += ["--is-embedding"]
+        if launch.return_routed_experts:
+            argv += [ROUTED_EXPERTS_FLAG]
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"
@@ -312,6 +320,15 @@ def parse_reply(reply: Any) -> Completion:
                 f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}"
             )
     return Completion(token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)))
+
+
+def with_routed_experts(completion: Completion, reply: Any, request: GenerateRequest) -> Completion:
+    """With those of its reply, where they were asked for. EngineError where they are missing or wrong."""
+    if request.routing is None or completion.finish_reason == "abort":
+        return completion
+    meta = (reply[0] if isinstance(reply, list) else reply)["meta_info"]
+    tokens = len(request.prompt_ids) + len(completion.token_ids) - 1
+    return replace(completion, routed_experts=from_int32(meta.get("routed_experts"), request.routing, tokens=tokens))
 
 
 def _request_id(request: GenerateRequest, index: int) -> str:

@@ -20,6 +20,8 @@ SEED_MODULUS = 2**31
 
 TEXT_ALONE = "takes text alone (no images, video, audio or files)"
 """For messages: token ids are all that a GenerateRequest has."""
+UNROUTED = {"B": 255, "h": 32767}
+"""In the place of experts that no engine chose, by array's type code: the largest value."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,52 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Of each token `top_k` of `experts` in each of `layers` layers."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def per_token(self) -> int:
+        return self.layers * self.top_k
+
+    @property
+    def code(self) -> Literal["B", "h"]:
+        """array's type code of the smallest integers that hold every expert and UNROUTED."""
+        return "B" if self.experts <= UNROUTED["B"] else "h"
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """choices: of one token after the other, of each layer by layer; per_token: so many of one token."""
+
+    choices: array[int]
+    per_token: int
+
+    @property
+    def tokens(self) -> int:
+        return len(self.choices) // self.per_token
+
+    def without_last(self, tokens: int) -> RoutedExperts:
+        """All but those of so many tokens at the end."""
+        return RoutedExperts(self.choices[: len(self.choices) - tokens * self.per_token], self.per_token)
+
+    def padded(self, tokens: int) -> array[int]:
+        """choices of so many tokens, UNROUTED behind its own. ValueError where that is fewer than it has."""
+        missing = tokens * self.per_token - len(self.choices)
+        if missing < 0:
+            raise ValueError(f"experts of {self.tokens} tokens, and the sample has {tokens}")
+        code = self.choices.typecode
+        return self.choices + array(code, [UNROUTED[code]]) * missing
+
+
+@dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
-    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told."""
+    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: the
+    model's, where completions are to have routed_experts."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -50,6 +95,7 @@ class GenerateRequest:
     n: int = 1
     seed: int | None = None
     continues: int = 0
+    routing: Routing | None = None
 
     def again(self) -> GenerateRequest:
         """The same with an id of its own: an engine whose caller has gone may notice that seconds later, and until then
@@ -85,8 +131,10 @@ class Completion:
 
     token_ids: the response alone, with the stop token if the model emitted one; logprobs: natural logs under the
     sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty if
-    the engine does not report them); sampling_mask: with a place for each token, None where none was asked for. Raises
-    MissingLogprobs if the two lists differ in length or a value is not finite.
+    the engine does not report them); sampling_mask: with a place for each token, None where none was asked for;
+    routed_experts: of all tokens of prompt and response but the last, where the request has `routing`; None without,
+    and of an aborted response: its continuation brings those of all its tokens. Raises MissingLogprobs if the two lists
+    differ in length or a value is not finite.
     """
 
     token_ids: tuple[int, ...]
@@ -94,6 +142,7 @@ class Completion:
     finish_reason: FinishReason
     versions: tuple[VersionSpan, ...] = ()
     sampling_mask: SamplingMask | None = None
+    routed_experts: RoutedExperts | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -180,6 +229,8 @@ class EngineInfo:
     role: EngineRole | None = None
     bootstrap_port: int | None = None
     """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
+    routed_experts: bool | None = None
+    """Whether it returns the experts that its router chose; None where it does not tell."""
     task: str | None = None
     """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
     max_logprobs: int | None = None

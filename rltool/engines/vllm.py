@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
@@ -18,6 +19,8 @@ from rltool.engines.inspection import MAX_LOGPROBS, VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
+from rltool.engines.routed_experts import from_npy
 from rltool.engines.sampling_mask import find_mask, logprobs_of
 from rltool.engines.types import (
     SEED_MODULUS,
@@ -124,10 +127,9 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
             if not isinstance(choices, list) or len(choices) != count:
                 found = len(choices) if isinstance(choices, list) else "no"
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
-            completions.extend(
-                self.parse_choice(choice, request.sampling.return_sampling_mask)
-                for choice in sorted(choices, key=lambda choice: choice["index"])
-            )
+            for choice in sorted(choices, key=lambda choice: choice["index"]):
+                completion = self.parse_choice(choice, request.sampling.return_sampling_mask)
+                completions.append(with_routed_experts(completion, choice, request))
         return completions
 
     def parse_choice(self, choice: Mapping[str, Any], with_mask: bool) -> Completion:
@@ -180,6 +182,7 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
             sleep_levels=(1, 2) if facts.get("sleep_mode") else (),
             max_logprobs=facts.get("max_logprobs"),
             task=facts.get("task"),
+            routed_experts=facts.get("routed_experts"),
         )
 
     def health(self) -> HttpRequest:
@@ -307,7 +310,17 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
+    if launch.return_routed_experts:
+        flags += [ROUTED_EXPERTS_FLAG]
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
+
+
+def with_routed_experts(completion: Completion, choice: Mapping[str, Any], request: GenerateRequest) -> Completion:
+    """With those of its entry of `choices`, where they were asked for. EngineError where they are missing or wrong."""
+    if request.routing is None or completion.finish_reason == "abort":
+        return completion
+    tokens = len(request.prompt_ids) + len(completion.token_ids) - 1
+    return replace(completion, routed_experts=from_npy(choice.get("routed_experts"), request.routing, tokens=tokens))
 
 
 def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completion:
@@ -392,6 +405,7 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
         "vocab_size": hf_config.get("vocab_size"),
         "dtype": str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
         "weight_backend": (config.get("weight_transfer_config") or {}).get("backend"),
+        "routed_experts": (config.get("aux_output_config") or {}).get("enable_return_routed_experts"),
         "sleep_mode": model.get("enable_sleep_mode"),
         "max_logprobs": model.get("max_logprobs"),
         "model_config": hf_config,

@@ -38,9 +38,10 @@ class MicroBatch:
 
 
 def prepare(
-    batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool
+    batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool, layers: int
 ) -> MicroBatch:
-    """rows: [R] int64 on the CPU, none the first token of a sample. All context-parallel ranks pass the same."""
+    """rows: [R] int64 on the CPU, none the first token of a sample. All context-parallel ranks pass the same.
+    layers: of the whole model."""
     packed = pack(
         batch.lengths,
         device,
@@ -48,6 +49,8 @@ def prepare(
         cp_size=at.layout.cp,
         multiple_of=at.layout.tp if sequence_parallel else 1,
     )
+    if batch.routed_experts is not None:
+        packed.routed_experts = to_device(_placed(batch.routed_experts, packed), device).unflatten(1, (layers, -1))
     tokens = to_device(batch.tokens, device)
     sources, wanted, held = rows - 1, rows, None
     if packed.place is not None:
@@ -70,3 +73,13 @@ def prepare(
 
 def _of(values: Tensor | None, wanted: Tensor, device: torch.device) -> Tensor | None:
     return None if values is None else to_device(values[wanted], device)
+
+
+def _placed(routed: Tensor, packed: PackedSequences) -> Tensor:
+    """[tokens of the row, choices] -> [T, choices] of what this rank holds, nothing chosen where that is padding."""
+    if packed.place is None or packed.tokens is None:
+        return routed
+    here = packed.place >= 0
+    held = routed.new_full((len(packed.tokens), routed.size(1)), torch.iinfo(routed.dtype).max)
+    held[packed.place[here]] = routed[here]
+    return held

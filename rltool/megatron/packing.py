@@ -25,6 +25,8 @@ class PackedSequences(PackedSeqParams):
     keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of
         queries sees, block after block; `cu_seqlens_kv` are its boundaries. None without
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
+    routed_experts: [T, layers, experts a token] as in TrainBatch, those that routers are to choose for the token, and
+        none for padding; None: their own
 
     The format says "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every
     layer to rotate them, which costs more than the attention on short samples. `RotaryPositions` rotates by
@@ -39,6 +41,7 @@ class PackedSequences(PackedSeqParams):
     place: Tensor | None = None
     keys: Tensor | None = None
     key_gather: Tensor | None = None
+    routed_experts: Tensor | None = None
 
     def take(self, row: Tensor) -> Tensor:
         """Of a row [tokens of the row] what this rank holds, [T]."""

@@ -89,6 +89,10 @@ class TrainedModel(ABC):
         """What the loss is made of: `outputs` first, then what it needs besides, [R, ...] each."""
         return self.outputs(micro, hidden)
 
+    def as_computed(self, batch: TrainBatch) -> TrainBatch:
+        """What this model computes of a micro-batch: with routers that choose by themselves."""
+        return batch if batch.routed_experts is None else batch.replace(routed_experts=None)
+
     @property
     def coordinates(self) -> Coordinates:
         """Where this rank stands."""
@@ -173,7 +177,11 @@ class TrainedModel(ABC):
 
     def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
         at, device, cut = self.coordinates, self.runtime.device, self.config.sequence_parallel
-        return [prepare(batch, rows_of(batch), at, device, sequence_parallel=cut) for batch in micro_batches]
+        layers = self.family.num_layers
+        return [
+            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, layers=layers)
+            for batch in map(self.as_computed, micro_batches)
+        ]
 
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
         """[H, hidden]: the states that predict those of micro.rows which fall to this rank.

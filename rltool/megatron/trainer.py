@@ -26,6 +26,7 @@ from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
+from rltool.megatron.routing_replay import RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
@@ -77,6 +78,8 @@ class MegatronTrainer(TrainedModel):
         family, dtype = family_for(self.hf_config), getattr(torch, model.dtype)
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}
+        self._replay: RoutingReplay | None = None
+        self._replays = algorithm.routing_replay
         self._waiting: dict[str, Tensor] | None = None
         try:
             super().__init__(
@@ -93,7 +96,14 @@ class MegatronTrainer(TrainedModel):
         compile_on_cuda(self.config.compile)
         model = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(model)
+        if self.algorithm.routing_replay:
+            cut, at = self.config.sequence_parallel, self.coordinates
+            self._replay = RoutingReplay(model, tp_rank=at.tp_rank if cut else 0, tp_size=at.layout.tp if cut else 1)
         return model
+
+    def as_computed(self, batch: TrainBatch) -> TrainBatch:
+        """With the experts that the engines chose, where the policy is to replay them."""
+        return batch if self._replays else super().as_computed(batch)
 
     def weights_changed(self, *, initial: bool = False) -> None:
         """As for every model; initial weights also become the reference, where the loss has one."""
@@ -153,7 +163,11 @@ class MegatronTrainer(TrainedModel):
             raise RuntimeError(f"no {weights} weights: the configuration uses none, or they were not loaded yet")
         with self._policy_put_back():
             self._put_weights(self._frozen[weights])
-            yield
+            self._replays = False  # these would choose other experts than the policy that sampled
+            try:
+                yield
+            finally:
+                self._replays = self.algorithm.routing_replay
 
     @in_megatron
     @torch.no_grad()
@@ -162,7 +176,8 @@ class MegatronTrainer(TrainedModel):
 
         micro_batches: this data-parallel rank's; their number must be the same on every rank. Returns None except on
         the rank of each replica where `coordinates.returns_logprobs`. weights: the policy's; the reference's, which are
-        those that were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded.
+        those that were loaded first; or the teacher's. RuntimeError for frozen weights that were not loaded. With
+        algorithm.routing_replay the policy takes the experts that the micro-batches name, frozen weights their own.
         """
         with self._with_weights(weights):
             return first_of(self._compute(micro_batches, loss.predicted_rows))
@@ -240,8 +255,10 @@ class MegatronTrainer(TrainedModel):
         micro_batches: this data-parallel rank's, equally many on every rank; global_loss_tokens: of all ranks together;
         on_policy: the policy that sampled is the one that is trained now, so its log-probabilities are the old ones.
         Returns the log-probabilities of the loss tokens as `compute_logprobs` does, 0 elsewhere, and metrics, equal on
-        all ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py. Means are
-        over the loss tokens. No weight changes: then comes `optimizer_step` or `discard_gradients`.
+        all ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py; with
+        algorithm.routing_replay train/routing_agreement, the share of the replayed choices that the routers would have
+        made themselves. Means are over the loss tokens. No weight changes: then comes `optimizer_step` or
+        `discard_gradients`.
         """
 
         def loss_of(micro: MicroBatch, logprobs: Tensor, entropy: Tensor, *of_topk: Tensor) -> tuple[Tensor, Any]:
@@ -249,12 +266,19 @@ class MegatronTrainer(TrainedModel):
                 micro.batch, micro.rows, logprobs, entropy, self.algorithm, *of_topk, on_policy=on_policy
             )
 
+        if self._replay is not None:
+            if any(batch.routed_experts is None for batch in micro_batches):
+                raise ValueError("TrainBatch.routed_experts is None, but algorithm.routing_replay needs it")
+            self._replay.start_counting()
         names = loss.metric_names(self.algorithm)
         rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
         tokens = sums.pop("loss_tokens")
         metrics = {"train/loss": sums.pop("loss") / global_loss_tokens, "train/loss_tokens": tokens}
         self._loss = metrics["train/loss"]
         metrics |= {f"train/{name}": value / max(tokens, 1) for name, value in sums.items()}
+        if self._replay is not None:
+            own, choices = self.runtime.sum_over_world(self._replay.agreement())
+            metrics["train/routing_agreement"] = own / max(choices, 1)
         return [values.cpu() for values in rows] if self.coordinates.returns_logprobs else None, metrics
 
     @in_megatron

@@ -75,6 +75,7 @@ def samples_to_batch(
         teacher_logprobs=_teacher_logprobs(samples),
         teacher_topk_ids=topk_ids,
         teacher_topk_logprobs=topk_logprobs,
+        routed_experts=_routed_experts(samples),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         sampling_mask=_sampling_mask(samples),
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
@@ -201,6 +202,20 @@ def _sampling_mask(samples: Sequence[Sample]) -> torch.Tensor | None:
             )
         masks += [torch.full((len(sample.prompt_ids), k), -1, dtype=torch.int32), own]
     return torch.cat(masks)
+
+
+def _routed_experts(samples: Sequence[Sample]) -> torch.Tensor | None:
+    """[T, choices a token]; None where engines were not asked for them."""
+    present = [bool(sample.routed_experts) for sample in samples]
+    if not any(present):
+        return None
+    _all_or_none(samples, "experts that the engine's router chose", present)
+    kinds = {(s.routed_experts.typecode, len(s.routed_experts) // s.num_tokens) for s in samples}
+    if len(kinds) > 1:
+        raise ValueError(f"experts that the engine's router chose: samples differ in type and number {sorted(kinds)}")
+    ((code, per_token),) = kinds
+    dtype = {"B": torch.uint8, "h": torch.int16}[code]
+    return torch.cat([torch.frombuffer(s.routed_experts, dtype=dtype).view(-1, per_token) for s in samples])
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,13 +32,16 @@ FORMAT_VERSION = 1
 RAGGED = {
     "prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64,
     "teacher_logprobs": np.float64, "teacher_topk_ids": np.int32, "teacher_topk_logprobs": np.float32,
-    "sampling_mask_ids": np.int32, "sampling_mask_counts": np.int32,
+    "sampling_mask_ids": np.int32, "sampling_mask_counts": np.int32, "routed_experts": np.uint8,
 }  # fmt: skip
 """Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
 COMPACT = {
     "teacher_topk_ids": "i", "teacher_topk_logprobs": "f", "sampling_mask_ids": "i", "sampling_mask_counts": "i",
+    "routed_experts": "B",
 }  # fmt: skip
-"""Those that a Sample has as an array of this type, others are lists."""
+"""Those that a Sample has as an array of this type, others are lists. numpy's characters of these types are array's."""
+WIDER = {"routed_experts": np.int16}
+"""Of those whose arrays may have a larger type: that one, for all samples of a file where one has it."""
 ADDED = frozenset({"teacher_logprobs", *COMPACT})
 """Those that files of an earlier rltool lack: empty then."""
 
@@ -90,6 +93,8 @@ def encode(
     tensors: dict[str, np.ndarray] = {}
     for name, dtype in RAGGED.items():
         values = [getattr(sample, name) for sample in samples]
+        if name in WIDER and any(value.typecode != COMPACT[name] for value in values if value):
+            dtype = WIDER[name]
         tensors[f"{name}.lengths"] = np.array([len(value) for value in values], dtype=np.int64)
         tensors[name] = np.concatenate([np.zeros(0, dtype), *(np.asarray(value, dtype) for value in values)])
     data = save_tensors(tensors)
@@ -193,4 +198,6 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
 
 
 def _as_in_a_sample(name: str, piece: np.ndarray) -> Any:
-    return array(COMPACT[name], piece.tobytes()) if name in COMPACT else piece.tolist()
+    if name not in COMPACT:
+        return piece.tolist()
+    return array(piece.dtype.char if len(piece) else COMPACT[name], piece.tobytes())

@@ -9,6 +9,8 @@ from rltool.rollout.dump import dumped_steps
 
 UNUSED_SECTIONS = ("trainer", "optimizer", "algorithm", "weights", "checkpoint", "ray", "monitor")
 """Sections of the configuration that mean nothing without a trainer."""
+USED = frozenset({"algorithm.routing_replay"})
+"""But for these: samples bring what the trainer will replay."""
 
 
 def check_settings(origins: dict[str, str]) -> list[str]:
@@ -17,7 +19,11 @@ def check_settings(origins: dict[str, str]) -> list[str]:
     origins: dotted key -> where it was set. UsageError where one was typed for this very command (--set, a flag): then
     it is a misunderstanding; in a file it is most likely the file of a training run.
     """
-    unused = {key: origin for key, origin in origins.items() if key.split(".")[0] in UNUSED_SECTIONS}
+    unused = {
+        key: origin
+        for key, origin in origins.items()
+        if key.split(".")[0] in UNUSED_SECTIONS and key not in USED
+    }
     typed = [f"{key} ({origin})" for key, origin in unused.items() if origin.startswith("--")]
     if typed:
         raise UsageError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rltool.engines.types import Completion, VersionSpan
+from rltool.engines.types import Completion, RoutedExperts, VersionSpan
 
 
 class SampleStatus(StrEnum):
@@ -48,6 +48,11 @@ class Sample:
     its prompt, where advantages are relative to that. train_metadata: what hooks, generate functions, environments,
     agents and async rewards hand on to training, JSON by name; its numbers are TrainBatch.metadata. multimodal_inputs:
     "image", "video" or "audio" -> what the row has of them, paths, URLs or base64 text, not decoded; empty without.
+    routed_experts ("B" or "h"): the experts that the engine's router chose for each token of prompt and response, in
+    each layer, token after token (engines.types.RoutedExperts); UNROUTED for what was never forwarded: the last token,
+    and what an environment appended behind the last reply. Those of the newest request, which has computed everything
+    before its own tokens, after a weight sync with the newer weights: of one forward pass, by the weights that are
+    closest to those in training. Empty: not asked for.
     """
 
     group_id: int
@@ -79,6 +84,7 @@ class Sample:
     baseline_reward: float | None = None
     train_metadata: dict[str, Any] = field(default_factory=dict)
     multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
+    routed_experts: array[int] = field(default_factory=lambda: array("B"))
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -94,10 +100,15 @@ class Sample:
         self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[
             completion.finish_reason
         ]
+        routed = completion.routed_experts
+        self.routed_experts = array("B") if routed is None else routed.padded(self.num_tokens)
         self.validate()
 
     def append_environment_tokens(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not sample (tool output, a next user turn): no loss, no log-probability."""
+        if self.routed_experts:
+            routed = RoutedExperts(self.routed_experts, len(self.routed_experts) // self.num_tokens)
+            self.routed_experts = routed.padded(self.num_tokens + len(token_ids))
         self.response_ids.extend(token_ids)
         self.response_mask.extend([0] * len(token_ids))
         self.response_logprobs.extend([0.0] * len(token_ids))
@@ -117,10 +128,16 @@ class Sample:
         self.teacher_logprobs, self.baseline_reward = [], None
         self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
         self.train_metadata = {}
+        self.routed_experts = array("B")
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
         self.status, self.failure = SampleStatus.FAILED, reason
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and response."""
+        return len(self.prompt_ids) + len(self.response_ids)
 
     @property
     def turns(self) -> int:
@@ -155,6 +172,11 @@ class Sample:
         if len(self.sampling_mask_counts) not in (0, n):
             raise ValueError(
                 f"sample {self.group_id}/{self.index}: {n} tokens, sampling masks for {len(self.sampling_mask_counts)}"
+            )
+        if len(self.routed_experts) % max(self.num_tokens, 1):
+            raise ValueError(
+                f"sample {self.group_id}/{self.index}: {self.num_tokens} tokens of prompt and response, "
+                f"{len(self.routed_experts)} experts of these"
             )
         last = 0
         for span in self.versions:

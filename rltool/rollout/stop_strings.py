@@ -41,5 +41,9 @@ def cut_at_stop(completion: Completion, request: GenerateRequest, decode: Decode
     versions = tuple(
         VersionSpan(span.version, span.start, min(span.end, end)) for span in completion.versions if span.start < end
     )
-    mask = completion.sampling_mask and completion.sampling_mask.first(end)
-    return Completion(completion.token_ids[:end], completion.logprobs[:end], "stop", versions, mask)
+    mask, experts = completion.sampling_mask, completion.routed_experts
+    return Completion(
+        completion.token_ids[:end], completion.logprobs[:end], "stop", versions,
+        sampling_mask=None if mask is None else mask.first(end),
+        routed_experts=None if experts is None else experts.without_last(size - end),
+    )  # fmt: skip

@@ -29,6 +29,7 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.training.disaggregated import check_role
 from rltool.training.preflight import ProbedFleet, check_engines
+from rltool.training.routing_replay import check_rollout_engines
 
 DRAIN_POLL_SECONDS = 0.2
 """How often an engine that leaves is looked at: a look is a number in memory, behind a router one small request."""
@@ -199,6 +200,7 @@ class FleetMembership:
         self._check_role(endpoint)
         alone = ModelEndpoints(engines=(endpoint,), data_url=self._router.url if self._router else None)
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
+        check_rollout_engines(self._config, {url: info}, router=alone.data_url)
         if self._is_member(url):  # meanwhile
             raise EngineConflict(f"{url} is an engine of this run already")
         self._endpoints[url], self._infos[url] = endpoint, info

@@ -27,6 +27,7 @@ from rltool.training.advantages import (
 )
 from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
 from rltool.training.metrics import MetricsWriter, step_line
+from rltool.training.routing_replay import check_has_routing
 from rltool.training.sample_log import SampleLog, Scored
 from rltool.training.sources import BatchSource, SourcedBatch
 from rltool.training.step_metrics import step_speed
@@ -155,6 +156,7 @@ class Loop:
             with timed(metrics, "time/step_seconds"), self.around_step(step):
                 with timed(metrics, "time/wait_seconds"):
                     sourced = self.source.next_batch(step)
+                check_has_routing(config, sourced.batch)
                 metrics.update(sourced.metrics)
                 with timed(metrics, "time/train_seconds"), self._keeping_samples(step, sourced):
                     metrics.update(self.train(sourced.batch))

@@ -36,6 +36,7 @@ from rltool.training.preflight import (
 )
 from rltool.training.profiling import check_recording
 from rltool.training.resources import plan_resources
+from rltool.training.routing_replay import check_rollout_engines
 from rltool.training.side_models import check_all_there, probe_models, running_models
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
 from rltool.training.validate import (
@@ -151,6 +152,7 @@ def prepare(
     )  # fmt: skip
     if generates and not managed:
         fleet = find(resolve_endpoints(config), needed=config.engines.min_serving)
+        check_rollout_engines(config, fleet.infos, router=fleet.endpoints.data_url)
         loaded = with_difference_limit(loaded, fleet)
     evaluation = None
     if generates and config.eval.engines:
@@ -222,6 +224,7 @@ def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> P
     config = prepared.config
     fleet = probe_fleet(started[POLICY], config.deadlines.preflight, given="engines.groups")
     check_fleet(fleet, config, prepared.device)
+    check_rollout_engines(config, fleet.infos, router=fleet.endpoints.data_url)
     beside = {name: entry for name, entry in started.items() if name != POLICY}
     models = {**prepared.models, **probe_models(config, beside)}
     if config.engines.shares_gpus:

@@ -45,6 +45,7 @@ from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_inputs import load_inputs
 from rltool.training.rollout_work import RolloutWork
+from rltool.training.routing_replay import wanted_routing
 from rltool.weights.sync_report import SyncReport
 
 GUARD_SECONDS = 1.0
@@ -107,7 +108,7 @@ class RolloutService:
         self._work = RolloutWork(
             config, self._plane, self._scorer, self.tokenizer, self._generation.function,
             vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
-            evaluation_plane=self._held.plane if self._held else None,
+            evaluation_plane=self._held.plane if self._held else None, routing=wanted_routing(config),
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import chain
 
 from rltool.config.train import TrainConfig
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, Routing, SamplingParams
 from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.eval_set import EvalSet
@@ -46,14 +46,16 @@ class RolloutWork:
     """The collector's GroupWork. function: of rollout.generate_function, environment or
     agent, None for the built-in generation. vocab_size: of the model.
     require_versions: whether a completion must tell its weights' versions. models: beside the policy.
-    evaluation_plane: of the engines that evaluations have to themselves, None: `plane`."""
+    evaluation_plane: of the engines that evaluations have to themselves, None: `plane`. routing: what samples that are
+    trained on bring with them (training.routing_replay); None: nothing."""
 
     def __init__(
         self, config: TrainConfig, plane: DataPlane, scorer: Scorer, tokenizer: Tokenizer,
         function: GenerateFunction | None, *, vocab_size: int, require_versions: bool, models: Models,
-        evaluation_plane: DataPlane | None = None,
+        evaluation_plane: DataPlane | None = None, routing: Routing | None = None,
     ) -> None:  # fmt: skip
         self._config, self._plane, self._scorer, self._function = config, plane, scorer, function
+        self._routing = routing
         sampling = config.sampling
         params = SamplingParams(
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
@@ -72,7 +74,7 @@ class RolloutWork:
             check_trainable(request.sampling, self._context.sampling)
             if self._keeps_masks:
                 request = replace(request, sampling=replace(request.sampling, return_sampling_mask=True))
-            return await self._ask(self._plane, request, group=group.id)
+            return await self._ask(self._plane, replace(request, routing=self._routing), group=group.id)
 
         context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)
         await fill_group(group.samples, context, self._function)

@@ -35,6 +35,7 @@ from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.asked_models import check_reward_models, check_tasks
 from rltool.training.modalities import training_refusal
+from rltool.training.routing_replay import routing_of
 from rltool.training.validate_algorithm import check_algorithm
 from rltool.training.validate_engines import check_mode
 from rltool.training.validate_evaluation import check_evaluation
@@ -184,6 +185,8 @@ def check_model(config: TrainConfig) -> None:
     trainer = config.trainer
     family = family_for(read_hf_config(config.model.path))
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    if config.algorithm.routing_replay:
+        routing_of(family)
     if trainer.expert_products == "grouped":
         check_grouped_products(family, tensor_parallel=trainer.tensor_parallel, dtype=config.model.dtype)
     if config.model.teacher_path is not None:

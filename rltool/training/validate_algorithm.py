@@ -14,6 +14,7 @@ from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
 from rltool.engines.inspection import max_logprobs
 from rltool.errors import UsageError
+from rltool.training.routing_replay import check_routing_replay
 
 
 class Needs(NamedTuple):
@@ -171,6 +172,8 @@ def _check_policy(config: TrainConfig) -> None:
             'algorithm.kl_in = "reward"'
         )
     _check_distillation(config)
+    if algorithm.routing_replay:
+        check_routing_replay(config)
     if algorithm.uses_reward_parts:
         _check_reward_parts(config)
     if algorithm.needs_greedy_baseline:

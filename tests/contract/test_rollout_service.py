@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import FleetPolicy
+from rltool.engines.types import Routing
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineConflict, EngineError, RltoolError, TrainingStopped, UnknownEngine, UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
@@ -39,6 +41,7 @@ from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import Rollout, RolloutService
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify import Compared, ValueCheck
+from tests.contract.fakes.experts import chosen
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.metric_names import undocumented
@@ -220,6 +223,39 @@ def save(state: SourceState, directory: Path) -> dict[str, Any]:
 
 
 # -- a batch
+
+
+def test_a_batch_has_the_experts_that_the_engines_chose_and_evaluations_ask_for_none(
+    serve, settings, fakes, model_dir, tmp_path
+):
+    mixture = shutil.copytree(model_dir, tmp_path / "mixture")
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, head_dim=32, vocab_size=64,
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, max_position_embeddings=64, rope_theta=1e4,
+        rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False,
+    )  # fmt: skip
+    (mixture / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"], **sizes}))
+    config = settings(model={"path": mixture}, algorithm={"routing_replay": True})
+    routing = Routing(3, 2, 8)
+
+    async def run():
+        async with serve(config, fakes) as service:
+            batches = [rollout.batch for rollout in await train(service, 2)]
+            assert fakes[1].bodies["/generate"]["return_routed_experts"] is True
+            await service.evaluate()
+            assert "return_routed_experts" not in fakes[1].bodies["/generate"]
+            return batches
+
+    for engine in fakes:
+        engine.routing = routing
+    for batch in asyncio.run(run()):
+        start = 0
+        assert batch.routed_experts.dtype == torch.uint8
+        for length in batch.lengths.tolist():
+            tokens, found = (values[start : start + length] for values in (batch.tokens, batch.routed_experts))
+            assert found[:-1].tolist() == chosen(tokens.tolist(), routing).reshape(-1, 6).tolist()
+            assert (found[-1] == 255).all()
+            start += length
 
 
 def test_prefill_and_decode_engines_sample_what_regular_ones_do_and_both_are_synced(serve, settings, spellers):

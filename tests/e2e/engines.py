@@ -180,13 +180,16 @@ def sglang_python() -> Path:
     return Path(named)
 
 
-def start_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1) -> RunningEngine:
+def start_sglang(
+    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, return_routed_experts: bool = False
+) -> RunningEngine:
     """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own."""
     key_file = write_key(work_dir, key)
     launch = EngineLaunch(
         index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=tp, device="cpu",
         served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
         key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
+        return_routed_experts=return_routed_experts,
     )  # fmt: skip
     log = work_dir / "sglang.log"
     log.touch(mode=0o600)
@@ -196,9 +199,11 @@ def start_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int
 
 
 @contextmanager
-def serving_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1) -> Iterator[RunningEngine]:
+def serving_sglang(
+    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, return_routed_experts: bool = False
+) -> Iterator[RunningEngine]:
     """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
-    running = start_sglang(model, work_dir, key=key, tp=tp)
+    running = start_sglang(model, work_dir, key=key, tp=tp, return_routed_experts=return_routed_experts)
     tree = []
     try:
         wait_ready(running)

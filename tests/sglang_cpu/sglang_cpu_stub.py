@@ -10,6 +10,8 @@ On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but two of its im
   beforehand.
 - NIXL, where it is installed: SGLang calls its KV cache VRAM wherever it lies, and UCX refuses host memory under that
   name. Here it is called DRAM, which it is.
+- memory of the host that it copies from a GPU to, such as that of routed experts, is page-locked by CUDA. Here it is
+  not.
 
 A .pth file imports this module at the start of every interpreter of the environment, so it imports nothing heavy
 itself.
@@ -82,17 +84,29 @@ def _of_host_memory(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class _NixlLoader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader) -> None:
-        self.inner = inner
+def _nixl_of_host_memory(module: types.ModuleType) -> None:
+    for name in NIXL_METHODS:
+        setattr(module.nixl_agent, name, _of_host_memory(getattr(module.nixl_agent, name)))
+
+
+def _without_page_locks(module: types.ModuleType) -> None:
+    module._cuda_host_register = lambda *_args: None
+
+
+CHANGED = {NIXL: _nixl_of_host_memory, "sglang.srt.mem_cache.pool_host.common": _without_page_locks}
+"""What is done to a module once it is imported."""
+
+
+class _ChangingLoader(importlib.abc.Loader):
+    def __init__(self, inner: importlib.abc.Loader, change: Callable[[types.ModuleType], None]) -> None:
+        self.inner, self.change = inner, change
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
         return self.inner.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         self.inner.exec_module(module)
-        for name in NIXL_METHODS:
-            setattr(module.nixl_agent, name, _of_host_memory(getattr(module.nixl_agent, name)))
+        self.change(module)
 
 
 class AbsentKernel:
@@ -125,10 +139,10 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             _declare_torchvision_operators()
         elif name.split(".")[0] == KERNEL_PACKAGE:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        elif name == NIXL:
+        elif name in CHANGED:
             found = importlib.machinery.PathFinder.find_spec(name, path)
             if found is not None and found.loader is not None:
-                found.loader = _NixlLoader(found.loader)
+                found.loader = _ChangingLoader(found.loader, CHANGED[name])
             return found
         return None
 

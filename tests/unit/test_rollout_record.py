@@ -19,6 +19,10 @@ def test_trainer_settings_of_a_shared_file_are_told():
     assert check_settings({"sampling.temperature": "run.toml"}) == []
 
 
+def test_routing_that_is_to_be_replayed_is_recorded_without_a_trainer():
+    assert check_settings({"algorithm.routing_replay": "--set"}) == []
+
+
 def test_a_directory_with_rollouts_is_not_mixed_with_new_ones(tmp_path):
     check_directory(tmp_path / "new")
     write_dump(tmp_path, step=2, seed=0, samples=[])

@@ -36,7 +36,13 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "weight_version": await state.engine_client.get_weight_version(),
         "model_config": model.hf_text_config.to_dict(),
         "task": _task(state),
+        "routed_experts": _returns_routed_experts(config),
     }
+
+
+def _returns_routed_experts(config: Any) -> bool:
+    outputs = getattr(config, "aux_output_config", None)  # since 0.32
+    return bool(outputs is not None and outputs.enable_return_routed_experts)
 
 
 def _task(state: Any) -> str:

@@ -80,11 +80,21 @@ RELIED_ON = (
         used="expert(tokens, probs)",
     ),
     Target(
+        "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
+        ("self", "scores", "topk", "num_groups", "group_topk", "default_compute_topk"),
+    ),
+    Target(
+        "megatron.core.transformer.moe.moe_utils:topk_routing_with_score_function",
+        used="router_replay.get_replay_topk(",
+    ),
+    Target("megatron.core.transformer.moe.router:TopKRouter.routing", used="router_replay=self.router_replay"),
+    Target(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
         ("transform_list", "local_proc_idx", "write_bucket", "results_queue", "count_queue", "use_fsync"),
     ),
 )
-"""Parts of Megatron-core that `save_plan` and `experts` override or call, without changing them."""
+"""Parts of Megatron-core that `save_plan`, `experts` and `routing_replay` override, call or stand in for, without
+changing them."""
 
 
 def broken_targets(installed: str) -> list[str]:

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from tests.contract.fakes import rooms
+from rltool.engines.types import Routing
+from tests.contract.fakes import experts, rooms
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import Workers
 
@@ -54,7 +55,8 @@ class FakeSglang:
     once. drop_logprobs: replies lack them; notices_disconnects: the real one does seconds later, and runs on until
     then; seen: requests per path; bodies: the last body per path. memory_saver,
     cpu_backup, role (disaggregation_mode), bootstrap_port: its flags; asleep: the tags of the memory that it has given
-    back; rooms: where it met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
+    back; routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts); rooms: where it
+    met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
     generates.
     """
 
@@ -80,6 +82,7 @@ class FakeSglang:
     gpus: tuple[str, ...] = ()
     role: str = "null"
     bootstrap_port: int = 8998
+    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -262,6 +265,9 @@ class FakeSglang:
         }
         if not self._since(19):
             del meta["weight_versions"]
+        if self.routing is not None and body.get("return_routed_experts"):
+            found = experts.chosen([*body["input_ids"], *tokens], self.routing)
+            meta["routed_experts"] = base64.b64encode(found.tobytes()).decode()
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
@@ -298,6 +304,7 @@ class FakeSglang:
             "startup_time": {"load_weight": self.boot},
             "enable_memory_saver": self.memory_saver, "enable_weights_cpu_backup": self.cpu_backup,
             "disaggregation_mode": self.role, "disaggregation_bootstrap_port": self.bootstrap_port,
+            "enable_return_routed_experts": self.routing is not None,
         })  # fmt: skip
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -29,9 +29,9 @@ from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.sampling_mask import find_mask
-from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.types import Bucket, Routing, TensorMeta
 from rltool.errors import EngineError
-from tests.contract.fakes import ipc
+from tests.contract.fakes import experts, ipc
 from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import StockVllmTransfer, Workers
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
@@ -46,7 +46,7 @@ class FakeVllm(FakeServer):
     False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
     replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value. role:
     that of its endpoint; kv_connector: it keeps KV caches for others; fetched: where those that it was told to fetch
-    lie.
+    lie. routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts).
     logprob_shift: what it adds to the log-probabilities of given tokens; those are taken for samples after a prompt of
     `scored_after`. hours_later: what its leases take the time to be. sleep_mode: what it says of itself; asleep: the
     tags of the memory that it has given back. task: "classify" is a pooling server of a model with num_labels.
@@ -75,6 +75,7 @@ class FakeVllm(FakeServer):
         self.kv_connector = False
         self.fetched: list[dict[str, Any]] = []
         self.scored_after = 8
+        self.routing: Routing | None = None
         self.logprob_shift = 0.0
         self.max_logprobs = 20
         self.raw_logprobs = False
@@ -245,6 +246,7 @@ class FakeVllm(FakeServer):
                 "model_config": {"model_type": "qwen2", "vocab_size": self.vocab_size},
                 "task": self.task,
                 "max_logprobs": self.max_logprobs,
+                "routed_experts": self.routing is not None,
             }
         )
 
@@ -263,6 +265,7 @@ class FakeVllm(FakeServer):
                 "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}',
             },
             "weight_transfer_config": {"backend": self.weight_backend},
+            "aux_output_config": {"enable_return_routed_experts": self.routing is not None},
         }
         return web.json_response({"vllm_config": config})
 
@@ -349,6 +352,11 @@ class FakeVllm(FakeServer):
             prompt_length=len(ids),
         )
         choices = [self._choice(i, tokens, sampling, generated.states) for i, tokens in enumerate(planned)]
+        if self.routing is not None:
+            dtype = "uint8" if self.routing.experts <= 256 else "uint16"
+            for choice in choices:
+                found = experts.chosen([*ids, *choice["token_ids"]], self.routing)
+                choice["routed_experts"] = experts.to_npy(found.astype(dtype))
         reply = {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):

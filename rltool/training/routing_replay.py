@@ -1,0 +1,72 @@
+"""algorithm.routing_replay: what a run needs for it, and what contradicts it. UsageError where nothing else is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.train import TrainConfig
+from rltool.engines.routed_experts import FLAG
+from rltool.engines.types import EngineInfo, Routing
+from rltool.errors import TrainingStopped, UsageError
+from rltool.models.base import Family
+from rltool.models.registry import family_for, read_hf_config
+
+SETTING = "algorithm.routing_replay = true"
+_THROUGH_A_ROUTER = (
+    "sglang-router does not pass on which experts were chosen; leave the router out, and the run asks the engines"
+)
+
+
+def check_routing_replay(config: TrainConfig) -> None:
+    """The experts that engines choose can reach the samples. By the configuration alone."""
+    if config.rollout.agent is not None:
+        raise UsageError(
+            f"{SETTING} and rollout.agent contradict each other: the gateway does not record which experts were "
+            "chosen; use rollout.environment, or leave one of the two out"
+        )
+    if config.engines.router is not None or config.engines.start_router:
+        named = "engines.start_router = true" if config.engines.start_router else "engines.router (--router)"
+        raise UsageError(f"{SETTING} and {named} contradict each other: {_THROUGH_A_ROUTER}")
+
+
+def routing_of(family: Family) -> Routing:
+    """What the choices of this model's routers look like."""
+    if not family.num_experts:
+        raise UsageError(f"{SETTING}, but the model has no experts; leave it out")
+    return Routing(family.num_layers, family.transformer["moe_router_topk"], family.num_experts)
+
+
+def wanted_routing(config: TrainConfig) -> Routing | None:
+    """What rollouts ask the engines for; None where nothing is replayed."""
+    return routing_of(family_for(read_hf_config(config.model.path))) if config.algorithm.routing_replay else None
+
+
+def check_rollout_engines(config: TrainConfig, infos: Mapping[str, EngineInfo], *, router: str | None) -> None:
+    """infos: of the engines that rollouts are sampled from, by URL. router: that is asked in their place."""
+    if not config.algorithm.routing_replay:
+        return
+    if router is not None:
+        raise UsageError(f"{SETTING}, but generation goes through {router}: {_THROUGH_A_ROUTER}")
+    halves = [url for url, info in infos.items() if info.role in ("prefill", "decode")]
+    if halves:
+        raise UsageError(
+            f"{SETTING}, but {', '.join(halves)} prefill or decode alone: the experts of a sample would be chosen at "
+            "two engines; use regular ones"
+        )
+    without = [url for url, info in infos.items() if info.routed_experts is False]
+    if without:
+        raise UsageError(
+            f"{SETTING}, but these engines do not return the experts that they chose: {', '.join(without)}; start them "
+            f"with `rltool serve-engines --return-routed-experts`, or with {FLAG}"
+        )
+
+
+def check_has_routing(config: TrainConfig, batch: TrainBatch) -> None:
+    """TrainingStopped where there is nothing to replay, as in a recording of another run."""
+    if config.algorithm.routing_replay and batch.routed_experts is None:
+        raise TrainingStopped(
+            f"{SETTING}, but these samples came without the experts that an engine chose: a recording made without it, "
+            "synthetic samples, or responses that rollout.generate_function did not take from context.generate; leave "
+            "it out"
+        )

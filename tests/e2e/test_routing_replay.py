@@ -1,0 +1,269 @@
+"""The trainer's routers choose the experts that were recorded, in every layout of ranks, and compute the rest
+themselves."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from rltool.megatron.routing_replay import ReplayedRouter
+from tests.e2e.megatron_models import EXPERTS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_ranks import CaseFailed
+from tests.e2e.test_parallelism import LENGTHS, OPTIONS, assert_same_gradients, own_micro_batches
+
+pytestmark = pytest.mark.e2e
+
+LAYERS, TOP_K, NUM_EXPERTS, NONE = 4, 2, 4, 255
+REPLAY = {**OPTIONS, "algorithm": {**OPTIONS["algorithm"], "routing_replay": True}}
+LAYOUTS = {
+    "one rank": (1, {}),
+    "full recompute": (1, {"trainer": {"recompute": "full"}}),
+    "selective recompute": (1, {"trainer": {"recompute": "selective"}}),
+    "DP2": (2, {}),
+    "EP2": (2, {"ep": 2}),
+    "EP2 with grouped products": (2, {"ep": 2, "trainer": {"expert_products": "grouped"}}),
+    "PP2": (2, {"pp": 2}),
+    "PP2 with full recompute": (2, {"pp": 2, "trainer": {"recompute": "full"}}),
+    "CP2": (2, {"cp": 2}),
+    "CP2 with full recompute": (2, {"cp": 2, "trainer": {"recompute": "full"}}),
+    "TP2 with sequence parallelism": (2, {"tp": 2, "trainer": {"sequence_parallel": True}}),
+}
+
+
+def last_tokens(batch) -> Tensor:
+    return batch.lengths.cumsum(0) - 1
+
+
+def with_routing(batch, experts: Tensor):
+    """experts: [T, layers, top_k]; the last token of each sample was never forwarded."""
+    routed = experts.to(torch.uint8).flatten(1)
+    routed[last_tokens(batch)] = NONE
+    return batch.replace(routed_experts=routed)
+
+
+def random_experts(batch, seed=5) -> Tensor:
+    """Of each token two different experts in each layer, whatever a router would say."""
+    scores = torch.rand(len(batch.tokens), LAYERS, NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(TOP_K).indices
+
+
+def own_experts(path_model, batch) -> Tensor:
+    """[T, layers, top_k]: what transformers' routers choose, most probable first."""
+    chosen: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+    hooks = [
+        gate.register_forward_hook(lambda _m, _i, output, at=at: chosen[at].append(output[2]))
+        for at, gate in enumerate(gates(path_model))
+    ]
+    with torch.no_grad():
+        for tokens in batch.tokens.split(batch.lengths.tolist()):
+            path_model(tokens[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.stack([torch.cat(of_layer) for of_layer in chosen], dim=1)
+
+
+def gates(model) -> list[torch.nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".gate")]
+
+
+def forced_logprobs(model, batch, temperature: float) -> Tensor:
+    """[T] by transformers, its routers made to choose batch.routed_experts and to weight them as the family does."""
+    routed = batch.routed_experts.view(len(batch.tokens), LAYERS, TOP_K).long()
+    normalized = getattr(model.config, "norm_topk_prob", True)
+    found, offset = [], 0
+    for tokens in batch.tokens.split(batch.lengths.tolist()):
+        of_sample = routed[offset : offset + len(tokens)]
+
+        def force(_module, _inputs, output, *, at, of_sample=of_sample):
+            logits, _, own = output
+            chosen = torch.where(of_sample[:, at] == NONE, own, of_sample[:, at])
+            weights = logits.float().softmax(-1).gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True) if normalized else weights, chosen
+
+        hooks = [
+            gate.register_forward_hook(lambda m, i, o, at=at, force=force: force(m, i, o, at=at))
+            for at, gate in enumerate(gates(model))
+        ]
+        with torch.no_grad():
+            found.append(hf_logprobs(model, tokens, temperature))
+        for hook in hooks:
+            hook.remove()
+        offset += len(tokens)
+    return torch.cat(found)
+
+
+def case_replay(place, path, layout, batch):
+    """Log-probabilities, gradients, metrics; and by global layer what its router chose in each forward pass."""
+    chosen: dict[int, list[Tensor]] = {}
+    given = ReplayedRouter.get_replay_topk
+
+    def recorded(router, *arguments, **options):
+        values, indices = given(router, *arguments, **options)
+        chosen.setdefault(id(router), []).append(indices.cpu())
+        return values, indices
+
+    with closing(make_trainer(place, path, **REPLAY, **layout)) as trainer:
+        micro_batches = own_micro_batches(batch, trainer.coordinates)
+        routers = {id(layer.mlp.router.router_replay): layer.layer_number - 1 for layer in trainer.gpt.decoder.layers}
+        with patch.object(ReplayedRouter, "get_replay_topk", recorded):
+            logprobs = trainer.compute_logprobs(micro_batches)
+            in_logprobs = {routers[router]: list(indices) for router, indices in chosen.items()}
+            chosen.clear()
+            _, metrics = trainer.forward_backward(micro_batches, global_loss_tokens=batch.num_loss_tokens)
+            in_training = {routers[router]: indices for router, indices in chosen.items()}
+        with torch.no_grad():
+            for parameter in trainer.gpt.parameters():
+                parameter.copy_(parameter.main_grad)
+        pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
+        gradients = dict(pairs) if trainer.coordinates.rank == 0 else None
+        return trainer.coordinates, logprobs, (metrics, gradients), (in_logprobs, in_training)
+
+
+def case_bits(place, path, layout, batch, replays):
+    """Log-probabilities, metrics and parameters of one training step, exactly; and the agreement."""
+    with closing(make_trainer(place, path, **(REPLAY if replays else OPTIONS), **layout)) as trainer:
+        micro_batches = own_micro_batches(batch, trainer.coordinates)
+        logprobs = trainer.compute_logprobs(micro_batches)
+        metrics = trainer.train_step(micro_batches, global_loss_tokens=batch.num_loss_tokens)
+        agreement = metrics.pop("train/routing_agreement", None)
+        return logprobs, metrics, trainer.parameter_hash(), agreement
+
+
+def case_frozen(place, path, batch):
+    """Log-probabilities by policy and reference, which are the same weights."""
+    options = {"algorithm": {"kl_coef": 0.05, "routing_replay": True}}
+    with closing(make_trainer(place, path, **options)) as trainer:
+        return [trainer.compute_logprobs([batch], weights=weights)[0] for weights in ("policy", "reference", "policy")]
+
+
+def case_without(place, path, batch):
+    with closing(make_trainer(place, path, **REPLAY)) as trainer:
+        return trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
+
+
+@pytest.fixture(scope="module", params=EXPERTS)
+def model(request, tmp_path_factory):
+    kind = request.param
+    return save_hf(tmp_path_factory.mktemp(kind), kind, tied=False), hf_model(kind, False)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return policy_batch(LENGTHS)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, model, batch):
+    routed = with_routing(batch, random_experts(batch))
+    return routed, ranks.run(case_replay, 1, model[0], {}, routed)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_routers_choose_what_was_recorded_and_log_probabilities_are_those_of_these_experts(
+    ranks, model, alone, layout
+):
+    (path, reference), (routed, expected) = model, alone
+    world, settings = LAYOUTS[layout]
+    results = ranks.run(case_replay, world, path, settings, routed)
+    forced = forced_logprobs(reference, routed, OPTIONS["temperature"])
+    ends = set(last_tokens(routed).tolist())
+    wanted = {
+        layer: sorted(tuple(sorted(row)) for at, row in enumerate(of_layer.tolist()) if at not in ends)
+        for layer, of_layer in enumerate(routed.routed_experts.view(-1, LAYERS, TOP_K).unbind(1))
+    }
+    for pass_, times in ((0, 1), (1, 2 if "full" in layout else 1)):
+        found: dict[int, list] = {}
+        for _, _, _, chosen in results:
+            for layer, indices in chosen[pass_].items():
+                found.setdefault(layer, []).extend(tuple(sorted(row)) for part in indices for row in part.tolist())
+        assert set(found) == set(range(LAYERS))
+        for layer, rows in found.items():
+            left = list(rows)
+            for row in wanted[layer] * times:
+                left.remove(row)  # ValueError where a recorded choice was not made
+            assert len(left) >= times * len(ends)  # the last tokens', and padding
+    for at, logprobs, _, _ in results:
+        if logprobs is None:
+            continue
+        samples = own_samples(routed, at)
+        for mine, rows in zip(logprobs, samples, strict=True):
+            theirs = torch.cat([forced.split(routed.lengths.tolist())[i] for i in rows])
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+    assert_same_gradients(results[0][2], expected[2], layout)
+
+
+def own_samples(batch, at) -> list[list[int]]:
+    samples = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
+    return [samples[i::2] for i in range(2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_models_own_routing_replayed_is_training_without_replay_bit_by_bit(ranks, model, batch, layout):
+    path, reference = model
+    world, settings = LAYOUTS[layout]
+    routed = with_routing(batch, own_experts(reference, batch))
+    plain = ranks.run(case_bits, world, path, settings, routed, False)
+    replayed = ranks.run(case_bits, world, path, settings, routed, True)
+    for (logprobs, metrics, weights, nothing), (again, measured, same, agreement) in zip(plain, replayed, strict=True):
+        assert (nothing, agreement) == (None, 1.0)
+        assert (metrics, weights) == (measured, same)
+        assert (logprobs is None) == (again is None)
+        assert all(torch.equal(a, b) for a, b in zip(logprobs or [], again or [], strict=True))
+
+
+def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else(ranks, model, alone):
+    path, _ = model
+    routed, expected = alone
+    start = int(routed.lengths[:1].sum())
+    changed = routed.routed_experts.clone()
+    free = next(e for e in range(NUM_EXPERTS) if e not in changed[start + 3, 2:4].tolist())
+    changed[start + 3, 2] = free  # second sample, fourth token, second layer
+    found = ranks.run(case_replay, 1, path, {}, routed.replace(routed_experts=changed))[0]
+    difference = (torch.cat(found[1]) - torch.cat(expected[1])).abs()
+    # Micro-batches have every other sample.
+    places = torch.cat([torch.cat([torch.arange(len(routed.tokens)).split(routed.lengths.tolist())[i] for i in rows])
+                        for rows in own_samples(routed, found[0])])  # fmt: skip
+    moved = set(places[difference > 0].tolist())
+    end = start + int(routed.lengths[1])
+    assert moved and moved <= set(range(start + 4, end)) and start + 4 in moved
+    assert found[2][0]["train/loss"] != expected[2][0]["train/loss"]
+
+
+def test_routers_get_gradients_through_the_weights_of_replayed_experts(alone):
+    _, (_, _, (metrics, gradients), _) = alone
+    gates = {name: gradient for name, gradient in gradients.items() if name.endswith("gate.weight")}
+    assert len(gates) == LAYERS and all(gradient.norm() > 1e-4 for gradient in gates.values())
+    assert 0.2 < metrics["train/routing_agreement"] < 0.8  # two of four experts by chance: one half
+
+
+def test_the_share_of_agreeing_choices_is_counted(ranks, model, batch):
+    path, reference = model
+    own = own_experts(reference, batch)
+    half = torch.full_like(own, NONE)  # the first layer alone: behind it the states are not those of `own`
+    for token, row in enumerate(own[:, 0].tolist()):
+        half[token, 0] = torch.tensor([row[1], next(e for e in range(NUM_EXPERTS) if e not in row)])
+    routed = batch.replace(routed_experts=half.to(torch.uint8).flatten(1))
+    _, metrics = ranks.run(case_without, 1, path, routed)[0]
+    assert metrics["train/routing_agreement"] == 0.5
+
+
+def test_a_frozen_reference_chooses_its_own_experts(ranks, model, alone):
+    (path, _), (routed, _) = model, alone
+    policy, reference, again = ranks.run(case_frozen, 1, path, routed)[0]
+    own = ranks.run(case_frozen, 1, path, routed.replace(routed_experts=None))[0][0]
+    assert torch.equal(reference, own) and torch.equal(policy, again) and not torch.equal(policy, own)
+
+
+def test_training_without_recorded_experts_is_an_error_that_names_the_setting(ranks, model, batch):
+    with pytest.raises(CaseFailed, match="algorithm.routing_replay needs it"):
+        ranks.run(case_without, 1, model[0], batch)
+
+
+def test_experts_of_a_model_of_another_size_are_refused(ranks, model, batch):
+    routed = torch.zeros(len(batch.tokens), LAYERS * 3, dtype=torch.uint8)
+    with pytest.raises(CaseFailed, match="the router has"):
+        ranks.run(case_without, 1, model[0], batch.replace(routed_experts=routed))

@@ -1,0 +1,104 @@
+"""The experts that a real SGLang's router chose, as it returns them: those that transformers' routers choose."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import Endpoints, ModelEndpoints
+from rltool.engines.types import GenerateRequest, Routing, SamplingParams
+from rltool.errors import EngineError
+from rltool.rollout.dump import read_dump
+from rltool.rollout.sample import Sample
+from tests.e2e.engines import serving_sglang
+from tests.e2e.job import write_job
+from tests.e2e.megatron_models import EXPERTS
+from tests.e2e.test_routing_replay import LAYERS, NUM_EXPERTS, TOP_K, own_experts
+from tests.e2e.test_sglang_experts import model_in
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+ROUTING = Routing(LAYERS, TOP_K, NUM_EXPERTS)
+PROMPT = tuple(range(40, 52))
+
+
+def request(prompt=PROMPT, n=1):
+    return GenerateRequest(prompt, SamplingParams(max_tokens=16), uuid.uuid4().hex, n=n, routing=ROUTING)
+
+
+def assert_routed_as_transformers(model, sample: Sample):
+    tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
+    batch = type("Batch", (), {"tokens": tokens, "lengths": torch.tensor([len(tokens)])})
+    expected = own_experts(model, batch).sort(-1).values
+    found = torch.frombuffer(sample.routed_experts, dtype=torch.uint8).view(-1, LAYERS, TOP_K)
+    assert len(found) == len(tokens) and bool((found[-1] == 255).all())
+    assert torch.equal(found[:-1].long().sort(-1).values, expected[:-1])
+    assert len(set(map(tuple, expected[:, 0].tolist()))) > 2  # not all the same
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_each_tokens_experts_are_those_of_transformers_routers(kind, tmp_path):
+    model = model_in(tmp_path / "model", kind, 0)
+
+    async def scenario() -> None:
+        async with EngineClient() as client:
+            info = await client.probe(engine.endpoint, timeout=30)
+            assert info.routed_experts is True
+            # The second sample finds the prompt in the prefix cache, and its experts with it.
+            for completion in await client.generate(engine.endpoint, request(n=2), timeout=60):
+                sample = Sample(0, 0, 0, list(PROMPT))
+                sample.append_response_tokens(completion)
+                assert_routed_as_transformers(model, sample)
+            sample.append_environment_tokens([60, 61, 62])
+            [again] = await client.generate(
+                engine.endpoint, request((*sample.prompt_ids, *sample.response_ids)), timeout=60
+            )
+            sample.append_response_tokens(again)
+            assert_routed_as_transformers(model, sample)
+
+    with serving_sglang(tmp_path / "model", tmp_path, return_routed_experts=True) as engine:
+        asyncio.run(scenario())
+
+
+def test_a_server_without_the_flag_is_named_with_it(tmp_path):
+    model_in(tmp_path / "model", "qwen3_moe", 0)
+
+    async def scenario() -> None:
+        async with EngineClient() as client:
+            assert (await client.probe(engine.endpoint, timeout=30)).routed_experts is False
+            with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+                await client.generate(engine.endpoint, request(), timeout=60, attempts=1)
+            assert await client.generate(engine.endpoint, replace(request(), routing=None), timeout=60)
+
+    with serving_sglang(tmp_path / "model", tmp_path) as engine:
+        asyncio.run(scenario())
+
+
+def test_a_run_trains_with_the_experts_that_sglang_chose(tmp_path):
+    model_in(tmp_path / "model", "qwen3_moe", 0)
+    with serving_sglang(tmp_path / "model", tmp_path, return_routed_experts=True) as engine:
+        engines = tmp_path / "endpoints.json"
+        Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(engines)
+        job = write_job(tmp_path, tmp_path / "model", f"@{engines}")
+        # One optimizer step a rollout: after it the trainer's routers are others than those that chose.
+        sets = ["steps=2", "algorithm.routing_replay=true", "optimizer_steps_per_rollout=1", "eval.sets={}"]
+        job("train", "replay", sets=sets)
+    steps = job.steps("replay")
+    assert [record["step"] for record in steps] == [0, 1]
+    for record in steps:
+        assert 0 < record["train/logprob_abs_diff_mean"] < 1e-4
+        # In fp32 both routers choose alike, but for ties of rounding.
+        assert 0.99 < record["train/routing_agreement"] <= 1.0
+    for step in (0, 1):
+        for sample in read_dump(job.runs / "replay" / "rollouts", step).samples:
+            assert len(sample.routed_experts) == sample.num_tokens * ROUTING.per_token
+    # A recording is trained on as the rollout was.
+    job("debug train-only", "again", "--rollouts", str(job.runs / "replay" / "rollouts"), sets=sets)
+    again = job.steps("again")
+    assert again[0]["train/loss"] == pytest.approx(steps[0]["train/loss"], rel=1e-5)
+    assert again[0]["train/routing_agreement"] == steps[0]["train/routing_agreement"]
