@@ -184,7 +184,8 @@ def test_the_plugins_route_hands_on_what_vllm_has():
 def completion(prompt, tokens, reason="stop", routing=ROUTING, version="r:0:1"):
     routed = from_int32(int32(chosen([*prompt, *tokens], routing)), routing, tokens=len(prompt) + len(tokens) - 1)
     span = (VersionSpan(version, 0, len(tokens)),)
-    return Completion(tuple(tokens), (-0.5,) * len(tokens), reason, span, None if reason == "abort" else routed)
+    experts = None if reason == "abort" else routed
+    return Completion(tuple(tokens), (-0.5,) * len(tokens), reason, span, routed_experts=experts)
 
 
 def rows(sample) -> torch.Tensor:
@@ -217,7 +218,8 @@ def test_the_newest_reply_counts_for_the_whole_sequence():
     whole = [*PROMPT, *ANSWER]
     other = (chosen([*whole, 40], ROUTING) + 1) % 8
     routed = from_int32(int32(other), ROUTING, tokens=5)
-    sample.append_response_tokens(Completion((40,), (-0.5,), "stop", (VersionSpan("r:0:2", 0, 1),), routed))
+    span = (VersionSpan("r:0:2", 0, 1),)
+    sample.append_response_tokens(Completion((40,), (-0.5,), "stop", span, routed_experts=routed))
     assert rows(sample)[:-1].tolist() == other.reshape(-1, 6).tolist()
 
 
