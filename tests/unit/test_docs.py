@@ -25,6 +25,7 @@ from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.types import VersionSpan
 from rltool.environments.protocol import Task
+from rltool.models.registry import supported_architectures
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.contracts import check_generate_function, check_reward_function, example_group
 from rltool.rollout.sample import Sample
@@ -332,3 +333,9 @@ def test_the_environment_of_the_docs_can_be_won():
         return [message.text for message in (*start.messages, *first.messages)], await game.reward()
 
     assert asyncio.run(play()) == (["hello", "Guess a number below 10.", "lower"], 1.0)
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/extending.md"])
+def test_every_architecture_that_is_built_is_named(page):
+    found = set(re.findall(r"`(\w+ForCausalLM)`", PAGES[page]))
+    assert found == set(supported_architectures())
