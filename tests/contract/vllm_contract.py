@@ -340,8 +340,10 @@ async def the_most_probable_tokens_of_each_place_come_with_the_scores(
             assert values[ids.index(token)] == pytest.approx(own, abs=1e-5)
         else:
             assert own <= values[-1] + 1e-5
-    with pytest.raises(EngineRejected, match="Requested prompt logprobs of 21, which is greater than max allowed: 20"):
-        await client.score_topk(engine, tokens, 21, timeout=SECONDS)
+    most = (await client.probe(engine)).max_logprobs
+    assert most is not None
+    with pytest.raises(EngineRejected, match=f"logprobs of {most + 1}, which is greater than max allowed: {most}"):
+        await client.score_topk(engine, tokens, most + 1, timeout=SECONDS)
 
 
 async def the_plugin_gives_the_checksums_that_vllm_has(client: EngineClient, engine: EngineEndpoint) -> None:

@@ -180,16 +180,14 @@ def sglang_python() -> Path:
     return Path(named)
 
 
-def start_sglang(
-    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, return_routed_experts: bool = False
-) -> RunningEngine:
-    """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own."""
+def start_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, **options: Any) -> RunningEngine:
+    """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own. options: of EngineLaunch."""
     key_file = write_key(work_dir, key)
     launch = EngineLaunch(
         index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=tp, device="cpu",
         served_name="policy", dtype=None, max_model_len=512, seed=7, trust_remote_code=False, python=sglang_python(),
         key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
-        return_routed_experts=return_routed_experts,
+        **options,
     )  # fmt: skip
     log = work_dir / "sglang.log"
     log.touch(mode=0o600)
@@ -199,11 +197,9 @@ def start_sglang(
 
 
 @contextmanager
-def serving_sglang(
-    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, return_routed_experts: bool = False
-) -> Iterator[RunningEngine]:
-    """A keyed SGLang on the CPU, ready to serve. key: None for one of its own."""
-    running = start_sglang(model, work_dir, key=key, tp=tp, return_routed_experts=return_routed_experts)
+def serving_sglang(model: Path, work_dir: Path, **options: Any) -> Iterator[RunningEngine]:
+    """As start_sglang, ready to serve, until the block ends."""
+    running = start_sglang(model, work_dir, **options)
     tree = []
     try:
         wait_ready(running)

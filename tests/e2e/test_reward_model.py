@@ -14,7 +14,7 @@ from rltool.engines.client import EngineClient
 from rltool.rollout.dump import read_dump
 from rltool.rollout.tokenizer import load_tokenizer
 from tests.contract.classifier_contract import CONTRACT
-from tests.e2e.engines import RunningEngine, serving_vllm
+from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.e2e.job import write_job
 from tests.tiny_models import write_tiny_reward_model
 
@@ -72,6 +72,14 @@ def test_of_several_labels_each_has_its_score(tmp_path):
     with serving_vllm(directory, tmp_path, task="classify") as engine:
         for found, right in zip(classified(engine, TEXTS), reference(directory, TEXTS), strict=True):
             assert found == pytest.approx(right, abs=CLOSE) and len(found) == 3
+
+
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_sglang_gives_the_scores_of_transformers(tmp_path, num_labels):
+    directory = write_tiny_reward_model(tmp_path / "model", num_labels=num_labels)
+    with serving_sglang(directory, tmp_path, task="classify") as engine:
+        for found, right in zip(classified(engine, TEXTS), reference(directory, TEXTS), strict=True):
+            assert found == pytest.approx(right, abs=CLOSE) and len(found) == num_labels
 
 
 def test_a_run_starts_the_reward_model_and_is_paid_its_scores(tmp_path, tiny_tied_dir, reward_dir):

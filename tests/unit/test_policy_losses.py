@@ -249,10 +249,12 @@ OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
 """Change the gradient by way of other tokens than those sampled: tests/unit/test_topk_kl.py."""
 OF_SEVERAL_TURNS = {"credit", "turn_gamma"}
 """Change nothing where a sample has one turn, as those here: tests/unit/test_turn_credit.py."""
+OF_MIXTURES = {"routing_replay"}
+"""Changes which experts compute: tests/e2e/test_routing_replay.py."""
 
 
 def test_every_setting_has_its_case_below():
-    elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS
+    elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
 
 
