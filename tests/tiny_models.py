@@ -48,8 +48,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_reward_model(directory: Path, *, num_labels: int = 1, seed: int = 7) -> Path:
-    """A Qwen2ForSequenceClassification with random weights, fp32, and its tokenizer, which has CHAT_TEMPLATE."""
+def write_tiny_reward_model(
+    directory: Path, *, num_labels: int = 1, seed: int = 7, head_bias: bool = False
+) -> Path:
+    """A Qwen2ForSequenceClassification with random weights, fp32, and its tokenizer, which has CHAT_TEMPLATE.
+    head_bias: its head has one, of zeros, which transformers does not read."""
     import torch
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
@@ -64,7 +67,8 @@ def write_tiny_reward_model(directory: Path, *, num_labels: int = 1, seed: int =
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(directory)
+    tensors = model.state_dict() | ({"score.bias": torch.zeros(num_labels)} if head_bias else {})
+    model.save_pretrained(directory, state_dict=tensors)
     write_tiny_tokenizer(directory, chat_template=CHAT_TEMPLATE)
     return directory
 

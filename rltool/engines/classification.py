@@ -2,7 +2,7 @@
 part of both dialects for `task = "classify"`.
 
 Sources: vllm/entrypoints/pooling/classify, vllm/config/model.py (runner and convert); sglang/srt/entrypoints/
-http_server.py, sglang/srt/managers/io_struct.py (EmbeddingReqInput).
+http_server.py, sglang/srt/managers/io_struct.py (EmbeddingReqInput), sglang/srt/models/qwen2_classification.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,15 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
+from rltool.models.weight_files import read_header, weight_files
 
 CLASSIFY_PATH = "/classify"
 """Of both engines. Their bodies and replies differ."""
+
+HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+"""In SGLang (0.5.23), where transformers has heads without: a bias that no checkpoint names keeps the random numbers
+that torch began with, and every score has them added."""
+HEAD_BIAS = "score.bias"
 
 CONVERTED = ("ForCausalLM", "ForConditionalGeneration")
 """Architectures that vLLM's --convert auto would make embedding models of; others name their head themselves."""
@@ -54,6 +60,21 @@ def vllm_flags(launch: EngineLaunch) -> list[str]:
     """Of a classifier, in place of those for sampling and for weight updates."""
     converted = _architecture(launch).endswith(CONVERTED)
     return ["--runner", "pooling", *(["--convert", "classify"] if converted else [])]
+
+
+def check_sglang_head(launch: EngineLaunch) -> None:
+    """UsageError for a classifier whose scores SGLang would add random numbers to. Reads headers alone."""
+    if launch.engine != "sglang" or launch.task != "classify" or _architecture(launch) not in HEADS_WITH_BIAS:
+        return
+    for path in weight_files(launch.model):
+        with path.open("rb") as stream:
+            if HEAD_BIAS in read_header(path, stream)[0]:
+                return
+    raise UsageError(
+        f"MODEL {launch.model}: SGLang gives the head of a {_architecture(launch)} a bias, of random numbers where the "
+        f"checkpoint has none, as this one; serve it with --engine vllm, or add {HEAD_BIAS}, one zero for each label, "
+        "to the checkpoint"
+    )
 
 
 def _architecture(launch: EngineLaunch) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.classification import check_sglang_head
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
 from rltool.engines.engine_ready import process_role, wait_for_all
@@ -172,6 +173,8 @@ def check_processes(launches: Sequence[EngineLaunch]) -> None:
     loaded = [x for x in launches if not any(flag.startswith("--load-format") for flag in x.extra_args)]
     for model in dict.fromkeys(launch.model for launch in loaded):  # "dummy" needs no weights
         check_weights(model)
+    for launch in loaded:
+        check_sglang_head(launch)
     for launch in {(launch.python, launch.engine): launch for launch in launches}.values():
         check_engine_python(launch.python, launch.engine)
 

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from rltool.config.serve import EngineLaunch, ServeConfig, ServedModel
 from rltool.config.train import TrainConfig
+from rltool.engines.classification import check_sglang_head
 from rltool.engines.dialects import dialect
-from rltool.engines.launch import order_of_file, order_of_flags
+from rltool.engines.launch import check_processes, order_of_file, order_of_flags
 from rltool.engines.plan import Host, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.plugin import info
 from rltool.errors import EngineError, UsageError
@@ -22,6 +23,7 @@ from rltool.rollout.data.prompt import Prompt
 from rltool.training import asked_models
 from rltool.training.asked_models import check_reward_models, check_tasks, labels_of
 from rltool.training.side_models import check_all_there
+from tests.tiny_models import write_tiny_reward_model
 
 VLLM, SGLANG = dialect("vllm"), dialect("sglang")
 
@@ -99,6 +101,20 @@ def test_a_model_without_a_readable_configuration_is_left_to_vllm():
 def test_sglang_is_started_for_embedding():
     assert "--is-embedding" in SGLANG.argv(launch())
     assert "--is-embedding" not in SGLANG.argv(launch(task="generate"))
+
+
+def test_a_head_that_sglang_would_add_random_numbers_to_is_refused(tmp_path):
+    bare = launch(write_tiny_reward_model(tmp_path / "bare"), engine="sglang")
+    with pytest.raises(UsageError, match="where the checkpoint has none.*--engine vllm, or add score.bias"):
+        check_sglang_head(bare)
+    check_sglang_head(launch(write_tiny_reward_model(tmp_path / "biased", head_bias=True), engine="sglang"))
+    for changes in ({"engine": "vllm"}, {"task": "generate"}):
+        check_sglang_head(bare.model_copy(update=changes))
+
+
+def test_serve_engines_refuses_it_before_anything_starts(tmp_path):
+    with pytest.raises(UsageError, match="SGLang gives the head of a Qwen2ForSequenceClassification a bias"):
+        check_processes([launch(write_tiny_reward_model(tmp_path), engine="sglang")])
 
 
 # -- requests and replies
