@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from rltool.engines.plugin.sglang_api import MISSING_LOGPROB
 from rltool.errors import EngineError
 
-LARGEST_LOSS = 0.02
-"""Of the probability of all kept tokens, by those that an engine kept and did not name."""
+LARGEST_DIFFERENCE = 0.02
+"""From 1, of the probability of all kept tokens: by rounding, and by tokens that an engine kept and did not name."""
 
 
 def logprobs_of(top_k: int) -> int:
@@ -47,14 +47,14 @@ class SamplingMask:
 
 @dataclass(frozen=True)
 class FoundMask:
-    """mass: probability of the kept tokens in the place where it is smallest, 1 but for rounding."""
+    """mass: probability of the kept tokens in the place where it is furthest from 1, which it is but for rounding."""
 
     mask: SamplingMask
     mass: float
 
     def checked(self) -> SamplingMask:
         """EngineError where tokens are missing, or where log-probabilities are not those of the kept tokens alone."""
-        if abs(self.mass - 1) <= LARGEST_LOSS:
+        if abs(self.mass - 1) <= LARGEST_DIFFERENCE:
             return self.mask
         raise EngineError(
             f"the tokens that top-p and top-k kept have the probability {self.mass:.4g} in one place, where it must be "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 
@@ -10,8 +11,10 @@ from aiohttp import web
 
 from rltool.config.loader import Loaded, load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.errors import UsageError
+from rltool.engines.types import GenerateRequest, SamplingParams
+from rltool.errors import EngineError, UsageError
 from rltool.training import prepare
 from rltool.training.preflight import (
     EnginesAway,
@@ -196,6 +199,21 @@ def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_v
             preflight(config)
     with pytest.raises(UsageError, match="is of sglang, which does not tell which tokens"):
         sglang(FakeSglang(), "sampling.top_k=5")
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_an_engine_that_leaves_no_token_out_is_found_at_its_first_sample(fake_vllm, key_file, plugin):
+    """A stock vLLM without --logprobs-mode processed_logprobs: nothing that a probe tells says so."""
+    fake_vllm.raw_logprobs = True
+    sampling = SamplingParams(max_tokens=4, top_p=0.9, top_k=3, return_sampling_mask=True)
+
+    async def run():
+        endpoint = EngineEndpoint(url=fake_vllm.url, dialect="vllm", plugin=plugin, key_file=key_file)
+        async with EngineClient() as client:
+            await client.generate(endpoint, GenerateRequest((5, 6), sampling, "a" * 32), timeout=5.0)
+
+    with pytest.raises(EngineError, match="started without --logprobs-mode processed_logprobs"):
+        asyncio.run(run())
 
 
 def test_an_sglangs_sizes_and_vocabulary_are_read_where_it_read_its_model(sglang, tmp_path):
