@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -44,7 +45,7 @@ from rltool.engines.types import HttpRequest
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.transport import Backend, Receiver, Rendezvous, transport
+from rltool.weights.transport import Backend, OneRequestControl, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "vllm": ("vllm-nccl",),
@@ -66,6 +67,24 @@ def show(**row: object) -> None:
 
 Seen = tuple[dict[str, str], list[float]]
 """Checksums, and log-probabilities."""
+
+
+@contextmanager
+def negated(copies: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+    """Other weights without the room for them: every bit is as it was afterwards."""
+
+    def negate() -> None:
+        for weights in copies:
+            for tensor in weights.values():
+                tensor.neg_()
+        for device in {tensor.device for weights in copies for tensor in weights.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+
+    negate()
+    try:
+        yield
+    finally:
+        negate()
 
 
 class Link:
@@ -121,7 +140,6 @@ class Link:
         buckets = plan_buckets(metas, self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
         rendezvous = self.rendezvous
-        announced = self.control.announce(buckets, rendezvous, version=version)
         loop = asyncio.get_running_loop()
 
         def send() -> asyncio.Future[list[SendReport]]:
@@ -134,8 +152,11 @@ class Link:
             )
 
         async def load() -> None:
+            if isinstance(self.control, OneRequestControl):
+                await self.run([self.control.update(buckets, rendezvous, version=version)])
+                return
             taken = 0
-            for request, covered in announced:
+            for request, covered in self.control.announce(buckets, rendezvous, version=version):
                 await self.ready(version, taken)
                 await self.run([request])
                 taken += covered
@@ -171,10 +192,13 @@ class Link:
 
         async def paused(load: Awaitable[None]) -> float:
             started = time.perf_counter()
-            await timed("pause", self.run(self.speaks.pause("keep")))
-            await timed("begin", self.run(self.control.begin()))
-            await timed("transfer", load)
-            await timed("finish", self.run(self.control.finish(version)))
+            if isinstance(self.control, OneRequestControl):
+                await timed("update", load)
+            else:
+                await timed("pause", self.run(self.speaks.pause("keep")))
+                await timed("begin", self.run(self.control.begin()))
+                await timed("transfer", load)
+                await timed("finish", self.run(self.control.finish(version)))
             await timed("resume", self.run(self.speaks.resume()))
             return time.perf_counter() - started
 
@@ -185,7 +209,7 @@ class Link:
             total, moved = await paused(load()), seconds["prefetch"]
         else:
             total = await paused(transfer())
-            moved = seconds["transfer"]
+            moved = seconds.get("transfer", total)
         return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / moved}
 
 
@@ -199,7 +223,6 @@ class Benchmark:
         if "ipc" in (args.backends or ()):
             self.devices = [torch.device("cuda", int(gpu)) for gpu in args.engine_gpu.split(",")]
         self.weights = [random_weights(args.size, 1, device, self.dtype) for device in self.devices]
-        self.others = [random_weights(args.size, 2, device, self.dtype) for device in self.devices]
         self.failed = False
 
     def run(self) -> int:
@@ -253,10 +276,11 @@ class Benchmark:
     def _backends(self, server: Server, kind: str, own: reference.VllmSender | None) -> None:
         args, seen = self.args, dict[str, Seen]()
         for backend in args.backends or [backend for backend in BACKENDS[kind] if backend != "ipc"]:
-            if args.staged and transport(KINDS[kind].dialect, backend).staged is None:
+            if backend not in BACKENDS[kind] or (args.cpu and backend not in ("gloo", "disk")):
                 continue
-            if backend in BACKENDS[kind] and not (args.cpu and backend not in ("gloo", "disk")):
-                self._attempt(f"{kind} {backend}", lambda backend=backend: self._backend(server, kind, backend, seen))
+            can_stage = transport(KINDS[kind].dialect, backend).staged is not None
+            for staged in (False, True) if args.staged and can_stage else (False,):
+                self._attempt(f"{kind} {backend}", partial(self._backend, server, kind, backend, seen, staged=staged))
         if own is not None:
             self._attempt("vLLM's own sender", lambda: self._vllm_sender(own))
 
@@ -275,19 +299,18 @@ class Benchmark:
             for rank, device in enumerate(self.devices if backend == "ipc" else self.devices[:1])
         ]  # fmt: skip
 
-    def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, Seen]) -> None:
-        senders = self._senders(backend)
+    def _backend(self, server: Server, kind: str, backend: Backend, seen: dict[str, Seen], *, staged: bool) -> None:
+        senders, name = self._senders(backend), f"{backend}, staged" if staged else backend
 
         async def rounds() -> list[dict[str, float]]:
             rows = []
             async with EngineClient() as client:
-                link = Link(client, server, kind, backend, senders, self._workers, self.args.staged)
-                show(engine=kind, backend=backend, connect=await link.connect(self.work / "versions"))
+                link = Link(client, server, kind, backend, senders, self._workers, staged)
+                show(engine=kind, backend=name, connect=await link.connect(self.work / "versions"))
                 for number in range(self.args.rounds):
-                    last = number == self.args.rounds - 1
-                    copies = self.weights if last else self.others
-                    rows.append(await link.sync(copies[: len(senders)], f"v{number}"))
-                    show(engine=kind, backend=backend, round=number, **rows[-1])
+                    with negated([] if number == self.args.rounds - 1 else self.weights):
+                        rows.append(await link.sync(self.weights[: len(senders)], f"v{number}"))
+                    show(engine=kind, backend=name, round=number, **rows[-1])
                 await link.run(link.control.leave(GROUP))
             return rows
 
@@ -300,11 +323,11 @@ class Benchmark:
         kept = rows[2:] or rows[-1:]  # the plugin replays from the third on
         show(
             engine=kind,
-            backend=backend,
+            backend=name,
             median_of=len(kept),
             **{n: statistics.median(r[n] for r in kept) for n in rows[0]},
         )
-        self._check(server, kind, backend, seen)
+        self._check(server, kind, name, seen)
 
     @property
     def _workers(self) -> int:
@@ -351,7 +374,9 @@ def main() -> int:
         "--lock", type=Path, help="file: benchmarks that share it start side by side and measure in turn"
     )
     parser.add_argument(
-        "--staged", action="store_true", help="weights.staged: the engine is paused only to load what it has by then"
+        "--staged",
+        action="store_true",
+        help="each backend with weights.staged as well: the engine is paused only to load what it has by then",
     )
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", default=sys.executable, help="interpreter of SGLang's own environment")

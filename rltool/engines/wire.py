@@ -28,7 +28,8 @@ disk
     its absolute `path` as well, which the engine must see under the same name.
 
 Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
-succeeds.
+succeeds. Where one update info stands for all buckets, POST /rltool/update_weights {update_info, weight_version} is
+the pause and the whole update.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
 `finally` -> value check of new connections. Engines that can have the bytes before they load them (disk, delta, staged)
-generate until they have them: send, prefetch -> pause, begin -> receive -> finish. It runs where the fleet and the HTTP
-client live, the one owner of the control plane.
+generate until they have them: send, prefetch -> pause, begin -> receive -> finish. Where a transport can, what comes
+between prefetch and resume is one request. It runs where the fleet and the HTTP client live, the one owner of the
+control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
@@ -41,7 +42,7 @@ from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
-from rltool.weights.transport import Rendezvous
+from rltool.weights.transport import OneRequestControl, Rendezvous
 from rltool.weights.verify import ValueCheck
 
 REASON_SECONDS = 5.0
@@ -174,6 +175,9 @@ class WeightSync:
 
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
         self._pauses[endpoint.url] = -time.perf_counter()
+        if self._in_one_request(endpoint.url) is not None:  # which `_take` sends
+            self.fleet.update_began(endpoint.url)
+            return
         await self.calls.run(endpoint, self._stop(endpoint))
         self._has_weights.add(endpoint.url)
         self.fleet.update_began(endpoint.url)
@@ -229,6 +233,10 @@ class WeightSync:
                 raise EngineError(f"it cannot be paused now: {self.fleet.member(endpoint.url).reason}")
             self.fleet.pause(endpoint.url)
             await self._pause_and_begin(endpoint)
+        if (control := self._in_one_request(endpoint.url)) is not None:
+            request = control.update(self._buckets, rendezvous, version=version)
+            await self.client.run(endpoint, [request], timeout=self._transfer_seconds() + self.calls.deadline)
+            return
         taken = 0
         for request, buckets in connection.control.announce(self._buckets, rendezvous, version=version):
             await self._acknowledge(endpoint.url, version, taken)
@@ -242,6 +250,15 @@ class WeightSync:
         if self.connections[url].control.acknowledged:
             await self.ranks.ready(url, version, taken, STEP_SHARE * self.calls.deadline)
 
+    def _in_one_request(self, url: str) -> OneRequestControl | None:
+        """Of an engine that one request pauses and updates."""
+        control = self.connections[url].control
+        is_apt = self.config.pause_mode == "keep" and url not in self._asleep
+        return control if is_apt and isinstance(control, OneRequestControl) else None
+
+    def _transfer_seconds(self) -> float:
+        return STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self.bucket_deadline
+
     def _generates_on(self, url: str) -> bool:
         """Whether this engine is paused only when it has all bytes."""
         control = self.connections[url].control
@@ -249,8 +266,7 @@ class WeightSync:
 
     async def _prefetch(self, endpoint: EngineEndpoint, version: str) -> Rendezvous:
         """Until everything that needs no pause is ready at the engine."""
-        connection = self.connections[endpoint.url]
-        seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self.bucket_deadline
+        connection, seconds = self.connections[endpoint.url], self._transfer_seconds()
         rendezvous, located = connection.rendezvous, connection.transport.located
         if located is not None:
             rendezvous = await asyncio.to_thread(located, endpoint.url, rendezvous, version, seconds)
@@ -260,7 +276,8 @@ class WeightSync:
         return rendezvous
 
     async def _finish(self, endpoint: EngineEndpoint, version: WeightVersion) -> None:
-        await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
+        if self._in_one_request(endpoint.url) is None:
+            await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
         self.fleet.update_finished(endpoint.url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:

@@ -184,6 +184,15 @@ class ReceiverControl(Protocol):
         ...
 
 
+@runtime_checkable
+class OneRequestControl(ReceiverControl, Protocol):
+    """Of an engine that is asked nothing else between what comes before its pause and its resume."""
+
+    def update(self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str) -> HttpRequest:
+        """A pause with "keep", `begin`, `announce` and `finish`."""
+        ...
+
+
 Located = Callable[[str, Rendezvous, str, float], Rendezvous]
 """(URL of the engine, rendezvous, version, seconds) -> the rendezvous with what `announce` needs of this version.
 Blocks, so many seconds at most, until something beside the engine has it ready. Raises TransportError."""
@@ -241,7 +250,7 @@ CANDIDATES: dict[str, tuple[Backend, ...]] = {
 
 
 BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl")
-ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
+ON_ONE_GPU = 'shares the trainer\'s GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at "auto"'
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
 
 

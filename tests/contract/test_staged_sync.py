@@ -25,6 +25,7 @@ from tests.ranks import SenderRanks
 
 DEADLINE = 3.0
 CONFIG = WeightsConfig(bucket_bytes=40, transport="gloo", staged=True)
+STEPS = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
 
 
 class Ranks(SenderRanks):
@@ -36,10 +37,12 @@ class Ranks(SenderRanks):
         return batch.rollout_logprobs.clone()
 
 
-def syncing(engines: Any, directory: Path, scenario: Callable[[Rig[Ranks]], Awaitable[None]]) -> None:
+def syncing(
+    engines: Any, directory: Path, scenario: Callable[[Rig[Ranks]], Awaitable[None]], config: WeightsConfig = CONFIG
+) -> None:
     async def run() -> None:
         ranks = partial(Ranks, deadline=DEADLINE)
-        async with sync_rig.rig(engines, ranks, CONFIG, directory, deadline=DEADLINE) as r:
+        async with sync_rig.rig(engines, ranks, config, directory, deadline=DEADLINE) as r:
             await scenario(r)
 
     asyncio.run(run())
@@ -58,9 +61,8 @@ def test_engines_are_paused_when_they_have_every_bucket(two, tmp_path):
             assert report.failed == {}
             for engine in two:
                 assert_has(engine, r.ranks, step)
-                wanted = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume")
-                paths = [path for path in engine.paths() if path in wanted]
-                assert paths[-len(wanted) :] == list(wanted)
+                asked = [path for path in engine.paths() if path in (*STEPS, "/rltool/update_weights")]
+                assert asked[-3:] == ["/rltool/prefetch", "/rltool/update_weights", "/resume"]
 
     syncing(two, tmp_path, scenario)
 
@@ -72,13 +74,44 @@ def test_an_engine_that_takes_no_bucket_fails_unpaused_and_the_others_go_on(two,
         report = await r.sync.sync(version(1))
         assert report.updated == (two[0].url,) and set(report.failed) == {two[1].url}
         assert_has(two[0], r.ranks, 1)
-        assert two[1].version == str(version(0)) and two[1].paths().count("/pause") == 1
+        assert two[1].version == str(version(0)) and two[1].paths().count("/rltool/update_weights") == 1
         assert r.fleet.member(two[1].url).state is State.STALE
         two[1].heal()
         await r.sync.sync(version(1), only={two[1].url})
         assert_has(two[1], r.ranks, 1)
 
     syncing(two, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("status", [404, 500])
+def test_a_failed_update_is_that_engines_failure_and_the_next_sync_repairs(two, tmp_path, status):
+    sick, healthy = two
+
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        sick.fail("/rltool/update_weights", status, times=1)
+        report = await r.sync.sync(version(1))
+        assert report.updated == (healthy.url,) and report.failed.keys() == {sick.url}
+        assert str(status) in report.failed[sick.url] and "/rltool/update_weights" in report.failed[sick.url]
+        assert not sick.paused and not healthy.paused
+        assert sick.version == str(version(0)) and r.fleet.member(sick.url).state is State.STALE
+        report = await r.sync.sync(version(2))
+        assert report.failed == {}
+        for engine in two:
+            assert_has(engine, r.ranks, 2)
+
+    syncing(two, tmp_path, scenario)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_another_pause_is_asked_for_by_its_own_route(two, tmp_path, mode):
+    async def scenario(r):
+        await r.sync.sync(version(0))
+        for engine in two:
+            assert_has(engine, r.ranks, 0)
+            assert [path for path in engine.paths() if path in STEPS] == list(STEPS)
+
+    syncing(two, tmp_path, scenario, CONFIG.model_copy(update={"pause_mode": mode}))
 
 
 def test_an_engine_that_dies_while_buckets_come_is_no_fault_of_the_others(two, tmp_path):

@@ -57,7 +57,7 @@ def session(engine, scenario):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("transport", ["gloo", "disk", "one request"])
 def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, transport, tmp_path):
     async def scenario(sender: Sender):
         before = perturbed_model(engine.launch.model, seed=1)
@@ -67,8 +67,11 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, tran
         assert mean_difference(before, sample) < EQUAL
         assert mean_difference(after, sample) > DIFFERENT
 
-        if transport == "gloo":
-            await sender.gloo(tensors_of(after), "two")
+        if transport != "disk":
+            await sender.gloo(tensors_of(after), "two", in_one_request=transport == "one request")
+            if transport == "one request":
+                assert (await sender.client.probe(engine.endpoint)).paused is True
+                await sender.control(dialect("vllm").resume())
         else:
             await sender.disk(tensors_of(after), "two", tmp_path)
         sample = await sender.one()
@@ -96,7 +99,8 @@ def test_a_prompt_cached_before_a_sync_is_computed_anew_after_it(vllm_engine_tie
     session(engine, scenario)
 
 
-def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_tied):
+@pytest.mark.parametrize("in_one_request", [False, True], ids=["step by step", "one request"])
+def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_tied, in_one_request):
     engine = vllm_engine_tied
 
     async def freeze_in_the_middle(sender: Sender, old, new):
@@ -107,9 +111,10 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
             many = new_request(n=48, max_tokens=240)
             running = asyncio.create_task(sender.client.generate(engine.endpoint, many, timeout=TIMEOUT))
             await asyncio.sleep(seconds)
-            await sender.control(dialect("vllm").pause("keep"))
+            if not in_one_request:
+                await sender.control(dialect("vllm").pause("keep"))
             finished = running.done()
-            await sender.gloo(tensors_of(new), "new")
+            await sender.gloo(tensors_of(new), "new", in_one_request=in_one_request)
             await sender.control(dialect("vllm").resume())
             samples = await running
             if any(len(sample.versions) == 2 for sample in samples):
@@ -144,15 +149,18 @@ WRONG_UPDATES = {
 }
 
 
+@pytest.mark.parametrize("in_one_request", [False, True], ids=["step by step", "one request"])
 @pytest.mark.parametrize("wrong", WRONG_UPDATES)
-def test_a_wrong_update_is_an_error_and_the_next_good_one_works(vllm_engine_untied, wrong):
+def test_a_wrong_update_is_an_error_and_the_next_good_one_works(vllm_engine_untied, wrong, in_one_request):
     engine = vllm_engine_untied
 
     async def scenario(sender: Sender):
         good, bad, better = (perturbed_model(engine.launch.model, seed=seed) for seed in (7, 8, 9))
         await sender.gloo(tensors_of(good), "good")
         with pytest.raises(EngineError, match=r"norm|unheard_of|qkv_proj|embed_tokens"):
-            await sender.gloo(WRONG_UPDATES[wrong](tensors_of(bad)), "bad")
+            await sender.gloo(WRONG_UPDATES[wrong](tensors_of(bad)), "bad", in_one_request=in_one_request)
+        assert (await sender.client.probe(engine.endpoint)).paused is in_one_request
+        await sender.control(dialect("vllm").resume())
         assert (await sender.client.probe(engine.endpoint)).weight_version == "incomplete"
         await sender.one()  # it still serves: half-loaded layers have their old weights back
         await sender.gloo(tensors_of(better), "better")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rltool.engines import wire
 from rltool.engines.client import EngineClient
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
 from rltool.weights.transport import Rendezvous, transport
+from rltool.weights.transports.nccl_vllm import PluginControl
 from rltool.weights.transports.vllm import bucket_request
 from tests.e2e.engines import RunningEngine
 from tests.ranks import flat_bytes
@@ -24,6 +25,8 @@ GROUP = "test-weights"
 TIMEOUT = 30.0
 GLOO = transport("vllm", "gloo").control
 DISK = transport("vllm", "disk").control
+IN_ONE_REQUEST = PluginControl()
+"""Of NCCL: what it asks for does not depend on how the bytes travel."""
 PROMPT = (40, 41, 17, 90, 33, 5, 64, 22)
 
 
@@ -79,17 +82,28 @@ class Sender:
         await self.client.run(self.engine.endpoint, requests, timeout=TIMEOUT)
 
     async def gloo(
-        self, tensors: Mapping[str, torch.Tensor], version: str, *, buckets: list[Bucket] | None = None
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        version: str,
+        *,
+        buckets: list[Bucket] | None = None,
+        in_one_request: bool = False,
     ) -> None:
-        """begin, all buckets, finish, shutdown. `buckets` overrides what is announced (and the bytes that are sent)."""
+        """begin, all buckets, finish, shutdown. `buckets` overrides what is announced (and the bytes that are sent).
+        in_one_request: the plugin's route, which pauses as well."""
         store = wire.host_store("127.0.0.1", 0, TIMEOUT)
         meeting = Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port)
         init = GLOO.init(meeting, rank_offset=1, timeout_seconds=TIMEOUT)
         join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
         _, group = await asyncio.gather(self.control(init), join)
         try:
-            await self.control(GLOO.begin())
             planned = buckets or buckets_of(tensors)
+            if in_one_request:
+                update = IN_ONE_REQUEST.update(planned, meeting, version=version)
+                sent = (asyncio.to_thread(wire.broadcast, group, flat_bytes(tensors, bucket)) for bucket in planned)
+                await asyncio.gather(self.control([update]), _in_order(sent))
+                return
+            await self.control(GLOO.begin())
             requests = GLOO.announce(planned, meeting, version=version)
             for bucket, (request, _) in zip(planned, requests, strict=True):
                 flat = flat_bytes(tensors, bucket)
@@ -110,3 +124,8 @@ class Sender:
 
     async def one(self, request: GenerateRequest | None = None) -> Completion:
         return (await self.client.generate(self.engine.endpoint, request or new_request(), timeout=TIMEOUT))[0]
+
+
+async def _in_order(steps: Iterable[Awaitable[object]]) -> None:
+    for step in steps:
+        await step

@@ -33,6 +33,7 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/finish_weight_update"),
         ("POST", "/shutdown_weight_transfer_engine"),
         ("POST", "/rltool/prefetch"),
+        ("POST", "/rltool/update_weights"),
     }
 )
 """What changes the engine for everybody: while a run holds the lease (lease.py), these are its alone."""

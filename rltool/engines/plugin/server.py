@@ -34,6 +34,7 @@ from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.update_route import UPDATE_PATH, update_weights
 from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,8 @@ class ServerMiddleware:
             await send_json(send, 409, refusal)
         elif path == PREFETCH_PATH:
             await self._prefetch(scope, receive, send)
+        elif path == UPDATE_PATH:
+            await self._update(scope, receive, send)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -125,6 +128,17 @@ class ServerMiddleware:
             return
         await send_json(send, *await prefetch(scope["app"].state.engine_client, body))
 
+    async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await _json_of(receive)
+        except Disconnected:
+            return
+        state = scope["app"].state
+        status, reply = await update_weights(state.engine_client, body)
+        if status >= 500:
+            await self._end_failed_update(state)
+        await send_json(send, status, reply)
+
     def _refusal(self, scope: Scope) -> dict[str, Any] | None:
         return refused(self._leases, header(scope, RUN_HEADER.lower().encode()))
 
@@ -153,10 +167,7 @@ class ServerMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 if status >= 400:  # before the caller hears of it, so that what it asks next finds the version right
-                    try:
-                        await self._end_unfinished_update(scope["app"].state)
-                    except Exception:  # the engine may be dead: its own error is what the caller must get
-                        logger.exception("could not end the weight update that failed")
+                    await self._end_failed_update(scope["app"].state)
             await send(message)
 
         await self._app(scope, receive, watching_send)
@@ -171,6 +182,12 @@ class ServerMiddleware:
         if paused:
             await send_json(send, 200, {"status": "paused"})
         return paused
+
+    async def _end_failed_update(self, state: Any) -> None:
+        try:
+            await self._end_unfinished_update(state)
+        except Exception:  # the engine may be dead: its own error is what the caller must get
+            logger.exception("could not end the weight update that failed")
 
     async def _end_unfinished_update(self, state: Any) -> None:
         client = state.engine_client

@@ -17,6 +17,9 @@ class WeightUpdateRecovery:
     # Declared and not assigned: vLLM refuses an extension with an attribute that its worker has.
     weight_transfer_engine: Any
     _weight_update_active: bool
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
 
     def rltool_end_unfinished_update(self) -> bool:
         """End the update that is active, if one is. True if the weights may be a mixture of old and new since then."""
@@ -40,6 +43,19 @@ class WeightUpdateRecovery:
         if not hasattr(engine, "prefetch"):
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
         return _failure_of(lambda: engine.prefetch(version, seconds, source))
+
+    def rltool_update_weights(self, update_info: dict[str, Any]) -> str:
+        """An update from start to finish. Returns why it failed, or ""."""
+        from rltool.engines.plugin.loading import WeightUpdateError
+
+        self.rltool_end_unfinished_update()
+        try:
+            self.start_weight_update()
+            self.update_weights(update_info)
+            self.finish_weight_update()
+        except WeightUpdateError as error:
+            return str(error)
+        return ""
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""

@@ -72,7 +72,7 @@ class DeltaSender:
         return self._writer
 
 
-class VllmDeltaControl(vllm.VllmControl):
+class VllmDeltaControl(vllm.OneRequestControl):
     after_send = True
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:

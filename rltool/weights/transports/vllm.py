@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,7 +40,20 @@ class VllmControl:
         return dialect("vllm").leave_transfer(group)
 
 
-class StagedControl(VllmControl):
+class OneRequestControl(VllmControl, ABC):
+    """Of rltool's plugin, where one update info stands for all buckets."""
+
+    @abstractmethod
+    def announce(
+        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
+    ) -> list[tuple[HttpRequest, int]]: ...
+
+    def update(self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str) -> HttpRequest:
+        [(announced, _)] = self.announce(buckets, rendezvous, version=version)
+        return HttpRequest("POST", "/rltool/update_weights", {**announced.body, "weight_version": version})
+
+
+class StagedControl(OneRequestControl):
     """Of rltool's plugin: buckets arrive in a second buffer while the engine generates."""
 
     staged = True
