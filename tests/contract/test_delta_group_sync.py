@@ -208,6 +208,7 @@ def test_a_restarted_trainer_sends_all_weights(two, syncing, taken):
         await r.sync.sync(version(0))
         await r.sync.sync(version(1))
         r.ranks.sender.close()
+        assert not r.ranks.sender._encoder._copy, "the copy of the weights goes with its connections"
         r.restart()
         await r.sync.sync(version(2))
         for engine in two:

@@ -153,9 +153,8 @@ def test_after_hundreds_of_steps_with_losses_every_engine_is_bit_equal(dtype):
         trainer.step()
         event = rng.random()
         if event < 0.05:
-            trainer.send(steady, other, only_buckets=rng.randrange(len(trainer.buckets)))
+            trainer.send(steady, only_buckets=rng.randrange(len(trainer.buckets)))
             steady.connect()
-            other.connect()
         elif event < 0.10:
             other.copy = MemoryCopy()
             other.connect()
@@ -200,6 +199,14 @@ def test_a_version_that_is_sent_again_keeps_its_state_and_costs_nothing_who_has_
     assert first.copy.held == second.copy.held
     trainer.step()
     assert [each.anchor for each in trainer.sync(first, second)] == [False, False]
+
+
+def test_a_version_that_is_sent_again_is_never_due_to_go_out_whole():
+    trainer = Trainer(torch.float32, anchor_every=1)
+    engine = Engine(trainer.encoder)
+    got = trainer.sync(engine) + trainer.sync(engine)
+    trainer.step()
+    assert [each.anchor for each in got + trainer.sync(engine)] == [True, False, True]
 
 
 def test_nothing_is_kept_of_a_version_but_the_newest_parts():
@@ -258,8 +265,10 @@ def test_one_byte_that_differs_is_found_wherever_it_is(following):
 
 
 def test_a_whole_bucket_that_is_damaged_leaves_a_copy_that_holds_nothing():
-    trainer = Trainer(torch.float32)
+    trainer = Trainer(torch.float32, anchor_every=1)
     engine = Engine(trainer.encoder)
+    trainer.sync(engine)
+    trainer.step()
     trainer.send(engine)
     engine.pipe.sent[1][5] ^= 1
     with pytest.raises(CannotRebuild, match="the sha256 of a bucket differs"):

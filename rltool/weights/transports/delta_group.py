@@ -51,7 +51,7 @@ class DeltaGroupSender:
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         base = self._encoder.base
         self._wholes = None if base is not None and base == self._held else {}
-        self._version, self._shard, self._held = version, 0, None
+        self._version, self._shard = version, 0
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
         part = self._encoder.part(self._shard)
