@@ -22,8 +22,8 @@ from rltool.errors import EngineError, UsageError
 from rltool.weights.delta_encoder import DeltaEncoder
 
 Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]
-"""vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta, nccl-delta:
-what changed alone, over these (weights.delta)."""
+"""vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
+nccl-delta: what changed alone, over these (weights.delta)."""
 
 
 class TransportError(EngineError):
@@ -256,8 +256,8 @@ BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
 ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
 NO_DELTA = (
-    "cannot take patches over a transfer group (weights.delta), which needs a vLLM with rltool's plugin: set weights.delta "
-    'to false, or weights.transport = "delta" with a weights.store, from which a follower beside it rebuilds them'
+    "cannot take patches over a transfer group (weights.delta), which needs a vLLM with rltool's plugin: set "
+    'weights.delta to false, or use weights.transport = "delta" with a weights.store and a follower beside it'
 )
 
 

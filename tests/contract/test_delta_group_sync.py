@@ -1,5 +1,5 @@
-"""weights.delta: patches over the transfer group, into fake engines with the plugin's real taking of them. Over gloo real
-bytes of real groups; over nccl a fake NCCL between threads."""
+"""weights.delta: patches over the transfer group, into fake engines with the plugin's real taking of them. gloo is
+real, NCCL a fake between threads."""
 
 from __future__ import annotations
 

@@ -292,7 +292,7 @@ def test_patches_go_over_the_group_that_whole_weights_would_take(changes, wanted
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (SGLANG, 'which needs a vLLM with rltool\'s plugin: set weights.delta to false, or weights.transport = "delta"'),
+        (SGLANG, 'needs a vLLM with rltool\'s plugin: set weights.delta to false, or use weights.transport = "delta"'),
         ({"weight_backend": "nccl"}, r"\(weights.delta\): its backend is 'nccl'; start it with `rltool serve-engines"),
         ({"weight_backend": None}, "has no weight transfer"),
     ],

@@ -95,7 +95,7 @@ def take(copy: MemoryCopy, receive: Receive, buckets: Sequence[Bucket], version:
 def _message(receive: Receive, bucket: Bucket) -> tuple[Kind, Tensor]:
     kind, size = _header(receive)
     longest = bucket_bytes(bucket) + PATCH_OVERHEAD * (1 + len(bucket)) + 8 * sum(len(meta.name) for meta in bucket)
-    if not (kind is Kind.WHOLE and size == bucket_bytes(bucket) or kind is Kind.PATCH and 0 <= size <= longest):
+    if not ((kind is Kind.WHOLE and size == bucket_bytes(bucket)) or (kind is Kind.PATCH and 0 <= size <= longest)):
         raise CannotRebuild(f"a message of kind {kind} and {size} bytes came for a bucket of {bucket_bytes(bucket)}")
     return kind, receive(size)
 

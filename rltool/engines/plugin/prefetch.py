@@ -1,7 +1,7 @@
 """Weights that come into a vLLM worker while it generates, in a thread of their own.
 
-They are fetched from a store of deltas into a copy in host memory, received from the trainer as patches of that copy, or
-received whole into a second buffer.
+They come into a copy in host memory, as deltas from a store or as messages from the trainer, or from the trainer into a
+second buffer.
 
 The model is loaded from them while the engine is paused (rltool.engines.plugin.receiver).
 """
