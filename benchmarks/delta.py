@@ -160,12 +160,14 @@ async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights]
         finally:
             ranks.sender.close()
     steady = reports[1:]
+    patches = [report.patch_bytes for report in steady if report.patch_bytes is not None]
     return {
         "sent_as": sent_as,
         "dtype": str(next(iter(versions[0].values())).dtype).removeprefix("torch."),
         "syncs": len(steady),
         "paused_seconds": round(statistics.median(report.paused for report in steady), 4),
         "sync_seconds": round(statistics.median(report.seconds for report in steady), 4),
+        **({"patch_bytes": round(statistics.median(patches))} if patches else {}),
     }
 
 

@@ -110,6 +110,12 @@ class DeltaEncoder:
         assert made.base is not None, "there are no patches without a base"
         return Manifest(held.version, held.state, made.shards, patch=Patch(made.base, made.files))
 
+    @property
+    def patch_bytes(self) -> int | None:
+        """Of all patches to the version that was begun; None: it has no base."""
+        made = self._open
+        return None if made.base is None else sum(file.bytes for file in made.files.values())
+
     def release(self) -> None:
         """All readers are done."""
         self._open.parts = {}

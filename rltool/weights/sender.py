@@ -42,11 +42,13 @@ NOT_CONNECTED = "it has no transfer group with the trainer"
 
 @dataclass(frozen=True)
 class SendReport:
-    """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way."""
+    """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way; patch_bytes:
+    with weights.delta, of what changed since the weights that were sent before, None where there were none."""
 
     bytes: int
     seconds: float
     failures: dict[str, str] = field(default_factory=dict)
+    patch_bytes: int | None = None
 
 
 class WeightSender:
@@ -125,7 +127,8 @@ class WeightSender:
         finally:
             failures = self._drop_failed(known)
         size = sum(map(bucket_bytes, buckets))
-        return SendReport(size, time.perf_counter() - started, unknown | failures)
+        patch_bytes = self._encoder.patch_bytes if self._encoder is not None and channels else None
+        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes)
 
     def gathers_everywhere(self, urls: Collection[str]) -> bool:
         """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has

@@ -100,16 +100,25 @@ def of_step(taken: list[tuple[str, bool]], step: int) -> list[bool]:
 
 
 def test_engines_get_patches_while_they_generate_and_are_paused_to_load_them(two, syncing, taken):
+    reports = []
+
     async def scenario(r):
         for step in range(7):
             report = await r.sync.sync(version(step))
             assert set(report.updated) == {engine.url for engine in two} and report.failed == {}
+            reports.append(report)
             for engine in two:
                 assert_has(engine, r.ranks, step)
                 wanted = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume")
                 assert [path for path in engine.paths() if path in wanted][-len(wanted) :] == list(wanted)
         both = [of_step(taken, step) for step in range(7)]
         assert both == [[step % 3 == 0] * 2 for step in range(7)], "every third version goes out whole"
+        for step, report in enumerate(reports):
+            if step % 3 == 0:
+                assert report.patch_bytes is None and "weights/patch_bytes" not in report.metrics()
+            else:
+                assert 0 < report.metrics()["weights/patch_bytes"] < report.bytes / 3
+                assert "; patches of 0.000" in report.line()
 
     syncing(scenario, anchor_every=3)
 
