@@ -10,7 +10,8 @@ dtype and learning rate: the share of elements that changed, bytes of a patch ag
 seconds for writing and for taking one; medians over the steps.
 
 With --url a running vLLM, started by `rltool serve-engines` with the model of --model, takes the same steps over gloo,
-disk and delta in turns: one line for each, with the seconds for which it stood still.
+as deltas over gloo, from disk and as deltas from a store in turns: one line for each, with the seconds for which it
+stood still.
 """
 
 from __future__ import annotations
@@ -129,10 +130,18 @@ class Ranks(SenderRanks):
         return batch.rollout_logprobs.clone()  # values are the tests' matter
 
 
-async def pauses(args: argparse.Namespace, transport: str, versions: list[Weights], directory: Path) -> dict[str, Any]:
+SENT_AS: dict[str, dict[str, Any]] = {
+    "gloo": {"transport": "gloo"},
+    "gloo, delta": {"transport": "gloo", "delta": True},
+    "disk": {"transport": "disk"},
+    "delta": {"transport": "delta"},
+}
+
+
+async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights], directory: Path) -> dict[str, Any]:
     """One line of the table with an engine."""
-    store = str(directory / "store") if transport == "delta" else None
-    config = WeightsConfig(transport=transport, store=store, anchor_every=len(versions))
+    store = str(directory / "store") if sent_as == "delta" else None
+    config = WeightsConfig(store=store, anchor_every=len(versions), **SENT_AS[sent_as])
     endpoint = EngineEndpoint(url=args.url, dialect="vllm", key_file=args.key_file)
     ranks, fleet = Ranks(config, args.model, versions), Fleet()
     async with EngineClient() as client:
@@ -151,12 +160,14 @@ async def pauses(args: argparse.Namespace, transport: str, versions: list[Weight
         finally:
             ranks.sender.close()
     steady = reports[1:]
+    patches = [report.patch_bytes for report in steady if report.patch_bytes is not None]
     return {
-        "transport": transport,
+        "sent_as": sent_as,
         "dtype": str(next(iter(versions[0].values())).dtype).removeprefix("torch."),
         "syncs": len(steady),
         "paused_seconds": round(statistics.median(report.paused for report in steady), 4),
         "sync_seconds": round(statistics.median(report.seconds for report in steady), 4),
+        **({"patch_bytes": round(statistics.median(patches))} if patches else {}),
     }
 
 
@@ -180,8 +191,8 @@ def main() -> None:
                     print(json.dumps(payload(args.model, dtype, lr, args.steps)), flush=True)
                 continue
             versions = list(trained(args.model, args.lrs[0], args.steps, dtype))
-            for transport in ("gloo", "disk", "delta"):
-                line = asyncio.run(pauses(args, transport, versions, Path(temporary) / str(dtype) / transport))
+            for sent_as in SENT_AS:
+                line = asyncio.run(pauses(args, sent_as, versions, Path(temporary) / str(dtype) / sent_as))
                 print(json.dumps(line), flush=True)
 
 

@@ -260,11 +260,15 @@ class WeightsConfig(Config):
     """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
     vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
     --gpu-memory-utilization."""
+    delta: bool = False
+    """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
+    generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's
+    memory."""
     store: str | None = None
     """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
     One run at a time."""
     anchor_every: int = Field(default=10, ge=1)
-    """delta: versions from one full copy of the weights in the store to the next; between them are patches."""
+    """Deltas, through a store or not: versions from one that goes out whole to the next; between them are patches."""
     verify_tolerance: float | None = Field(default=None, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection.
     None: 0.001 where both compute in float32, else 0.2."""
@@ -278,11 +282,22 @@ class WeightsConfig(Config):
         return self
 
     @model_validator(mode="after")
+    def _delta(self) -> WeightsConfig:
+        if self.delta and self.transport not in ("auto", "nccl", "gloo"):
+            raise ValueError(
+                f'delta = true and transport = "{self.transport}" contradict each other: it sends patches over nccl or '
+                'gloo; leave transport at "auto", or leave delta out (transport = "delta" sends them through a store)'
+            )
+        if self.delta and self.staged:
+            raise ValueError("staged has no effect with delta = true, whose patches arrive while the engine generates")
+        return self
+
+    @model_validator(mode="after")
     def _store(self) -> WeightsConfig:
         if (self.transport == "delta") != (self.store is not None):
             raise ValueError(
                 'transport = "delta" and store go together: name a directory that trainer and engines share, or '
-                "s3://BUCKET/PREFIX"
+                "s3://BUCKET/PREFIX; for patches without a store leave both out, and set delta = true"
             )
         return self
 

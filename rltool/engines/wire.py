@@ -23,6 +23,8 @@ gloo and nccl, staged
     POST /rltool/prefetch {version, seconds, announced} has every worker receive all buckets while it generates;
     `announced` is an update info with bucket_sizes. One update info with the version then stands for them, as with
     delta.
+gloo and nccl, delta
+    The same with `delta` in `announced`: the buckets come as messages (rltool.engines.delta.messages).
 disk
     Init info {transport: "disk"}. A bucket is one safetensors file with exactly the announced tensors; update info has
     its absolute `path` as well, which the engine must see under the same name.

@@ -53,6 +53,11 @@ def check_turns(config: TrainConfig) -> None:
             'weights.staged = true and engines.mode = "colocate" contradict each other: engines that sleep generate '
             "nothing while weights arrive; leave it out"
         )
+    if config.weights.delta:
+        raise UsageError(
+            'weights.delta = true and engines.mode = "colocate" contradict each other: it is for engines that generate '
+            "while patches arrive; leave it out"
+        )
     if config.weights.transport == "nccl":
         raise UsageError(
             'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '

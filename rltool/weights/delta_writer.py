@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rltool.engines.delta import chain
 from rltool.engines.delta.chain import Anchor, File, Held, Manifest, Patch
-from rltool.engines.delta.patch import patch_file, whole_file
+from rltool.engines.delta.patch import flat_patch, whole_file
 from rltool.engines.delta.store import Store
 from rltool.engines.types import Bucket
 from rltool.engines.weight_version import WeightVersion
@@ -81,7 +81,7 @@ class DeltaWriter:
         if not pending.base:
             self._copy.append(flat.clone())
         elif not pending.again:
-            data = patch_file(_pairs(bucket, self._copy[shard], flat))
+            data = flat_patch(bucket, self._copy[shard], flat)
             if data is not None:
                 pending.patch[shard] = self._put(pending.version, "patch", shard, data)
             self._copy[shard].copy_(flat)
@@ -169,8 +169,3 @@ class _Pending:
         base = self.base[-1].held if self.base else None
         state = chain.state_after(base, self.patch if base else self.anchor)
         return Manifest(self.version, state, self.shards, anchor, Patch(base, self.patch) if base else None)
-
-
-def _pairs(bucket: Bucket, old: Tensor, new: Tensor) -> Iterable[tuple[str, Tensor, Tensor]]:
-    for (name, before), (_, after) in zip(split_flat(old, bucket), split_flat(new, bucket), strict=True):
-        yield name, before, after

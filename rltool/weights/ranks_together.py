@@ -25,7 +25,8 @@ def one_meeting(meetings: Sequence[Mapping[str, Rendezvous]]) -> dict[str, Rende
 def one_report(reports: Sequence[SendReport]) -> SendReport:
     """bytes: of one copy, as in each of them; a failure of one rank is the engine's."""
     failures = one_answer([report.failures for report in reports])
-    return SendReport(reports[0].bytes, max(report.seconds for report in reports), failures)
+    seconds = max(report.seconds for report in reports)
+    return SendReport(reports[0].bytes, seconds, failures, reports[0].patch_bytes)
 
 
 def one_answer(failures: Sequence[Failures]) -> Failures:

@@ -20,8 +20,9 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
-from rltool.weights.buffers import BucketBuffers
+from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers
 from rltool.weights.channel import Call, Channel
+from rltool.weights.delta_encoder import DeltaEncoder
 from rltool.weights.stream import Stream, drain, fill_buckets
 from rltool.weights.transport import (
     AcknowledgedSender,
@@ -41,11 +42,13 @@ NOT_CONNECTED = "it has no transfer group with the trainer"
 
 @dataclass(frozen=True)
 class SendReport:
-    """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way."""
+    """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way; patch_bytes:
+    with weights.delta, of what changed since the weights that were sent before, None where there were none."""
 
     bytes: int
     seconds: float
     failures: dict[str, str] = field(default_factory=dict)
+    patch_bytes: int | None = None
 
 
 class WeightSender:
@@ -68,14 +71,16 @@ class WeightSender:
         self._dropped: dict[str, str] = {}  # engines whose connection has failed, and why
         self._shared: dict[SenderFactory, Channel] = {}
         self._hosted: list[str] = []
+        self._encoder = DeltaEncoder(anchor_every=config.anchor_every, kept=BUFFERS) if config.delta else None
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         """Open a connection for each of these engines that this rank sends to, listening from now on, and say where it
         is, by URL; where that fails, `join` says why. Connections with others stay. directory: of this run alone, for
         transports that leave files."""
         options = SenderOptions(
-            group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu, self.largest_bucket
-        )
+            group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu, self.largest_bucket,
+            self._encoder,
+        )  # fmt: skip
         self.leave([receiver.url for receiver in receivers])
         here = [receiver for receiver in receivers if self._sends_to(receiver)]
         self._hosted = [receiver.url for receiver in here]
@@ -122,7 +127,8 @@ class WeightSender:
         finally:
             failures = self._drop_failed(known)
         size = sum(map(bucket_bytes, buckets))
-        return SendReport(size, time.perf_counter() - started, unknown | failures)
+        patch_bytes = self._encoder.patch_bytes if self._encoder is not None and channels else None
+        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes)
 
     def gathers_everywhere(self, urls: Collection[str]) -> bool:
         """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has
@@ -165,6 +171,8 @@ class WeightSender:
     def close(self) -> None:
         """Leave all groups."""
         self.leave({*self._channels, *self._elsewhere, *self._by_every_rank})
+        if self._encoder is not None:
+            self._encoder.forget()
 
     def _sends_to(self, receiver: Receiver) -> bool:
         if transport(receiver.dialect, receiver.backend).senders == "rank0":
@@ -190,19 +198,28 @@ class WeightSender:
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
+        encoder = self._encoder
+        if encoder is not None:
+            encoder.begin(version, buckets)
         begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]
         for channel, call in begun:  # it must know what its engine waits for, before anything can fail
             channel.wait(call)
         buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
         for bucket, _ in fill_buckets(stream, buckets, buffers.take):
             copies = buffers.filled()
+            if encoder is not None:
+                encoder.add(bucket, copies[CPU])
             takers = []
             for channel in (channel for channel in channels if channel.failure is None):
                 send = partial(self._send, channel.transport, bucket, copies[channel.transport.device])
                 takers.append((channel, submit(channel, send)))
             buffers.sent_to(takers)
+        if encoder is not None:
+            encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
+        if encoder is not None:
+            encoder.release()
 
     def _send(self, to: SenderTransport, bucket: Bucket, flat: Tensor) -> None:
         to.send(bucket, flat).wait(self.deadline)

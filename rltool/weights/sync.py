@@ -85,6 +85,7 @@ class WeightSync:
         self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
         self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
         self._has_weights: set[str] = set()  # of these: there is room for their weights again
+        self._patch_bytes: int | None = None  # of this sync
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -108,6 +109,7 @@ class WeightSync:
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started = time.perf_counter()
         phases: dict[str, float] = {}
+        self._patch_bytes = None
         self.calls.silent, self._differing, self._pauses, self._has_weights = set(), set(), {}, set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
@@ -157,7 +159,7 @@ class WeightSync:
             )
         size = sum(map(bucket_bytes, self._buckets))
         seconds, paused = time.perf_counter() - started, max(self._pauses.values(), default=0.0)
-        return SyncReport(str(version), size, seconds, phases, updated, failures, difference, paused)
+        return SyncReport(str(version), size, seconds, phases, updated, failures, difference, paused, self._patch_bytes)
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
@@ -191,6 +193,7 @@ class WeightSync:
         receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._receive(endpoint, version, sending)))
         try:
             sent = await sending
+            self._patch_bytes = sent.patch_bytes
         finally:
             received = await receiving
         for url, reason in sent.failures.items():

@@ -30,7 +30,7 @@ class SyncReport:
 
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
-    that was paused longest stood still.
+    that was paused longest stood still; patch_bytes: see SendReport.
     """
 
     version: str
@@ -41,6 +41,7 @@ class SyncReport:
     failed: Failures = field(default_factory=dict)
     difference: float | None = None
     paused: float = 0.0
+    patch_bytes: int | None = None
 
     def line(self) -> str:
         """One line for the log."""
@@ -51,6 +52,8 @@ class SyncReport:
             f"in {self.seconds:.3f} s ({_rate(self.bytes, self.seconds)}; {phases}; "
             f"paused {self.paused:.3f})"
         )
+        if self.patch_bytes is not None:
+            text += f"; patches of {self.patch_bytes / 1e6:.3g} MB"
         if self.difference is not None:
             text += f"; engines agree with the trainer within {self.difference:.1e}"
         return text + "".join(f"\n  {url}: {reason}" for url, reason in self.failed.items())
@@ -64,6 +67,8 @@ class SyncReport:
         }
         values["weights/paused_seconds"] = self.paused
         values["weights/failed_engines"] = float(len(self.failed))
+        if self.patch_bytes is not None:
+            values["weights/patch_bytes"] = float(self.patch_bytes)
         if self.difference is not None:
             values["weights/logprob_abs_diff_mean"] = self.difference
         return values | {f"weights/{phase}_seconds": seconds for phase, seconds in self.phases.items()}

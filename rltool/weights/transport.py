@@ -19,9 +19,11 @@ from torch import Tensor
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
+from rltool.weights.delta_encoder import DeltaEncoder
 
-Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl"]
-"""vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang."""
+Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]
+"""vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
+nccl-delta: what changed alone, over these (weights.delta)."""
 
 
 class TransportError(EngineError):
@@ -68,7 +70,7 @@ class SenderOptions:
 
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (deadlines.bucket); directory: of
     this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go with those files.
-    gpu: UUID of the rank's own, "" without one; largest_bucket: bytes.
+    gpu: UUID of the rank's own, "" without one; largest_bucket: bytes; encoder: with weights.delta, what has changed.
     """
 
     group: str
@@ -79,6 +81,7 @@ class SenderOptions:
     model_files: Path
     gpu: str = ""
     largest_bucket: int = 0
+    encoder: DeltaEncoder | None = None
 
 
 class Work(Protocol):
@@ -232,6 +235,8 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
     ("vllm", "nccl"): "rltool.weights.transports.nccl_vllm:PLUGIN",
     ("vllm", "vllm-nccl"): "rltool.weights.transports.nccl_vllm:STOCK",
     ("sglang", "nccl"): "rltool.weights.transports.nccl_sglang:SGLANG",
+    ("vllm", "gloo-delta"): "rltool.weights.transports.delta_group:GLOO",
+    ("vllm", "nccl-delta"): "rltool.weights.transports.delta_group:NCCL",
 }
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
@@ -248,10 +253,20 @@ CANDIDATES: dict[str, tuple[Backend, ...]] = {
 }
 """weights.transport -> what is tried, in order."""
 
+DELTA_CANDIDATES: dict[str, tuple[Backend, ...]] = {
+    "auto": ("nccl-delta", "gloo-delta"),
+    "nccl": ("nccl-delta",),
+    "gloo": ("gloo-delta",),
+}
+"""The same with weights.delta."""
 
-BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl")
-ON_ONE_GPU = 'shares the trainer\'s GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at "auto"'
+BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
+ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
+NO_DELTA = (
+    "cannot take patches over a transfer group (weights.delta), which needs a vLLM with rltool's plugin: set "
+    'weights.delta to false, or use weights.transport = "delta" with a weights.store and a follower beside it'
+)
 
 
 def transport(dialect: str, backend: Backend) -> Transport:
@@ -267,7 +282,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     sentence without the engine's name, where none can.
     """
     reasons = []
-    for backend in CANDIDATES[config.transport]:
+    for backend in (DELTA_CANDIDATES if config.delta else CANDIDATES)[config.transport]:
         if shares_gpus and backend in BETWEEN_GPUS:
             why = ON_ONE_GPU
         elif backend == "ipc" and not shares_gpus:
@@ -282,6 +297,8 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
                 )
             return backend
         reasons.append(why)
+    if config.delta:
+        raise UsageError(reasons[-1])
     if config.transport != "auto":
         raise UsageError(reasons[0])
     if info.weight_backend is None:
@@ -294,6 +311,8 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
 
 def obstacle(info: EngineInfo, backend: Backend, trainer_device: str) -> str | None:
     """Why weights cannot reach this engine over `backend`; None: they can."""
+    if (info.dialect, backend) not in TRANSPORTS and backend in ("gloo-delta", "nccl-delta"):
+        return NO_DELTA
     if (info.dialect, backend) not in TRANSPORTS:
         return (
             f"cannot be sent weights over {backend}: this version of rltool has no such transport for {info.dialect}; "

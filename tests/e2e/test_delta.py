@@ -1,11 +1,14 @@
-"""The delta transport into the real engines: patches and anchors, checked by values at each step."""
+"""Deltas into the real engines, through a store and over the transfer group: patches and anchors, checked by values at
+each step."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.checksums import compare, of_one_rank
 from rltool.engines.client import EngineClient
 from rltool.engines.delta.follow import Report, follow
 from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import dialect
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.sync import WeightSync
@@ -56,9 +61,8 @@ class Ranks(HfRanks):
         return super().weights(step)
 
 
-async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
-    """Some syncs of which each is checked by value, with requests running through all of them."""
-    config = WeightsConfig(transport="delta", store=str(store), anchor_every=4, bucket_bytes=200_000)
+@asynccontextmanager
+async def trainer(engine: RunningEngine, config: WeightsConfig, directory: Path) -> AsyncIterator[Trainer]:
     ranks, endpoint, fleet = Ranks(config, engine.launch.model), engine.endpoint, Fleet()
     async with EngineClient() as client:
         info = await client.probe(endpoint)
@@ -69,32 +73,81 @@ async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
         sync = WeightSync(
             client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
             ValueCheck(vocab_size, 1.0, EQUAL, info.max_model_len),
-            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=store / "unused",
+            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=directory / "unused",
         )  # fmt: skip
         try:
             await sync.sync(WeightVersion(RUN, 0, 0))
-            for step in range(1, STEPS):
-                running = asyncio.create_task(
-                    client.generate(endpoint, new_request(n=8, max_tokens=200), timeout=SECONDS)
-                )
-                report = await sync.sync(WeightVersion(RUN, 0, step), check_all=True)
-                print(report.line())
-                assert report.updated == (endpoint.url,) and report.difference is not None
-                assert report.difference < EQUAL
-                samples = await running
-                known = {str(WeightVersion(RUN, 0, n)) for n in (step - 1, step)}
-                for sample in samples:
-                    assert len(sample.token_ids) == 200 and {span.version for span in sample.versions} <= known
-            kinds = [sorted({p.name[:5] for p in (store / f"{RUN}-0-{n}").glob("*.safetensors")}) for n in range(STEPS)]
-            assert kinds == [["model"], ["patch"], ["patch"], ["patch"], ["model", "patch"], ["patch"]]
+            yield Trainer(client, endpoint, ranks, sync)
         finally:
             ranks.sender.close()
             await client.run(endpoint, dialect(info.dialect).resume(), timeout=SECONDS)
 
 
+@dataclass
+class Trainer:
+    """Of one engine, which it has synced with the weights of step 0."""
+
+    client: EngineClient
+    endpoint: EngineEndpoint
+    ranks: Ranks
+    sync: WeightSync
+
+    async def step(self, step: int) -> None:
+        """A sync that is checked by value, with requests running through it."""
+        running = asyncio.create_task(
+            self.client.generate(self.endpoint, new_request(n=8, max_tokens=200), timeout=SECONDS)
+        )
+        report = await self.sync.sync(WeightVersion(RUN, 0, step), check_all=True)
+        print(report.line())
+        assert report.updated == (self.endpoint.url,) and report.difference is not None
+        assert report.difference < EQUAL
+        samples = await running
+        known = {str(WeightVersion(RUN, 0, n)) for n in (step - 1, step)}
+        for sample in samples:
+            assert len(sample.token_ids) == 200 and {span.version for span in sample.versions} <= known
+
+    async def assert_bit_equal(self) -> None:
+        """Of vLLM on a CPU: all parameters but the matrices that it has packed."""
+        checksums = await self.client.checksums(self.endpoint, timeout=SECONDS)
+        found = of_one_rank(checksums or {})
+        assert found is not None
+        compared = compare(found, await self.ranks.weight_checksums("float32"))
+        assert compared.differing == () and compared.equal > 5
+
+
+async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
+    config = WeightsConfig(transport="delta", store=str(store), anchor_every=4, bucket_bytes=200_000)
+    async with trainer(engine, config, store) as made:
+        for step in range(1, STEPS):
+            await made.step(step)
+    kinds = [sorted({p.name[:5] for p in (store / f"{RUN}-0-{n}").glob("*.safetensors")}) for n in range(STEPS)]
+    assert kinds == [["model"], ["patch"], ["patch"], ["patch"], ["model", "patch"], ["patch"]]
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_vllm_computes_with_what_the_patches_make(request, kind, tmp_path):
     asyncio.run(sync_some_steps(request.getfixturevalue(f"vllm_engine_{kind}"), tmp_path / "store"))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_vllm_computes_with_patches_that_come_over_its_transfer_group(request, kind, tmp_path):
+    engine = request.getfixturevalue(f"vllm_engine_{kind}")
+    config = WeightsConfig(transport="gloo", delta=True, anchor_every=4, bucket_bytes=200_000)
+    whole = []
+
+    async def scenario() -> None:
+        async with trainer(engine, config, tmp_path) as made:
+            for step in range(1, 9):
+                if step == 3:  # as after any failure of this engine
+                    made.sync.connections.lost(engine.url)
+                if step == 6:  # as after a version that was cut off
+                    made.ranks.sender._encoder.forget()
+                await made.step(step)
+                await made.assert_bit_equal()
+                whole.append(made.ranks.sender._channels[engine.url].transport._wholes is not None)
+
+    asyncio.run(scenario())
+    assert [step for step, all_of_it in enumerate(whole, 1) if all_of_it] == [3, 4, 6]
 
 
 def test_sglang_computes_with_what_its_follower_rebuilds(tiny_tied_dir, tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rltool.config.rollout import WeightsConfig
 from rltool.engines import nccl
-from rltool.engines.plugin.channels import ChannelError, NcclChannel, read_bucket_file
+from rltool.engines.delta.memory import MemoryCopy
+from rltool.engines.delta.messages import take
+from rltool.engines.delta.rebuild import Rebuilt
+from rltool.engines.plugin.channels import ChannelError, NcclChannel, read_bucket_file, receive_bytes
 from rltool.engines.types import TensorMeta
+from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.transport import Receiver, SenderOptions
+from rltool.weights.transports import nccl_sender
+from rltool.weights.transports.delta_group import NcclDeltaSender
 from tests.contract.fakes import nccl as fake_nccl
 
 CPU = torch.device("cpu")
@@ -87,6 +98,56 @@ def test_another_nccl_than_the_trainers_is_refused_before_anybody_waits(monkeypa
     fake_nccl.installed(monkeypatch)
     with pytest.raises(nccl.NcclError, match=r"the trainer has NCCL 2\.28\.9, the engine NCCL 2\.29\.7"):
         channel(bytes(128), version=22809)
+
+
+class Delta:
+    """A trainer that sends messages over NCCL, and the worker's own channel."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        fake_nccl.installed(monkeypatch)
+        monkeypatch.setattr(nccl_sender, "COMPLETE_SECONDS", 0.1)
+        self.encoder, self.copy = DeltaEncoder(anchor_every=10, kept=2), MemoryCopy()
+        options = SenderOptions("g", WeightsConfig(), CPU, SECONDS, Path(), Path(), encoder=self.encoder)
+        self.sender = NcclDeltaSender(Receiver("http://e:1", "vllm", "nccl-delta", 1), options)
+        meeting = self.sender.host()
+        joining = threading.Thread(target=self.sender.join, args=(SECONDS,))
+        joining.start()
+        self.worker = channel(base64.b64decode(meeting.unique_id or ""))
+        joining.join()
+
+    def send(self, number: int) -> None:
+        version, flats = f"{'0' * 32}:0:{number}", [bytes_of(number + n, bucket) for n, bucket in enumerate(BUCKETS)]
+        self.encoder.begin(version, BUCKETS)
+        self.sender.begin(version, BUCKETS)
+        for bucket, flat in zip(BUCKETS, flats, strict=True):
+            self.encoder.add(bucket, flat)
+            self.sender.send(bucket, flat).wait(SECONDS)
+        self.encoder.finish()
+        self.sender.finish()
+
+    def taking(self, number: int) -> Future[Rebuilt]:
+        receive = partial(receive_bytes, self.worker)
+        return ThreadPoolExecutor(1).submit(take, self.copy, receive, BUCKETS, f"{'0' * 32}:0:{number}")
+
+
+def test_versions_come_as_messages_over_the_channel_of_whole_weights(monkeypatch):
+    delta = Delta(monkeypatch)
+    for number in range(3):
+        taken = delta.taking(number)
+        delta.send(number)
+        assert taken.result(SECONDS).anchor == (number == 0)
+        held = {bucket[0].name: flat for bucket, flat in delta.copy.buckets()}
+        assert all(torch.equal(held[b[0].name], bytes_of(number + n, b)) for n, b in enumerate(BUCKETS))
+
+
+def test_a_worker_that_waits_for_a_message_is_freed_when_the_group_is_left(monkeypatch):
+    delta = Delta(monkeypatch)
+    taken = delta.taking(0)
+    delta.sender.abort("the trainer failed")
+    delta.sender.close()
+    delta.worker.close()
+    with pytest.raises(ChannelError, match="the transfer group was left"):
+        taken.result(SECONDS)
 
 
 def test_a_file_must_hold_exactly_what_was_announced(tmp_path: Path):

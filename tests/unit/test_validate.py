@@ -39,6 +39,7 @@ def test_a_sound_configuration_passes(base):
         (['engines.mode="managed"', "engines.external=[]"], r"no \[\[engines.groups\]\]"),
         ([*COLOCATE, "rollout.max_staleness=1"], 'max_staleness = 1 contradict each other.*sleep.*"managed"'),
         ([*COLOCATE, "weights.staged=true"], "generate nothing while weights arrive"),
+        ([*COLOCATE, "weights.delta=true"], "engines that generate while patches arrive"),
         ([*COLOCATE, 'weights.transport="nccl"'], "NCCL joins no two processes on one GPU"),
         ([*COLOCATE, 'weights.transport="ipc"', 'trainer.device="cpu"'], "CUDA IPC shares memory of GPUs"),
         (['weights.transport="ipc"'], r'engines\.mode = "external" contradict each other: CUDA IPC is for engines on'),

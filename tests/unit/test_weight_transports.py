@@ -272,3 +272,69 @@ def test_a_transport_that_this_version_lacks_is_named(monkeypatch):
     with pytest.raises(UsageError, match="cannot be sent weights over gloo.*no such transport for sglang"):
         choose(info(**SGLANG), WeightsConfig(transport="gloo"), "cpu")
     assert choose(info(**SGLANG), WeightsConfig(), "cpu") == "disk"
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted", "device", "chosen"),
+    [
+        ({}, "auto", "cpu", "gloo-delta"),
+        ({}, "gloo", "cuda", "gloo-delta"),
+        ({}, "auto", "cuda", "nccl-delta"),
+        ({}, "nccl", "cuda", "nccl-delta"),
+        ({"device": "cpu"}, "auto", "cuda", "gloo-delta"),
+    ],
+)
+def test_patches_go_over_the_group_that_whole_weights_would_take(changes, wanted, device, chosen):
+    assert choose(info(**changes), WeightsConfig(transport=wanted, delta=True), device) == chosen
+
+
+@pytest.mark.parametrize("wanted", ["auto", "gloo", "nccl"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (SGLANG, 'needs a vLLM with rltool\'s plugin: set weights.delta to false, or use weights.transport = "delta"'),
+        ({"weight_backend": "nccl"}, r"\(weights.delta\): its backend is 'nccl'; start it with `rltool serve-engines"),
+        ({"weight_backend": None}, "has no weight transfer"),
+    ],
+)
+def test_an_engine_that_cannot_take_patches_is_refused(changes, message, wanted):
+    with pytest.raises(UsageError, match=message):
+        choose(info(**changes), WeightsConfig(transport=wanted, delta=True), "cuda")
+
+
+def test_patches_over_nccl_need_a_gpu_on_both_sides():
+    config = WeightsConfig(transport="nccl", delta=True)
+    with pytest.raises(UsageError, match="over nccl by a trainer on the CPU"):
+        choose(info(), config, "cpu")
+    with pytest.raises(UsageError, match="runs on the CPU, where there is no NCCL"):
+        choose(info(device="cpu"), config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"transport": "ipc"}, 'delta = true and transport = "ipc" contradict each other'),
+        ({"transport": "disk"}, 'delta = true and transport = "disk" contradict each other'),
+        ({"transport": "delta", "store": "/w"}, 'delta = true and transport = "delta" contradict.*leave delta out'),
+        ({"staged": True}, "staged has no effect with delta = true"),
+        ({"store": "/w"}, "for patches without a store leave both out, and set delta = true"),
+    ],
+)
+def test_what_contradicts_patches_over_a_group_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        WeightsConfig(delta=True, **settings)
+
+
+@pytest.mark.parametrize("backend", ["gloo-delta", "nccl-delta"])
+def test_vllm_is_announced_buckets_as_messages_and_joins_the_group_of_whole_weights(backend):
+    asked, plain = control("vllm", backend), control("vllm", backend.removesuffix("-delta"))
+    buckets = [BUCKET[:1], BUCKET[1:]]
+    [request] = asked.prefetch(buckets, MEETING, version=VERSION, seconds=9.0)
+    assert request.path == "/rltool/prefetch" and request.body == {"version": VERSION, "seconds": 9.0, "announced": {
+        "names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[2, 3], [5]], "bucket_sizes": [1, 1],
+        "delta": True,
+    }}  # fmt: skip
+    meeting = replace(MEETING, unique_id="QUJD")
+    init = asked.init(meeting, rank_offset=1, timeout_seconds=9)
+    assert init == plain.init(meeting, rank_offset=1, timeout_seconds=9)
+    assert asked.staged and not asked.after_send

@@ -44,10 +44,10 @@ class File:
     sha256: str
 
     @classmethod
-    def of(cls, data: bytes) -> File:
+    def of(cls, data: bytes | memoryview) -> File:
         return cls(len(data), hashlib.sha256(data).hexdigest())
 
-    def matches(self, data: bytes) -> bool:
+    def matches(self, data: bytes | memoryview) -> bool:
         return File.of(data) == self
 
 

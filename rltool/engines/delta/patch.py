@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rltool.engines.types import Bucket
+from rltool.engines.wire import split_flat
 from rltool.errors import RltoolError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -101,6 +103,12 @@ def patch_file(tensors: Iterable[tuple[str, Tensor, Tensor]]) -> bytes | None:
         f"{kind}/{name}": part for name, old, new in tensors for kind, part in difference(old, new).items()
     }
     return save(entries) if entries else None
+
+
+def flat_patch(bucket: Bucket, old: Tensor, new: Tensor) -> bytes | None:
+    """Two versions of a bucket ([bytes] uint8 each) as a patch file, None if nothing changed."""
+    pairs = zip(split_flat(old, bucket), split_flat(new, bucket), strict=True)
+    return patch_file((name, before, after) for (name, before), (_, after) in pairs)
 
 
 def apply_patch_file(tensors: Mapping[str, Tensor], data: bytes) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from rltool.engines import ipc, nccl, wire
-from rltool.engines.types import Bucket
+from rltool.engines.types import Bucket, TensorMeta
 
 
 class ChannelError(RuntimeError):
@@ -129,6 +129,12 @@ class IpcChannel:
 
     def close(self) -> None:
         self._buffer.close()
+
+
+def receive_bytes(channel: FlatChannel, size: int) -> torch.Tensor:
+    """One broadcast of so many bytes, [size] uint8 on the CPU. Raises ChannelError."""
+    ((_, flat),) = channel.receive([(TensorMeta("message", "uint8", (size,)),)])
+    return flat.cpu()
 
 
 def read_bucket_file(bucket: Bucket, path: str) -> list[tuple[str, torch.Tensor]]:

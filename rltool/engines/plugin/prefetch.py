@@ -1,6 +1,7 @@
 """Weights that come into a vLLM worker while it generates, in a thread of their own.
 
-They are fetched from a store of deltas into a copy in host memory, or received from the trainer into a second buffer.
+They come into a copy in host memory, as deltas from a store or as messages from the trainer, or from the trainer into a
+second buffer.
 
 The model is loaded from them while the engine is paused (rltool.engines.plugin.receiver).
 """
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rltool.engines.delta.memory import MemoryCopy
-from rltool.engines.delta.rebuild import bring
+from rltool.engines.delta.messages import Receive, take
+from rltool.engines.delta.rebuild import Rebuilt, bring
 from rltool.engines.delta.store import open_store
 from rltool.engines.types import Bucket
 
@@ -43,7 +45,7 @@ class _Fetch:
 class Prefetcher:
     """All methods are called on the worker's one thread.
 
-    pin: see MemoryCopy. The copy has the whole checkpoint, in each worker, from the first version of a store on.
+    pin: see MemoryCopy. The copy has the whole checkpoint, in each worker, from the first version of deltas on.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -52,14 +54,22 @@ class Prefetcher:
 
     def fetch(self, store: str, version: str, seconds: float) -> None:
         """From a store, for so many seconds at most. Raises NotFetched while another version comes."""
+        self._rebuild(lambda copy: bring(copy, open_store(store), version, seconds=seconds), version, seconds)
 
-        def fetched() -> Buckets:
-            rebuilt = bring(self._copy, open_store(store), version, seconds=seconds)
-            kind = "an anchor" if rebuilt.anchor else "patches"
-            logger.info("fetched weights %s: %s, %d bytes in %.3f s", version, kind, rebuilt.bytes, rebuilt.seconds)
-            return self._copy.buckets()
+    def take(self, source: Receive, buckets: Sequence[Bucket], version: str, seconds: float) -> None:
+        """From the trainer, as messages. Raises NotFetched while another version comes."""
+        self._rebuild(lambda copy: take(copy, source, buckets, version), version, seconds)
 
-        self.receive(fetched, version, seconds)
+    def _rebuild(self, act: Callable[[MemoryCopy], Rebuilt], version: str, seconds: float) -> None:
+        copy = self._copy
+
+        def rebuilt() -> Buckets:
+            got = act(copy)
+            kind = "all of them" if got.anchor else "patches"
+            logger.info("got weights %s: %s, %d bytes in %.3f s", version, kind, got.bytes, got.seconds)
+            return copy.buckets()
+
+        self.receive(rebuilt, version, seconds)
 
     def receive(self, source: Callable[[], Buckets], version: str, seconds: float) -> None:
         """What `source` gives; it ends by itself. Raises NotFetched while another version comes."""
@@ -93,8 +103,8 @@ class Prefetcher:
         return fetch.buckets
 
     def forget(self) -> None:
-        """What was received is freed, what is on its way is nobody's; the copy of a store stays, if nothing is on its
-        way into it."""
+        """What was received is freed, what is on its way is nobody's; the copy stays, if nothing is on its way into
+        it."""
         if self._fetch is not None and not self._fetch.done.is_set():
             self._copy = self._copy.fresh()
         self._fetch = None

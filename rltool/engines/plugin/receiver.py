@@ -12,6 +12,7 @@ import base64
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from rltool.engines.plugin.channels import (
     IpcChannel,
     NcclChannel,
     read_bucket_file,
+    receive_bytes,
 )
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
@@ -74,6 +76,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     path: str | None = None
     version: str | None = None
     bucket_sizes: list[int] | None = None
+    delta: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes):
@@ -147,9 +150,13 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if isinstance(source, str):
             self.prefetcher.fetch(source, version, seconds)
             return
-        channel, buckets = self._channel, self.parse_update_info(source).buckets()
+        info, channel = self.parse_update_info(source), self._channel
+        buckets = info.buckets()
         if channel is None:
             raise NotFetched("no transfer group is open: /init_weight_transfer_engine comes first")
+        if info.delta:
+            self.prefetcher.take(partial(receive_bytes, channel), buckets, version, seconds)
+            return
 
         def received() -> Iterator[tuple[Bucket, torch.Tensor]]:
             with closing(channel.receive(buckets)) as arriving:

@@ -14,7 +14,7 @@ import math
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -549,15 +549,21 @@ class FakeVllm(FakeServer):
             self.prefetcher.fetch(source, version, seconds)
         else:
             metas = tuple(map(TensorMeta, source["names"], source["dtypes"], map(tuple, source["shapes"])))
-            self.prefetcher.receive(lambda: self._received(_cut(metas, source)), version, seconds)
+            buckets = _cut(metas, source)
+            if source.get("delta"):
+                self.prefetcher.take(self._received, buckets, version, seconds)
+                return
+            received = ((bucket, self._received(wire.bucket_bytes(bucket))) for bucket in buckets)
+            self.prefetcher.receive(lambda: received, version, seconds)
 
-    def _received(self, buckets: list[Bucket]) -> Iterator[tuple[Bucket, Any]]:
+    def _received(self, size: int) -> Any:
         import torch
 
-        for bucket in buckets:
-            flat = torch.empty(wire.bucket_bytes(bucket), dtype=torch.uint8)
-            wire.broadcast(self._group, flat)
-            yield bucket, flat
+        if isinstance(self._group, Workers):
+            return self._group.receive(size) if size else torch.empty(0, dtype=torch.uint8)
+        flat = torch.empty(size, dtype=torch.uint8)
+        wire.broadcast(self._group, flat)
+        return flat
 
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
         """What the plugin's worker extension answers: here it is the real one."""
