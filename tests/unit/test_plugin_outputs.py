@@ -74,6 +74,16 @@ def test_of_joined_outputs_the_last_one_says_how_the_sample_ended():
     )
 
 
+def test_steps_with_other_numbers_of_alternatives_are_joined_at_the_narrowest():
+    """vLLM gives every request of a batch as many as the one that asks for the most: others come and go."""
+    holder = OutputHolder(2)
+    wide = output("a", 1)
+    wide.new_logprobs = Logprobs(np.array([[1, 7, 8]]), np.array([[-0.1, -0.7, -0.8]]), np.array([3]), None)
+    holder.sift([wide], 0, always)
+    (sent,) = holder.sift([output("a", 2)], 0, always)
+    assert [column.tolist() for column in sent.new_logprobs[:3]] == [[[1], [2]], [[-0.1], [-0.2]], [3, 1]]
+
+
 def test_the_schedulers_own_list_is_left_alone():
     holder, first = OutputHolder(9), output("a", 1)
     theirs = first.new_token_ids

@@ -107,13 +107,19 @@ def _join(first: Any, output: Any) -> None:
 
 
 def _joined(parts: list[Any]) -> Any:
-    """vLLM's LogprobsLists of consecutive tokens as one; None where there are none."""
+    """vLLM's LogprobsLists of consecutive tokens as one; None where there are none.
+
+    Token ids and log-probabilities are [tokens, 1 + alternatives], with as many alternatives as the request of that
+    step's batch that asks for the most: the narrowest part has all that this request asked for.
+    """
     if len(parts) < 2:
         return parts[0] if parts else None
     import numpy
 
-    columns = [numpy.concatenate(column) for column in list(zip(*parts, strict=True))[:3]]
-    return type(parts[0])(*columns, None)
+    ids, logprobs, ranks = list(zip(*parts, strict=True))[:3]
+    width = min(part.shape[1] for part in ids)
+    ids, logprobs = (numpy.concatenate([part[:, :width] for part in column]) for column in (ids, logprobs))
+    return type(parts[0])(ids, logprobs, numpy.concatenate(ranks), None)
 
 
 def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
