@@ -33,7 +33,6 @@ from typing import Any, Self
 
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_prompts
-from rltool.processes.signals import termination_interrupts
 
 SIDE = Path(__file__).with_name("whole_step_trl_side.py")
 PHASES = ("step", "generate", "sync", "reward", "logprobs", "other", "train")
@@ -254,12 +253,17 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _end(number: int, _frame: object) -> None:
+    raise SystemExit(f"ended by {signal.Signals(number).name}")
+
+
 def main() -> None:
     args = options()
     bench = Bench(args)
     bench.make_model()
     port = args.port or free_port()
-    with termination_interrupts(), ExitStack() as stack:  # a TERM must not leave the server behind
+    signal.signal(signal.SIGTERM, _end)  # which must not leave the server behind
+    with ExitStack() as stack:
         server = url = None
         if args.mode == "server":
             url = args.server or f"http://{LOCAL}:{port}"
