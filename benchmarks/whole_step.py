@@ -53,6 +53,13 @@ def make_model(directory: Path, shape: str, longest: int) -> Path:
     return directory
 
 
+def make_prompts(path: Path) -> Path:
+    """4,096 rows of rltool's data format, of 26 different prompts."""
+    rows = ({"prompt": f"question {chr(97 + i % 26)}", "label": ""} for i in range(4096))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def configuration(args: argparse.Namespace, model: Path, data: Path, staleness: int) -> str:
     ranks = len(args.trainer_gpus.split(","))
     return f"""
@@ -154,10 +161,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args)
     model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)
-    data = bench.work / "prompts.jsonl"
-    data.write_text(
-        "".join(json.dumps({"prompt": f"question {chr(97 + i % 26)}", "label": ""}) + "\n" for i in range(4096))
-    )
+    data = make_prompts(bench.work / "prompts.jsonl")
     bench.serve(model)
     try:
         found = {f"max_staleness {value}": bench.train(model, data, value) for value in args.staleness}
