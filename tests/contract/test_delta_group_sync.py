@@ -109,7 +109,7 @@ def test_engines_get_patches_while_they_generate_and_are_paused_to_load_them(two
             reports.append(report)
             for engine in two:
                 assert_has(engine, r.ranks, step)
-                wanted = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/resume")
+                wanted = ("/rltool/prefetch", "/rltool/update_weights", "/resume")
                 assert [path for path in engine.paths() if path in wanted][-len(wanted) :] == list(wanted)
         both = [of_step(taken, step) for step in range(7)]
         assert both == [[step % 3 == 0] * 2 for step in range(7)], "every third version goes out whole"
@@ -152,7 +152,7 @@ def test_an_engine_that_missed_a_version_gets_all_of_it_and_breaks_no_other_chai
         report = await r.sync.sync(version(1))
         assert report.updated == (two[0].url,) and "out of memory" in report.failed[two[1].url]
         assert_has(two[0], r.ranks, 1)
-        assert two[1].paths().count("/pause") == 1, "it was not paused a second time"
+        assert two[1].paths().count("/rltool/update_weights") == 1, "it was not paused a second time"
         assert r.fleet.member(two[1].url).state is State.STALE
         two[1].heal()
         await r.sync.sync(version(1), only={two[1].url})
@@ -204,7 +204,7 @@ def test_bytes_that_change_on_the_way_are_found(two, syncing, taken):
         two[1]._received = damaged
         report = await r.sync.sync(version(1))
         assert report.updated == (two[0].url,) and set(report.failed) == {two[1].url}
-        assert two[1].version == str(version(0)) and two[1].paths().count("/pause") == 1
+        assert two[1].version == str(version(0)) and two[1].paths().count("/rltool/update_weights") == 1
         two[1]._received = received
         await r.sync.sync(version(1), only={two[1].url})
         assert_has(two[1], r.ranks, 1)
