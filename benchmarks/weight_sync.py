@@ -19,13 +19,14 @@ import argparse
 import asyncio
 import fcntl
 import json
+import math
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from benchmarks import weight_sync_reference as reference
 from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
-from benchmarks.weight_sync_models import SIZES, random_weights, vllm_checksums, write_model
+from benchmarks.weight_sync_models import SIZES, parameter_shapes, random_weights, vllm_checksums, write_model
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.checksums import of_one_rank
 from rltool.engines.client import EngineClient
@@ -222,12 +223,17 @@ class Benchmark:
         self.devices = [self.device]
         if "ipc" in (args.backends or ()):
             self.devices = [torch.device("cuda", int(gpu)) for gpu in args.engine_gpu.split(",")]
-        self.weights = [random_weights(args.size, 1, device, self.dtype) for device in self.devices]
         self.failed = False
 
+    @cached_property
+    def weights(self) -> list[dict[str, Tensor]]:
+        """Made when the first engine is ready: what runs on the trainer's GPU until then has it to itself."""
+        return [random_weights(self.args.size, 1, device, self.dtype) for device in self.devices]
+
     def run(self) -> int:
-        size = sum(tensor.nbytes for tensor in self.weights[0].values())
-        show(size=self.args.size, bytes=size, tensors=len(self.weights[0]), devices=str(self.devices))
+        shapes = [shape for _, shape in parameter_shapes(self.args.size)]
+        size = sum(map(math.prod, shapes)) * self.dtype.itemsize
+        show(size=self.args.size, bytes=size, tensors=len(shapes), devices=str(self.devices))
         for kind in self.args.engines:
             self._attempt(kind, lambda kind=kind: self._engine(kind))
         if self.args.reference and not self.args.cpu:

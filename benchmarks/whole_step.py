@@ -117,7 +117,7 @@ class Bench:
         longest = str(64 + args.response_tokens + 16)
         words = ["serve-engines", str(model), "--num-engines", str(len(args.engine_gpus.split(",")))]
         words += ["--gpus", args.engine_gpus, "--max-model-len", longest, "--run", "engines", "--detach"]
-        self.rltool(*words, *args.serve, "--", "--max-num-seqs", "1024", *args.engine_args)
+        self.rltool(*words, *args.serve.split(), "--", "--max-num-seqs", "1024", *args.engine_args.split())
 
     def train(self, model: Path, data: Path, staleness: int) -> dict[str, Any]:
         run = f"staleness-{staleness}"
@@ -156,8 +156,8 @@ def main() -> None:
     parser.add_argument("--old-logprobs", choices=("trainer", "rollout"), default="trainer")
     parser.add_argument("--verify-tolerance", type=float, default=0.2, help="bf16 on both sides")
     parser.add_argument("--set", nargs="*", default=[], help="KEY=VALUE of train's configuration")
-    parser.add_argument("--serve", nargs="*", default=[], help="further words of serve-engines")
-    parser.add_argument("--engine-args", nargs="*", default=[], help="further arguments of the engine")
+    parser.add_argument("--serve", default="", metavar="WORDS", help="further words of serve-engines, as one")
+    parser.add_argument("--engine-args", default="", metavar="WORDS", help="further arguments of the engine, as one")
     args = parser.parse_args()
     bench = Bench(args)
     model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)

@@ -166,7 +166,7 @@ class Bench:
         argv += ["--max-num-seqs", "16", "--enforce-eager"] if self.args.cpu else ["--max-num-seqs", "1024"]
         more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment = self._environment(self.args.engine_gpu) | more
-        return Child([*argv, *self.args.engine_args], self.work / "trl-server.log", environment)
+        return Child([*argv, *self.args.engine_args.split()], self.work / "trl-server.log", environment)
 
     def settings(self, url: str | None, weights: str, micro_batch: int) -> dict[str, Any]:
         args = self.args
@@ -249,7 +249,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, help="of the server; else a free one")
     parser.add_argument("--server-seconds", type=float, default=300, help="until the server answers")
     parser.add_argument("--trainer-seconds", type=float, default=420, help="of one run, start included")
-    parser.add_argument("--engine-args", nargs="*", default=[], help="further arguments of the server")
+    parser.add_argument("--engine-args", default="", metavar="WORDS", help="further arguments of the server, as one")
     return parser.parse_args()
 
 
