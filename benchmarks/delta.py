@@ -143,7 +143,8 @@ async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights]
     store = str(directory / "store") if sent_as == "delta" else None
     config = WeightsConfig(store=store, anchor_every=len(versions), **SENT_AS[sent_as])
     endpoint = EngineEndpoint(url=args.url, dialect="vllm", key_file=args.key_file)
-    ranks, fleet = Ranks(config, args.model, versions), Fleet()
+    ranks: Any = Ranks(config, args.model, versions)  # of one rank, and of these transports
+    fleet = Fleet()
     async with EngineClient() as client:
         info = await client.probe(endpoint)
         fleet.add(endpoint.url, takes_weights=True)

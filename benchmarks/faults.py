@@ -240,7 +240,7 @@ def picture(steps: list[dict]) -> str:
     for record in steps:
         points.append((record["step"], 60 / record["time/step_seconds"]))
         if record["rollout/engines_serving"] != serving or record is steps[-1]:
-            series.append(Series(f"{serving:g} engines", points, "line_dots", color=0 if serving == 2 else 1))
+            series.append(Series(f"{serving:g} engines", points, "line", color=0 if serving == 2 else 1))
             points, serving = points[-1:], record["rollout/engines_serving"]
     chart = line_chart(series, label="steps per minute", y_range=(0, max(y for item in series for _, y in item.points)))
     head, body = chart.split(">", 1)

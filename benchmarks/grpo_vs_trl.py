@@ -282,6 +282,7 @@ class Bench:
         """
         found = []
         with self._child(command, environment) as child:
+            assert child.stdout is not None
             for line in child.stdout:
                 now = time.perf_counter()
                 if line.startswith(("step ", "versions ")):

@@ -282,10 +282,10 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
 def kernel_name(trainer: MegatronTrainer) -> str:
     """Of the attention kernel that was chosen for this model."""
     config = trainer.gpt.config
-    heads, groups = (
-        count // config.tensor_model_parallel_size for count in (config.num_attention_heads, config.num_query_groups)
-    )
-    blocks = trainer.coordinates.cp_size > 1
+    assert config.num_query_groups is not None and config.kv_channels is not None, "megatron sets both"
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    groups = config.num_query_groups // config.tensor_model_parallel_size
+    blocks = trainer.coordinates.layout.cp > 1
     shape = attention.Shape(
         trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks
     )
@@ -296,7 +296,8 @@ def expert_products(trainer: MegatronTrainer) -> str:
     """What this model's experts ran by in the steps before."""
     if not trainer.family.num_experts:
         return ""
-    experts = trainer.gpt.decoder.layers[0].mlp.experts
+    layer: Any = trainer.gpt.decoder.layers[0]
+    experts = layer.mlp.experts
     return "grouped" if isinstance(experts, GroupedExperts) and experts.grouped else "sequential"
 
 
@@ -352,7 +353,7 @@ def main() -> None:
         if args.ranks == 1:
             run_rank(0, args, directory, port)
         else:
-            torch.multiprocessing.spawn(run_rank, (args, directory, port), nprocs=args.ranks)
+            torch.multiprocessing.spawn(run_rank, (args, directory, port), nprocs=args.ranks)  # pyright: ignore[reportPrivateImportUsage]  # public
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from typing import Any
 from benchmarks.trainer_speed import SHAPES
 from rltool.quickstart.tiny_model import make_tokenizer
 
+ENDING_SECONDS = 120.0
+"""For a run that is ended to write its checkpoint."""
 PHASES = ("step", "wait", "generate", "reward", "logprobs", "train", "sync")
 
 
@@ -33,7 +36,7 @@ def make_model(directory: Path, shape: str, longest: int) -> Path:
     if (directory / "model.safetensors").exists() or (directory / "model.safetensors.index.json").exists():
         return directory
     tokenizer = make_tokenizer()
-    stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    stop, pad = (int(tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.eos_token, tokenizer.pad_token))  # pyright: ignore[reportArgumentType]
     config = Qwen2Config(
         **SHAPES[shape],
         max_position_embeddings=longest,
@@ -110,7 +113,15 @@ class Bench:
     def rltool(self, *words: str) -> None:
         print("$ rltool", *words, file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "rltool", *words]
-        subprocess.run(command, env=self.environment, check=True, stdout=sys.stderr)
+        with subprocess.Popen(command, env=self.environment, stdout=sys.stderr) as child:
+            try:
+                code = child.wait()
+            except BaseException:  # a signal: a run that goes on would hold the GPUs, and disturb what is measured next
+                child.terminate()
+                child.wait(ENDING_SECONDS)
+                raise
+        if code:
+            raise subprocess.CalledProcessError(code, command)
 
     def serve(self, model: Path) -> None:
         args = self.args
@@ -159,6 +170,7 @@ def main() -> None:
     parser.add_argument("--serve", default="", metavar="WORDS", help="further words of serve-engines, as one")
     parser.add_argument("--engine-args", default="", metavar="WORDS", help="further arguments of the engine, as one")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     bench = Bench(args)
     model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)
     data = make_prompts(bench.work / "prompts.jsonl")

@@ -54,12 +54,15 @@ def termination_interrupts() -> Iterator[Ending]:
     task.
 
     One way out means one clean-up path. A closed terminal (SIGHUP) would otherwise end the supervisor and leave its
-    children, which have sessions of their own.
+    children, which have sessions of their own. A script that starts a command with `&` has it ignore SIGINT: there it
+    is KeyboardInterrupt.
     """
     ending = Ending()
 
     def as_interrupt(number: int, _frame: FrameType | None) -> None:
         ending.signal = signal.Signals(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     previous = {number: signal.signal(number, as_interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
