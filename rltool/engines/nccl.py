@@ -202,7 +202,9 @@ class Work:
 
     def __init__(self, communicator: Communicator, done: Callable[[], bool], flat: torch.Tensor, what: str) -> None:
         self._communicator, self._done, self._flat, self._what = communicator, done, flat, what
-        self._watchdog = communicator.watch(what)
+        self._is_under_way = True
+        communicator.under_way += 1
+        self._watchdog = communicator.watch(what, communicator.under_way)
 
     def wait(self, seconds: float, *, check: Callable[[], None] | None = None) -> None:
         """Until the bytes have left (rank 0) or arrived; NcclError when the communicator fails or is late. A late one
@@ -216,6 +218,8 @@ class Work:
         try:
             self._communicator.wait(done, seconds, self._what)
         finally:
+            self._communicator.under_way -= self._is_under_way
+            self._is_under_way = False
             self._watchdog.cancel()
 
 
@@ -237,6 +241,7 @@ class Communicator:
         """Begins to join; `join` completes it. seconds: the watchdog's, for the join and then for each broadcast."""
         self.device, self.world_size, self.rank, self.seconds = device, world_size, rank, seconds
         self.reason = ""
+        self.under_way = 0  # broadcasts that nobody has waited for yet
         self._library, self._lock = library, threading.Lock()
         self._queue = queue or DeviceQueue(device)
         with self._on_device():
@@ -290,10 +295,11 @@ class Communicator:
             self.abort(str(error))
             raise
 
-    def watch(self, what: str) -> threading.Timer:
-        """Abort at the deadline, whatever the thread that waits is stuck in. To be cancelled by it."""
+    def watch(self, what: str, turn: int = 1) -> threading.Timer:
+        """Abort at the deadline, whatever the thread that waits is stuck in. To be cancelled by it. turn: 2 is behind
+        one that has its own deadline."""
         text = f"{what} took longer than {self.seconds:g} s"
-        timer = threading.Timer(self.seconds + WATCHDOG_GRACE_SECONDS, self.abort, (text,))
+        timer = threading.Timer(turn * self.seconds + WATCHDOG_GRACE_SECONDS, self.abort, (text,))
         timer.daemon = True
         timer.start()
         return timer

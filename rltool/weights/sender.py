@@ -2,7 +2,7 @@
 the weights.
 
 Each connection has a thread of its own (channel.py), so engines take buckets side by side and each at its own pace, at
-most one bucket behind the gather. One that holds a bucket longer than its deadline is dropped from the sync.
+most two buckets behind the gather. One that holds a bucket longer than its deadline is dropped from the sync.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
-from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers
+from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers, Taking
 from rltool.weights.channel import Call, Channel
 from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.sending import Sending, end_in_order
 from rltool.weights.stream import Stream, drain, fill_buckets
 from rltool.weights.transport import (
     AcknowledgedSender,
@@ -30,7 +30,6 @@ from rltool.weights.transport import (
     Rendezvous,
     SenderFactory,
     SenderOptions,
-    SenderTransport,
     TransportError,
     transport,
 )
@@ -205,24 +204,28 @@ class WeightSender:
         for channel, call in begun:  # it must know what its engine waits for, before anything can fail
             channel.wait(call)
         buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
+        behind: list[tuple[Channel, Sending, list[Taking]]] = []  # the last bucket, where the next goes out before
         for bucket, _ in fill_buckets(stream, buckets, buffers.take):
             copies = buffers.filled()
             if encoder is not None:
                 encoder.add(bucket, copies[CPU])
-            takers = []
+            takers, before, behind = list[Taking](), behind, []
             for channel in (channel for channel in channels if channel.failure is None):
-                send = partial(self._send, channel.transport, bucket, copies[channel.transport.device])
-                takers.append((channel, submit(channel, send)))
+                sending = Sending(channel.transport, bucket, copies[channel.transport.device], self.deadline)
+                if sending.is_pipelined:
+                    submit(channel, sending.begin)
+                    behind.append((channel, sending, takers))
+                else:
+                    takers.append((channel, submit(channel, sending.whole)))
+            end_in_order(before, submit)
             buffers.sent_to(takers)
+        end_in_order(behind, submit)
         if encoder is not None:
             encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
         if encoder is not None:
             encoder.release()
-
-    def _send(self, to: SenderTransport, bucket: Bucket, flat: Tensor) -> None:
-        to.send(bucket, flat).wait(self.deadline)
 
     def _of(self, urls: Collection[str]) -> list[Channel]:
         """The channels of these engines, each once."""

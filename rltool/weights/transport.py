@@ -144,6 +144,14 @@ class AcknowledgedSender(SenderTransport, Protocol):
         ...
 
 
+@runtime_checkable
+class PipelinedSender(SenderTransport, Protocol):
+    """One that can take a bucket while the one before it is on its way; their works are waited for in order."""
+
+    announced_ahead: bool
+    """Whether the engine waits for all buckets of the update, and not for one at a time: only then is it done."""
+
+
 class ReceiverControl(Protocol):
     """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
 

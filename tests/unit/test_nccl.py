@@ -178,6 +178,26 @@ def test_the_watchdog_frees_a_thread_that_cannot_look_at_the_clock(monkeypatch):
     assert sending.reason == "a broadcast of 16 bytes took longer than 0.01 s"
 
 
+def test_a_broadcast_behind_another_has_the_time_of_both(monkeypatch):
+    timers = []
+
+    class Timer(threading.Timer):
+        def __init__(self, interval, *more):
+            timers.append(interval)
+            super().__init__(interval, *more)
+
+    monkeypatch.setattr(nccl.threading, "Timer", Timer)
+    monkeypatch.setattr(nccl, "WATCHDOG_GRACE_SECONDS", 1.0)
+    sending = communicator(Library(), seconds=5.0)
+    first, second = sending.broadcast(flat()), sending.broadcast(flat())
+    first.wait(1.0)
+    third = sending.broadcast(flat())
+    for work in (second, third, third):
+        work.wait(1.0)
+    sending.broadcast(flat()).wait(1.0)
+    assert timers == [6.0, 11.0, 11.0, 6.0]
+
+
 def test_a_missing_library_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setenv(nccl.LIBRARY_VARIABLE, "/nowhere/libnccl.so.2")
     with pytest.raises(nccl.NcclError, match=r"/nowhere/libnccl.so.2.*VLLM_NCCL_SO_PATH"):

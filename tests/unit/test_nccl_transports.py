@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
-from rltool.weights.transport import Rendezvous
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions
+from rltool.weights.transports.nccl_sender import NcclSender
 from rltool.weights.transports.nccl_sglang import SGLANG
 from rltool.weights.transports.nccl_vllm import PLUGIN, STOCK
 
@@ -93,3 +97,33 @@ def test_sglang_joins_with_torchs_nccl_and_takes_one_bucket_at_a_time():
     announced = SGLANG.control.announce(plan_buckets(METAS, 64), meeting, version="v")
     assert [count for _, count in announced] == [1] * len(announced)
     assert all(request.body["load_format"] == "flattened_bucket" for request, _ in announced)
+
+
+def test_a_sender_that_is_given_up_waits_for_every_broadcast_that_workers_are_in(tmp_path):
+    """An abort before would leave a worker in a kernel that ends by nothing."""
+    events: list[str] = []
+
+    class Communicator:
+        alive, device = True, torch.device("cpu")
+
+        def broadcast(self, flat: torch.Tensor) -> SimpleNamespace:
+            name = f"broadcast {len(events)}"
+            events.append(name)
+            return SimpleNamespace(wait=lambda seconds, check=None: events.append(f"waited for {name}"))
+
+        def abort(self, reason: str) -> None:
+            events.append(f"abort: {reason}")
+
+    options = SenderOptions("g", WeightsConfig(), torch.device("cpu"), 1.0, tmp_path, tmp_path)
+    sender = NcclSender(Receiver("http://e", "vllm", "nccl", 1), options)
+    sender._communicator = Communicator()  # type: ignore[assignment]
+    bucket = (TensorMeta("a", "float32", (2,)),)
+    sender.begin("v", [bucket] * 3)
+    for _ in range(2):
+        sender.send(bucket, torch.zeros(8, dtype=torch.uint8))
+    sender.abort("the stream broke off")
+    sender.close()
+    assert events == [
+        "broadcast 0", "broadcast 1", "waited for broadcast 0", "waited for broadcast 1", "broadcast 4",
+        "waited for broadcast 4", "abort: the stream broke off",
+    ]  # fmt: skip

@@ -63,6 +63,7 @@ class Link:
     def send(self, bucket, flat):
         if bucket[0].name == self.broken_at:
             raise RuntimeError("connection reset")
+        self.log.append(f"send {bucket[0].name}")
         return Going(self, bucket, flat)
 
     def finish(self) -> None:
@@ -84,18 +85,23 @@ class Going:
         link.holds.set()
         if not link.gate.wait(PATIENCE if link.deaf else seconds):
             raise TransportError("timed out")
+        link.log.append(f"sent {self.bucket[0].name}")
         link.got |= {name: tensor.clone() for name, tensor in split_flat(self.flat, self.bucket)}  # read late
+
+
+class PipelinedLink(Link):
+    announced_ahead = True
 
 
 LINKS: list[Link] = []
 
 
-@pytest.fixture(autouse=True)
-def links(monkeypatch) -> Iterator[list[Link]]:
+@pytest.fixture(autouse=True, params=[Link, PipelinedLink])
+def links(monkeypatch, request) -> Iterator[list[Link]]:
     """The connections in the order of hosting; `disk` is a shared transport here."""
     LINKS.clear()
     kinds = {
-        backend: Transport(Link, None, lambda info, device: None, shared=backend == "disk")
+        backend: Transport(request.param, None, lambda info, device: None, shared=backend == "disk")
         for backend in ("gloo", "disk")
     }
     monkeypatch.setattr(sender_module, "transport", lambda dialect, backend: kinds[backend])
@@ -143,7 +149,16 @@ def test_one_gather_feeds_every_channel_and_each_has_all(make, links):
     assert len(links) == 3, "the engines of a shared transport have one sender"
     for link in links:
         assert_got(link)
-        assert link.log == ["begin v:1:2 6"]
+        assert link.log[0] == "begin v:1:2 6"
+
+
+def test_the_next_bucket_goes_out_before_the_wait_for_the_one_before_where_the_transport_can(make, links):
+    sender = make("gloo")
+    assert sender.join() == {}
+    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {}
+    one_by_one = [f"{step} t{i}" for i in range(6) for step in ("send", "sent")]
+    ahead = ["send t0", *(line for i in range(5) for line in (f"send t{i + 1}", f"sent t{i}")), "sent t5"]
+    assert links[0].log[1:] == (ahead if isinstance(links[0], PipelinedLink) else one_by_one)
 
 
 def test_a_channel_that_lags_never_sees_a_buffer_that_was_filled_again(make, links):
@@ -209,7 +224,7 @@ def test_a_connection_that_breaks_fails_alone(make, links):
     sender.join()
     assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": "sending weights: connection reset"}
     assert_got(links[1])
-    assert list(links[0].got) == ["t0", "t1"] and not links[0].finished.is_set()
+    assert set(links[0].got) <= {"t0", "t1"} and not links[0].finished.is_set()
 
 
 def test_an_abort_ends_a_blocked_join_and_the_others_are_joined(make, links):

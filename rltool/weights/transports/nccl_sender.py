@@ -27,7 +27,6 @@ class NcclSender:
     """
 
     announced_ahead = True
-    """The engine waits for all buckets of the update, and not for one at a time."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.receiver, self.options = receiver, options
@@ -36,7 +35,7 @@ class NcclSender:
         self._unique_id = b""
         self._communicator: nccl.Communicator | None = None
         self._owed: deque[Bucket] = deque()
-        self._under_way: nccl.Work | None = None
+        self._under_way: deque[nccl.Work] = deque()
         self._given_up = ""
 
     @property
@@ -85,15 +84,14 @@ class NcclSender:
     def send(self, bucket: Bucket, flat: Tensor) -> Sent:
         self._go_on()
         if flat.numel():
-            self._under_way = self._live().broadcast(flat)
+            self._under_way.append(self._live().broadcast(flat))
         self._owed.popleft()
-        return Sent(self)
+        return Sent(self, anything=flat.numel() > 0)
 
     def sent(self, seconds: float) -> None:
-        """Wait for the bucket that is under way; not any longer when the sync is given up."""
-        if self._under_way is not None:
-            self._under_way.wait(seconds, check=self._go_on)
-            self._under_way = None
+        """Wait for the bucket that went out first of those under way; not any longer when the sync is given up."""
+        self._under_way[0].wait(seconds, check=self._go_on)
+        self._under_way.popleft()
 
     def finish(self) -> None:
         """Every broadcast has been waited for."""
@@ -114,14 +112,14 @@ class NcclSender:
 
     def _is_awaited(self) -> bool:
         """Whether workers of an engine that lives wait for a broadcast."""
-        return bool(self._owed) or self._under_way is not None
+        return bool(self._owed or self._under_way)
 
     def _complete(self, communicator: nccl.Communicator) -> None:
-        owed = list(self._owed) if self.announced_ahead else list(self._owed)[: int(self._under_way is None)]
+        owed = list(self._owed) if self.announced_ahead else list(self._owed)[: int(not self._under_way)]
         self._owed.clear()
         try:
-            if self._under_way is not None:
-                self._under_way.wait(COMPLETE_SECONDS)
+            while self._under_way:
+                self._under_way.popleft().wait(COMPLETE_SECONDS)
             sizes = [size for size in map(bucket_bytes, owed) if size]
             anything = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
             for size in sizes:
@@ -140,13 +138,14 @@ class NcclSender:
 
 
 class Sent:
-    """See transport.Work."""
+    """See transport.Work. anything: the bucket has bytes."""
 
-    def __init__(self, sender: NcclSender) -> None:
-        self._sender = sender
+    def __init__(self, sender: NcclSender, *, anything: bool) -> None:
+        self._sender, self._anything = sender, anything
 
     def wait(self, seconds: float) -> None:
-        self._sender.sent(seconds)
+        if self._anything:
+            self._sender.sent(seconds)
 
 
 def no_gpu(info: EngineInfo, trainer_device: str) -> str | None:
