@@ -18,9 +18,9 @@ BODY = {"update_info": {"names": []}, "weight_version": "v"}
 class Engine:
     """AsyncLLM. own_pause: it has what rltool's pause without the sleep needs."""
 
-    def __init__(self, *answers: str, own_pause: bool = True) -> None:
+    def __init__(self, *, own_pause: bool = True) -> None:
         self.calls: list[Any] = []
-        self.answers, self.fails = list(answers), ""
+        self.fails = ""
         if own_pause:
             self.renderer = SimpleNamespace(clear_mm_cache_async=self._nothing)
             self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause_scheduler)
@@ -35,7 +35,7 @@ class Engine:
 
     async def collective_rpc(self, method, *, args=()):
         self._called(method, *args)
-        return self.answers
+        return [None]
 
     async def update_weight_version(self, new_version):
         self._called("update_weight_version", new_version)
@@ -62,22 +62,17 @@ AFTER = [("update_weight_version", "v"), ("reset_prefix_cache", True)]
     ("own_pause", "pause"), [(True, ("pause_scheduler", "keep", True)), (False, ("pause_generation", "keep"))]
 )
 def test_the_engine_is_paused_updated_and_named_and_its_cache_dropped(own_pause, pause):
-    engine = Engine("", "", own_pause=own_pause)
+    engine = Engine(own_pause=own_pause)
     assert asked(engine) == (200, {"weight_version": "v"})
     assert engine.calls == [pause, UPDATED, *AFTER]
 
 
-def test_what_a_worker_says_is_the_answer_and_the_version_stays():
-    engine = Engine("", "b.weight is missing", "b.weight is missing", "a.weight is missing")
-    assert asked(engine) == (500, {"error": "a.weight is missing; b.weight is missing"})
-    assert engine.calls[-1] == UPDATED
-
-
 @pytest.mark.parametrize("step", ["pause_scheduler", *UPDATED[:1], *(call[0] for call in AFTER)])
-def test_any_other_failure_is_an_answer_too(step):
-    engine = Engine("")
+def test_a_failure_is_an_answer_and_nothing_follows_it(step):
+    engine = Engine()
     engine.fails = step
     assert asked(engine) == (500, {"error": "RuntimeError: planned"})
+    assert ("update_weight_version", "v") not in engine.calls or step in (call[0] for call in AFTER)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +81,7 @@ def test_any_other_failure_is_an_answer_too(step):
      ({"update_info": {}}, "weight_version"), ({**BODY, "weight_version": ""}, "weight_version")],
 )  # fmt: skip
 def test_a_body_that_is_no_update_touches_nothing(body, wrong):
-    engine = Engine("")
+    engine = Engine()
     status, reply = asked(engine, body)
     assert status == 400 and wrong in reply["error"] and engine.calls == []
 
@@ -113,12 +108,12 @@ class Worker(WeightUpdateRecovery):
 
 def test_a_worker_ends_what_was_left_open_and_takes_the_update():
     worker = Worker()
-    assert worker.rltool_update_weights({}) == ""
+    worker.rltool_update_weights({})
     assert worker.steps == ["abandon", "start", "update {}", "finish"]
 
 
 @pytest.mark.parametrize("step", ["start", "update {}", "finish"])
-def test_a_worker_says_why_it_could_not_take_the_update(step):
-    assert Worker((step, WeightUpdateError("why"))).rltool_update_weights({}) == "why"
-    with pytest.raises(KeyError):  # a bug, whose traceback belongs in the engine's log
-        Worker((step, KeyError("bug"))).rltool_update_weights({})
+def test_a_worker_that_cannot_take_the_update_raises(step):
+    """An answer would be lost: vLLM hears those of one data-parallel replica alone."""
+    with pytest.raises(WeightUpdateError, match="why"):
+        Worker((step, WeightUpdateError("why"))).rltool_update_weights({})

@@ -35,9 +35,7 @@ async def update_weights(engine: Engine, body: Any) -> tuple[int, dict[str, Any]
     try:
         if not await pause(engine):
             await engine.pause_generation(mode="keep")
-        failures = await engine.collective_rpc("rltool_update_weights", args=(info,))
-        if reasons := sorted({failure for failure in failures if failure}):
-            return 500, {"error": "; ".join(reasons)}
+        await engine.collective_rpc("rltool_update_weights", args=(info,))
         # In the engine core one after the other. The cache was dropped by the pause; what runs may hold blocks of it.
         await asyncio.gather(engine.update_weight_version(version), engine.reset_prefix_cache(True))
     except Exception as error:  # of a worker, whatever it is: its text is for the trainer

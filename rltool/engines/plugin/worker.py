@@ -44,18 +44,13 @@ class WeightUpdateRecovery:
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
         return _failure_of(lambda: engine.prefetch(version, seconds, source))
 
-    def rltool_update_weights(self, update_info: dict[str, Any]) -> str:
-        """An update from start to finish. Returns why it failed, or ""."""
-        from rltool.engines.plugin.loading import WeightUpdateError
-
+    def rltool_update_weights(self, update_info: dict[str, Any]) -> None:
+        """An update from start to finish. Raises where it fails: with data parallelism the answers of one replica alone
+        are heard, but errors of every one."""
         self.rltool_end_unfinished_update()
-        try:
-            self.start_weight_update()
-            self.update_weights(update_info)
-            self.finish_weight_update()
-        except WeightUpdateError as error:
-            return str(error)
-        return ""
+        self.start_weight_update()
+        self.update_weights(update_info)
+        self.finish_weight_update()
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""
