@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -204,7 +204,7 @@ class Work:
         self._communicator, self._done, self._flat, self._what = communicator, done, flat, what
         self._is_under_way = True
         communicator.under_way += 1
-        self._watchdog = communicator.watch(what, communicator.under_way)
+        self._watchdog = communicator.watch(what, communicator.under_way, done)
 
     def wait(self, seconds: float, *, check: Callable[[], None] | None = None) -> None:
         """Until the bytes have left (rank 0) or arrived; NcclError when the communicator fails or is late. A late one
@@ -295,11 +295,18 @@ class Communicator:
             self.abort(str(error))
             raise
 
-    def watch(self, what: str, turn: int = 1) -> threading.Timer:
-        """Abort at the deadline, whatever the thread that waits is stuck in. To be cancelled by it. turn: 2 is behind
-        one that has its own deadline."""
+    def watch(self, what: str, turn: int = 1, done: Callable[[], bool] = lambda: False) -> threading.Timer:
+        """Abort at the deadline, whatever the thread that waits is stuck in, but what is done by then. To be cancelled
+        by it. turn: 2 is behind one that has its own deadline."""
         text = f"{what} took longer than {self.seconds:g} s"
-        timer = threading.Timer(turn * self.seconds + WATCHDOG_GRACE_SECONDS, self.abort, (text,))
+
+        def late() -> None:
+            with suppress(RuntimeError):  # of CUDA
+                if done():  # and is only waited for late
+                    return
+            self.abort(text)
+
+        timer = threading.Timer(turn * self.seconds + WATCHDOG_GRACE_SECONDS, late)
         timer.daemon = True
         timer.start()
         return timer

@@ -30,8 +30,8 @@ disk
     its absolute `path` as well, which the engine must see under the same name.
 
 Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
-succeeds. Where one update info stands for all buckets, POST /rltool/update_weights {update_info, weight_version} is
-the pause and the whole update.
+succeeds. Where one update info stands for all buckets, POST /rltool/update_weights {update_info} is the pause, the
+start and the update, and POST /rltool/finish_weight_update {weight_version} the finish and the end of the prefix cache.
 """
 
 from __future__ import annotations

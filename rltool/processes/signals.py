@@ -32,8 +32,9 @@ def deferred_interrupts() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python
-        if arrived:
-            signal.raise_signal(arrived[0])
+        heard = [number for number in arrived if signal.getsignal(number) is not signal.SIG_IGN]
+        if heard:
+            signal.raise_signal(heard[0])
 
 
 class Ending:

@@ -125,6 +125,8 @@ class WeightSender:
             raise
         finally:
             failures = self._drop_failed(known)
+            if self._encoder is not None:
+                self._encoder.release()
         size = sum(map(bucket_bytes, buckets))
         patch_bytes = self._encoder.patch_bytes if self._encoder is not None and channels else None
         return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes)
@@ -224,8 +226,6 @@ class WeightSender:
             encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
-        if encoder is not None:
-            encoder.release()
 
     def _of(self, urls: Collection[str]) -> list[Channel]:
         """The channels of these engines, each once."""

@@ -2,9 +2,8 @@
 
 connect (engines that are new or whose connection failed) -> pause, begin -> send beside receive -> finish -> resume, in
 `finally` -> value check of new connections. Engines that can have the bytes before they load them (disk, delta, staged)
-generate until they have them: send, prefetch -> pause, begin -> receive -> finish. Where a transport can, what comes
-between prefetch and resume is one request. It runs where the fleet and the HTTP client live, the one owner of the
-control plane.
+generate until they have them: send, prefetch -> pause, begin -> receive -> finish. Where a transport can, pause, begin
+and receive are one request. It runs where the fleet and the HTTP client live, the one owner of the control plane.
 
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
@@ -254,7 +253,7 @@ class WeightSync:
             await self.ranks.ready(url, version, taken, STEP_SHARE * self.calls.deadline)
 
     def _in_one_request(self, url: str) -> OneRequestControl | None:
-        """Of an engine that one request pauses and updates."""
+        """Of an engine whose pause and update are one request."""
         control = self.connections[url].control
         is_apt = self.config.pause_mode == "keep" and url not in self._asleep
         return control if is_apt and isinstance(control, OneRequestControl) else None
@@ -279,8 +278,7 @@ class WeightSync:
         return rendezvous
 
     async def _finish(self, endpoint: EngineEndpoint, version: WeightVersion) -> None:
-        if self._in_one_request(endpoint.url) is None:
-            await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
+        await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
         self.fleet.update_finished(endpoint.url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:

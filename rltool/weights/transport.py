@@ -197,10 +197,10 @@ class ReceiverControl(Protocol):
 
 @runtime_checkable
 class OneRequestControl(ReceiverControl, Protocol):
-    """Of an engine that is asked nothing else between what comes before its pause and its resume."""
+    """Of an engine that one request pauses and updates."""
 
     def update(self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str) -> HttpRequest:
-        """A pause with "keep", `begin`, `announce` and `finish`."""
+        """A pause with "keep", `begin` and `announce`."""
         ...
 
 

@@ -21,6 +21,7 @@ OTHER_RUN = "d" * 32
 SYNC_ROUTES = (
     "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache",
     "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/rltool/update_weights",
+    "/rltool/finish_weight_update",
 )  # fmt: skip
 ROUTES = (GENERATE, GENERATE, GENERATE, "/health", "/rltool/info", "/weight_info", "/v1/models", *SYNC_ROUTES)
 LEAST_MEMBERS = 2

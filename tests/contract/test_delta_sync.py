@@ -94,7 +94,7 @@ def assert_has(engine: Any, ranks: Ranks, step: int) -> None:
 
 
 def paths(engine: FakeVllm) -> list[str]:
-    wanted = ("/rltool/prefetch", "/pause", "/rltool/update_weights", "/update_weights", "/resume")
+    wanted = ("/rltool/prefetch", "/pause", "/rltool/update_weights", "/rltool/finish_weight_update", "/resume")
     return [path for path in engine.paths() if path in wanted]
 
 
@@ -109,7 +109,9 @@ def test_engines_fetch_before_they_are_paused_and_then_take_patches(two, tmp_pat
                     assert_has(engine, r.ranks, step)
             patch = {"patch"}
             assert [files(tmp_path, step) for step in range(5)] == [{"model"}, patch, patch, {"model", "patch"}, patch]
-            assert paths(two[0])[:3] == ["/rltool/prefetch", "/rltool/update_weights", "/resume"]
+            assert paths(two[0])[:4] == [
+                "/rltool/prefetch", "/rltool/update_weights", "/rltool/finish_weight_update", "/resume",
+            ]  # fmt: skip
 
     asyncio.run(scenario())
 

@@ -25,7 +25,8 @@ from tests.ranks import SenderRanks
 
 DEADLINE = 3.0
 CONFIG = WeightsConfig(bucket_bytes=40, transport="gloo", staged=True)
-STEPS = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
+PLUGIN_STEPS = ("/rltool/update_weights", "/rltool/finish_weight_update")
+STEPS = ("/rltool/prefetch", "/pause", "/start_weight_update", "/update_weights", PLUGIN_STEPS[1], "/resume")
 
 
 class Ranks(SenderRanks):
@@ -61,8 +62,8 @@ def test_engines_are_paused_when_they_have_every_bucket(two, tmp_path):
             assert report.failed == {}
             for engine in two:
                 assert_has(engine, r.ranks, step)
-                asked = [path for path in engine.paths() if path in (*STEPS, "/rltool/update_weights")]
-                assert asked[-3:] == ["/rltool/prefetch", "/rltool/update_weights", "/resume"]
+                asked = [path for path in engine.paths() if path in (*STEPS, *PLUGIN_STEPS)]
+                assert asked[-4:] == ["/rltool/prefetch", *PLUGIN_STEPS, "/resume"]
 
     syncing(two, tmp_path, scenario)
 
@@ -83,18 +84,19 @@ def test_an_engine_that_takes_no_bucket_fails_unpaused_and_the_others_go_on(two,
     syncing(two, tmp_path, scenario)
 
 
+@pytest.mark.parametrize("step", PLUGIN_STEPS)
 @pytest.mark.parametrize("status", [404, 500])
-def test_a_failed_update_is_that_engines_failure_and_the_next_sync_repairs(two, tmp_path, status):
+def test_a_failed_update_is_that_engines_failure_and_the_next_sync_repairs(two, tmp_path, status, step):
     sick, healthy = two
 
     async def scenario(r):
         await r.sync.sync(version(0))
-        sick.fail("/rltool/update_weights", status, times=1)
+        sick.fail(step, status, times=1)
         report = await r.sync.sync(version(1))
         assert report.updated == (healthy.url,) and report.failed.keys() == {sick.url}
-        assert str(status) in report.failed[sick.url] and "/rltool/update_weights" in report.failed[sick.url]
+        assert str(status) in report.failed[sick.url] and step in report.failed[sick.url]
         assert not sick.paused and not healthy.paused
-        assert sick.version == str(version(0)) and r.fleet.member(sick.url).state is State.STALE
+        assert sick.version != str(version(1)) and r.fleet.member(sick.url).state is State.STALE
         report = await r.sync.sync(version(2))
         assert report.failed == {}
         for engine in two:

@@ -102,6 +102,7 @@ class Sender:
                 update = IN_ONE_REQUEST.update(planned, meeting, version=version)
                 sent = (asyncio.to_thread(wire.broadcast, group, flat_bytes(tensors, bucket)) for bucket in planned)
                 await asyncio.gather(self.control([update]), _in_order(sent))
+                await self.control(IN_ONE_REQUEST.finish(version))
                 return
             await self.control(GLOO.begin())
             requests = GLOO.announce(planned, meeting, version=version)

@@ -169,13 +169,28 @@ def test_what_a_check_raises_ends_the_wait_and_leaves_the_communicator():
 
 def test_the_watchdog_frees_a_thread_that_cannot_look_at_the_clock(monkeypatch):
     monkeypatch.setattr(nccl, "WATCHDOG_GRACE_SECONDS", 0.0)
-    library = Library()
-    sending = communicator(library, seconds=0.01)
+    library, queue = Library(), Queue()
+    sending = communicator(library, queue, seconds=0.01)
+    queue.done = lambda: False
     ended = threading.Event()
     library.abort = lambda comm: ended.set()  # a kernel that ends when its communicator is aborted
     sending.broadcast(flat())
     assert ended.wait(5.0)
     assert sending.reason == "a broadcast of 16 bytes took longer than 0.01 s"
+
+
+def test_the_watchdog_leaves_a_broadcast_alone_that_is_done_and_not_waited_for_yet(monkeypatch):
+    """The gather may take its time until the next bucket is there."""
+    monkeypatch.setattr(nccl, "WATCHDOG_GRACE_SECONDS", 0.0)
+    library, queue = Library(), Queue()
+    looked = threading.Event()
+    queue.done = lambda: bool(looked.set()) or True
+    sending = communicator(library, queue, seconds=0.01)
+    work = sending.broadcast(flat())
+    assert looked.wait(5.0)
+    work._watchdog.join(5.0)
+    work.wait(1.0)
+    assert sending.alive and library.aborted == []
 
 
 def test_a_broadcast_behind_another_has_the_time_of_both(monkeypatch):

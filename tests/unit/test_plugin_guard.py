@@ -81,6 +81,7 @@ class App:
     def __init__(self, status=200, reply=b"{}", mixed=False):
         self.status, self.reply, self.mixed = status, reply, mixed
         self.calls, self.engine_calls, self.versions = [], [], []
+        self.answers: dict[str, list[str]] = {}
         self.state = SimpleNamespace(engine_client=self, vllm_config=SimpleNamespace(weight_transfer_config=object()))
 
     async def __call__(self, scope, receive, send):
@@ -90,9 +91,14 @@ class App:
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": self.reply})
 
-    async def collective_rpc(self, method):
+    async def collective_rpc(self, method, *, args=()):
         self.engine_calls.append(method)
-        return [self.mixed]
+        return self.answers.get(method, [self.mixed])
+
+    async def reset_prefix_cache(self, reset_running_requests):
+        return True
+
+    async def pause_generation(self, *, mode): ...
 
     async def update_weight_version(self, version):
         self.versions.append(version)
@@ -217,6 +223,31 @@ def test_a_good_update_keeps_the_version_that_vllm_sets(path):
     app = App(mixed=True)
     assert ask(app, "POST", path)[0] == 200
     assert app.engine_calls == [] and app.versions == []
+
+
+UPDATE = ("/rltool/update_weights", b'{"update_info": {}}', "rltool_update_weights")
+FINISH = ("/rltool/finish_weight_update", b'{"weight_version": "v"}', "rltool_finish_update")
+
+
+@pytest.mark.parametrize(("path", "body", "method"), [UPDATE, FINISH])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_step_of_the_plugins_own_that_fails_takes_the_version_away_where_weights_may_be_a_mixture(
+    path, body, method, mixed
+):
+    """Workers that have finished beside one that could not say that nothing is open there."""
+    app = App(mixed=mixed)
+    app.answers[method] = ["", "a.weight is missing"]
+    status, reply = ask(app, "POST", path, body)
+    assert status == 500 and "a.weight is missing" in reply["error"]
+    assert app.engine_calls == [method, "rltool_end_unfinished_update"]
+    assert app.versions == (["incomplete"] if mixed or path == FINISH[0] else [])
+
+
+def test_a_version_is_given_where_every_worker_has_finished():
+    app = App()
+    app.answers[FINISH[2]] = ["", ""]
+    assert ask(app, "POST", *FINISH[:2]) == (200, {"weight_version": "v"})
+    assert app.versions == ["v"]
 
 
 def test_weights_that_did_not_change_keep_their_version():

@@ -1,48 +1,62 @@
-"""POST /rltool/update_weights: what the engine core is asked, in which order, and what becomes of failures."""
+"""POST /rltool/update_weights and /rltool/finish_weight_update: what the engine core is asked, in which order, and what
+becomes of failures."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rltool.engines.plugin.loading import WeightUpdateError
-from rltool.engines.plugin.update_route import update_weights
+from rltool.engines.plugin.update_route import finish_update, update_weights
 from rltool.engines.plugin.worker import WeightUpdateRecovery
+from rltool.engines.plugin.workers import ask_workers
 
-BODY = {"update_info": {"names": []}, "weight_version": "v"}
+INFO = {"update_info": {"names": []}}
+VERSION = {"weight_version": "v"}
+Step = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
 
 
 class Engine:
-    """AsyncLLM. own_pause: it has what rltool's pause without the sleep needs."""
+    """AsyncLLM of two replicas. answers: of their workers; fails: the call that raises; another_vllm: it has nothing of
+    what rltool reaches for below AsyncLLM."""
 
-    def __init__(self, *, own_pause: bool = True) -> None:
+    def __init__(self, *answers: list[str], another_vllm: bool = False, dropped: bool = True) -> None:
         self.calls: list[Any] = []
-        self.fails = ""
-        if own_pause:
+        self.answers, self.fails, self.dropped = answers or ([""], [""]), "", dropped
+        if not another_vllm:
             self.renderer = SimpleNamespace(clear_mm_cache_async=self._nothing)
-            self.engine_core = SimpleNamespace(pause_scheduler_async=self._pause_scheduler)
+            self.engine_core = SimpleNamespace(
+                pause_scheduler_async=self._pause_scheduler, call_utility_all_async=self._ask_all
+            )
 
     async def _nothing(self) -> None: ...
 
     async def _pause_scheduler(self, mode, clear_cache):
         self._called("pause_scheduler", mode, clear_cache)
 
+    async def _ask_all(self, utility, method, timeout, args, kwargs):
+        assert (utility, timeout, kwargs) == ("collective_rpc", None, None)
+        self._called(method, *args)
+        return list(self.answers)
+
     async def pause_generation(self, *, mode):
         self._called("pause_generation", mode)
 
     async def collective_rpc(self, method, *, args=()):
         self._called(method, *args)
-        return [None]
+        return self.answers[0]
 
     async def update_weight_version(self, new_version):
         self._called("update_weight_version", new_version)
 
     async def reset_prefix_cache(self, reset_running_requests=False):
         self._called("reset_prefix_cache", reset_running_requests)
-        return True
+        return self.dropped
 
     def _called(self, *call: Any) -> None:
         self.calls.append(call)
@@ -50,40 +64,64 @@ class Engine:
             raise RuntimeError("planned")
 
 
-def asked(engine: Engine, body: Any = BODY) -> tuple[int, dict[str, Any]]:
-    return asyncio.run(update_weights(engine, body))
+def asked(step: Step, engine: Engine, body: Any) -> tuple[int, dict[str, Any]]:
+    return asyncio.run(step(engine, body))
 
 
 UPDATED = ("rltool_update_weights", {"names": []})
-AFTER = [("update_weight_version", "v"), ("reset_prefix_cache", True)]
+FINISHED = [("rltool_finish_update",), ("update_weight_version", "v"), ("reset_prefix_cache", True)]
+
+
+@pytest.mark.parametrize("another_vllm", [False, True])
+def test_the_engine_is_paused_and_updated_and_then_named_and_its_cache_dropped(another_vllm):
+    engine = Engine(another_vllm=another_vllm)
+    assert asked(update_weights, engine, INFO) == (200, {"status": "updated"})
+    assert engine.calls == [
+        ("pause_generation", "keep") if another_vllm else ("pause_scheduler", "keep", True), UPDATED,
+    ]  # fmt: skip
+    engine.calls.clear()
+    assert asked(finish_update, engine, VERSION) == (200, {"weight_version": "v"})
+    assert engine.calls == FINISHED
+
+
+@pytest.mark.parametrize(("step", "body"), [(update_weights, INFO), (finish_update, VERSION)])
+def test_what_a_worker_of_any_replica_says_is_the_answer_and_the_version_stays(step, body):
+    engine = Engine(["", "b is missing"], ["b is missing", "a is missing"])
+    assert asked(step, engine, body) == (500, {"error": "a is missing; b is missing"})
+    assert ("update_weight_version", "v") not in engine.calls
 
 
 @pytest.mark.parametrize(
-    ("own_pause", "pause"), [(True, ("pause_scheduler", "keep", True)), (False, ("pause_generation", "keep"))]
-)
-def test_the_engine_is_paused_updated_and_named_and_its_cache_dropped(own_pause, pause):
-    engine = Engine(own_pause=own_pause)
-    assert asked(engine) == (200, {"weight_version": "v"})
-    assert engine.calls == [pause, UPDATED, *AFTER]
-
-
-@pytest.mark.parametrize("step", ["pause_scheduler", *UPDATED[:1], *(call[0] for call in AFTER)])
-def test_a_failure_is_an_answer_and_nothing_follows_it(step):
-    engine = Engine()
-    engine.fails = step
-    assert asked(engine) == (500, {"error": "RuntimeError: planned"})
-    assert ("update_weight_version", "v") not in engine.calls or step in (call[0] for call in AFTER)
-
-
-@pytest.mark.parametrize(
-    ("body", "wrong"),
-    [(None, "must be an object"), ({}, "update_info"), ({**BODY, "update_info": []}, "update_info"),
-     ({"update_info": {}}, "weight_version"), ({**BODY, "weight_version": ""}, "weight_version")],
+    ("step", "body", "call"),
+    [(update_weights, INFO, "pause_scheduler"), (update_weights, INFO, UPDATED[0]),
+     *((finish_update, VERSION, call[0]) for call in FINISHED)],
 )  # fmt: skip
-def test_a_body_that_is_no_update_touches_nothing(body, wrong):
+def test_any_other_failure_is_an_answer_too(step, body, call):
     engine = Engine()
-    status, reply = asked(engine, body)
-    assert status == 400 and wrong in reply["error"] and engine.calls == []
+    engine.fails = call
+    assert asked(step, engine, body) == (500, {"error": "RuntimeError: planned"})
+
+
+@pytest.mark.parametrize(
+    ("step", "bodies"),
+    [(update_weights, (None, [], {}, {"update_info": []})), (finish_update, (None, {}, {"weight_version": ""}))],
+)
+def test_a_body_that_is_no_update_touches_nothing(step, bodies):
+    for body in bodies:
+        engine = Engine()
+        status, reply = asked(step, engine, body)
+        assert status == 400 and "must be" in reply["error"] and engine.calls == []
+
+
+def test_a_prefix_cache_that_stays_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert asked(finish_update, Engine(dropped=False), VERSION)[0] == 200
+    assert "prefix cache" in caplog.text
+
+
+def test_all_workers_of_all_replicas_are_heard():
+    assert asyncio.run(ask_workers(Engine(["a", "b"], ["c"]), "method")) == ["a", "b", "c"]
+    assert asyncio.run(ask_workers(Engine(["a", "b"], another_vllm=True), "method")) == ["a", "b"]
 
 
 class Worker(WeightUpdateRecovery):
@@ -108,12 +146,13 @@ class Worker(WeightUpdateRecovery):
 
 def test_a_worker_ends_what_was_left_open_and_takes_the_update():
     worker = Worker()
-    worker.rltool_update_weights({})
+    assert (worker.rltool_update_weights({}), worker.rltool_finish_update()) == ("", "")
     assert worker.steps == ["abandon", "start", "update {}", "finish"]
 
 
-@pytest.mark.parametrize("step", ["start", "update {}", "finish"])
-def test_a_worker_that_cannot_take_the_update_raises(step):
-    """An answer would be lost: vLLM hears those of one data-parallel replica alone."""
-    with pytest.raises(WeightUpdateError, match="why"):
-        Worker((step, WeightUpdateError("why"))).rltool_update_weights({})
+@pytest.mark.parametrize("error", [WeightUpdateError("why"), KeyError("why"), RuntimeError("why")], ids=repr)
+@pytest.mark.parametrize("step", ["abandon", "start", "update {}", "finish"])
+def test_a_worker_never_raises_but_says_why(step, error):
+    """vLLM leaves the replies of the workers behind one that raises in their queues."""
+    worker = Worker((step, error))
+    assert "why" in worker.rltool_update_weights({}) + worker.rltool_finish_update()

@@ -34,6 +34,7 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/shutdown_weight_transfer_engine"),
         ("POST", "/rltool/prefetch"),
         ("POST", "/rltool/update_weights"),
+        ("POST", "/rltool/finish_weight_update"),
     }
 )
 """What changes the engine for everybody: while a run holds the lease (lease.py), these are its alone."""

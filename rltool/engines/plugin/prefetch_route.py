@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
+
+from rltool.engines.plugin.workers import ask_workers, failure_in
 
 PREFETCH_PATH = "/rltool/prefetch"
 POLL_SECONDS = 0.05
@@ -13,26 +15,20 @@ POLL_SECONDS = 0.05
 LONGEST_SECONDS = 86400.0
 
 
-class Workers(Protocol):
-    """The part of vLLM's AsyncLLM that is used. An answer for each worker; with data parallelism, of one replica's."""
-
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
-
-
-async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
+async def prefetch(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
     """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", "store" or "announced"}.
 
     store: an address; announced: an update info of rltool.engines.wire. 409 with the reason where a worker cannot have
-    the version."""
+    the version. engine: vLLM's AsyncLLM."""
     try:
         version, seconds, source = _parse(body)
     except ValueError as error:
         return 400, {"error": f"POST {PREFETCH_PATH}: {error}"}
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
-    failures = await workers.collective_rpc("rltool_prefetch", args=(version, seconds, source))
+    failures = await ask_workers(engine, "rltool_prefetch", version, seconds, source)
     while not any(failures):
-        answers = await workers.collective_rpc("rltool_prefetched", args=(version,))
+        answers = await ask_workers(engine, "rltool_prefetched", version)
         failures = [failure for _, failure in answers]
         if all(done for done, _ in answers):
             break
@@ -40,8 +36,8 @@ async def prefetch(workers: Workers, body: Any) -> tuple[int, dict[str, Any]]:
             failures = [f"weights {version} did not come within {seconds:g} s"]
         else:
             await asyncio.sleep(POLL_SECONDS)
-    reasons = sorted({failure for failure in failures if failure})
-    return (409, {"error": "; ".join(reasons)}) if reasons else (200, {"version": version})
+    failure = failure_in(failures)
+    return (409, {"error": failure}) if failure else (200, {"version": version})
 
 
 def _parse(body: Any) -> tuple[str, float, str | dict[str, Any]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -34,7 +34,8 @@ from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
-from rltool.engines.plugin.update_route import UPDATE_PATH, update_weights
+from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
+from rltool.engines.plugin.workers import ask_workers
 from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ ENDS_UNFINISHED_UPDATE = frozenset(
 """Before these an update that is still open (its trainer died) is ended; vLLM would refuse them, or run on meta
 tensors."""
 MAY_FAIL_HALFWAY = frozenset({"/update_weights", "/finish_weight_update"})
+
+
+UpdateStep = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
+"""(AsyncLLM, body) -> (status, JSON)."""
 
 
 class ServerMiddleware:
@@ -94,7 +99,9 @@ class ServerMiddleware:
         elif path == PREFETCH_PATH:
             await self._prefetch(scope, receive, send)
         elif path == UPDATE_PATH:
-            await self._update(scope, receive, send)
+            await self._update(scope, receive, send, update_weights)
+        elif path == FINISH_PATH:
+            await self._update(scope, receive, send, finish_update)
         else:
             await self._pass_on(scope, receive, send)
 
@@ -128,15 +135,15 @@ class ServerMiddleware:
             return
         await send_json(send, *await prefetch(scope["app"].state.engine_client, body))
 
-    async def _update(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _update(self, scope: Scope, receive: Receive, send: Send, step: UpdateStep) -> None:
         try:
             body = await _json_of(receive)
         except Disconnected:
             return
         state = scope["app"].state
-        status, reply = await update_weights(state.engine_client, body)
-        if status >= 500:
-            await self._end_failed_update(state)
+        status, reply = await step(state.engine_client, body)
+        if status >= 500:  # one that fails to finish may be finished in some workers, and has changed nothing in others
+            await self._end_failed_update(state, is_mixed=step is finish_update)
         await send_json(send, status, reply)
 
     def _refusal(self, scope: Scope) -> dict[str, Any] | None:
@@ -183,18 +190,18 @@ class ServerMiddleware:
             await send_json(send, 200, {"status": "paused"})
         return paused
 
-    async def _end_failed_update(self, state: Any) -> None:
+    async def _end_failed_update(self, state: Any, *, is_mixed: bool = False) -> None:
         try:
-            await self._end_unfinished_update(state)
+            await self._end_unfinished_update(state, is_mixed=is_mixed)
         except Exception:  # the engine may be dead: its own error is what the caller must get
             logger.exception("could not end the weight update that failed")
 
-    async def _end_unfinished_update(self, state: Any) -> None:
+    async def _end_unfinished_update(self, state: Any, *, is_mixed: bool = False) -> None:
         client = state.engine_client
         if state.vllm_config.weight_transfer_config is None:
             return
-        mixed = await client.collective_rpc("rltool_end_unfinished_update")
-        if any(mixed):
+        mixed = await ask_workers(client, "rltool_end_unfinished_update")
+        if is_mixed or any(mixed):
             logger.warning("a weight update was not finished: the weights are a mixture until the next full one")
             await client.update_weight_version(INCOMPLETE_VERSION)
 

@@ -1,54 +1,55 @@
-"""POST /rltool/update_weights: the pause, the update and what follows it as one request. The engine stays paused.
+"""POST /rltool/update_weights and /rltool/finish_weight_update: a pause and an update, and what makes it the engine's
+weights, as one request each. The engine stays paused.
 
 Asked one by one these are six requests and nine calls of the engine core, 17 ms of a weight sync whose bytes take
-42 ms (two H200, a model of 7B).
+42 ms (two H200, a model of 7B). They are two because the trainer has the last word: what it had to give up half-way it
+completes with other bytes (rltool.weights.transports.nccl_sender), and then does not let the engine finish.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rltool.engines.plugin.pausing import pause
+from rltool.engines.plugin.workers import ask_workers, failure_in
+
+logger = logging.getLogger(__name__)
 
 UPDATE_PATH = "/rltool/update_weights"
+FINISH_PATH = "/rltool/finish_weight_update"
 
 
-class Engine(Protocol):
-    """The part of vLLM's AsyncLLM that is used."""
-
-    async def pause_generation(self, *, mode: Any) -> None: ...
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
-    async def update_weight_version(self, new_version: str) -> None: ...
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool: ...
-
-
-async def update_weights(engine: Engine, body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, JSON) of POST UPDATE_PATH {"update_info", "weight_version"}: as for /update_weights, and as for
-    /finish_weight_update. 500 with the reason where a worker could not take the update: its weights may be a mixture
-    then. Requests that run are kept, and computed anew."""
-    try:
-        info, version = _parse(body)
-    except ValueError as error:
-        return 400, {"error": f"POST {UPDATE_PATH}: {error}"}
+async def update_weights(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
+    """(status, JSON) of POST UPDATE_PATH {"update_info"}, as for vLLM's /update_weights. 500 with the reason where a
+    worker could not take it: the weights may be a mixture then. engine: vLLM's AsyncLLM."""
+    info = body.get("update_info") if isinstance(body, Mapping) else None
+    if not isinstance(info, dict):
+        return 400, {"error": f"POST {UPDATE_PATH}: 'update_info' must be an object"}
     try:
         if not await pause(engine):
             await engine.pause_generation(mode="keep")
-        await engine.collective_rpc("rltool_update_weights", args=(info,))
-        # In the engine core one after the other. The cache was dropped by the pause; what runs may hold blocks of it.
-        await asyncio.gather(engine.update_weight_version(version), engine.reset_prefix_cache(True))
-    except Exception as error:  # of a worker, whatever it is: its text is for the trainer
-        return 500, {"error": f"{type(error).__name__}: {error}"}
-    return 200, {"weight_version": version}
+        failure = failure_in(await ask_workers(engine, "rltool_update_weights", info))
+    except Exception as error:  # whatever it is, its text is for the trainer
+        failure = f"{type(error).__name__}: {error}"
+    return (500, {"error": failure}) if failure else (200, {"status": "updated"})
 
 
-def _parse(body: Any) -> tuple[dict[str, Any], str]:
-    if not isinstance(body, Mapping):
-        raise ValueError("the body must be an object with update_info and weight_version")
-    info, version = body.get("update_info"), body.get("weight_version")
-    if not isinstance(info, dict):
-        raise ValueError("'update_info' must be an object")
+async def finish_update(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
+    """(status, JSON) of POST FINISH_PATH {"weight_version"}, as for vLLM's /finish_weight_update; then the prefix cache
+    is dropped. Requests that run are kept, and computed anew. 500 with the reason where a worker lacks tensors."""
+    version = body.get("weight_version") if isinstance(body, Mapping) else None
     if not isinstance(version, str) or not version:
-        raise ValueError("'weight_version' must be a non-empty text")
-    return info, version
+        return 400, {"error": f"POST {FINISH_PATH}: 'weight_version' must be a non-empty text"}
+    try:
+        failure = failure_in(await ask_workers(engine, "rltool_finish_update"))
+        if not failure:
+            # In the engine core one after the other. The pause has dropped the cache; what runs may hold blocks of it.
+            _, dropped = await asyncio.gather(engine.update_weight_version(version), engine.reset_prefix_cache(True))
+            if not dropped:
+                logger.warning("blocks of the prefix cache from before weights %s are held", version)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    return (500, {"error": failure}) if failure else (200, {"weight_version": version})

@@ -7,8 +7,11 @@ a trainer that died between two buckets would leave the engine useless.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class WeightUpdateRecovery:
@@ -44,19 +47,39 @@ class WeightUpdateRecovery:
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
         return _failure_of(lambda: engine.prefetch(version, seconds, source))
 
-    def rltool_update_weights(self, update_info: dict[str, Any]) -> None:
-        """An update from start to finish. Raises where it fails: with data parallelism the answers of one replica alone
-        are heard, but errors of every one."""
-        self.rltool_end_unfinished_update()
-        self.start_weight_update()
-        self.update_weights(update_info)
-        self.finish_weight_update()
+    def rltool_update_weights(self, update_info: dict[str, Any]) -> str:
+        """An update up to its finish. Returns why it failed, or ""."""
+
+        def update() -> None:
+            self.rltool_end_unfinished_update()
+            self.start_weight_update()
+            self.update_weights(update_info)
+
+        return _any_failure_of(update)
+
+    def rltool_finish_update(self) -> str:
+        """Returns why it failed, or ""."""
+        return _any_failure_of(self.finish_weight_update)
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""
         found: list[bool] = []
         failure = _failure_of(lambda: found.append(self.weight_transfer_engine.prefetcher.fetched(version)))
         return bool(failure) or found[0], failure
+
+
+def _any_failure_of(act: Callable[[], object]) -> str:
+    """As text: see rltool.engines.plugin.workers."""
+    from rltool.engines.plugin.loading import WeightUpdateError
+
+    try:
+        act()
+    except WeightUpdateError as error:
+        return str(error)
+    except Exception as error:
+        logger.exception("a weight update failed")
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _failure_of(act: Callable[[], object]) -> str:

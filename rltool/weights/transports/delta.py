@@ -72,7 +72,7 @@ class DeltaSender:
         return self._writer
 
 
-class VllmDeltaControl(vllm.OneRequestControl):
+class VllmDeltaControl(vllm.PluginUpdateControl):
     after_send = True
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:

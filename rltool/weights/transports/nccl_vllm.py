@@ -80,7 +80,7 @@ class StockVllmControl(vllm.VllmControl):
         ]
 
 
-class PluginControl(vllm.OneRequestControl):
+class PluginControl(vllm.PluginUpdateControl):
     """rltool's receiver: loading is prepared once and replayed, and every wait in the engine has a deadline."""
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:

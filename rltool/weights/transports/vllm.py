@@ -40,8 +40,8 @@ class VllmControl:
         return dialect("vllm").leave_transfer(group)
 
 
-class OneRequestControl(VllmControl, ABC):
-    """Of rltool's plugin, where one update info stands for all buckets."""
+class PluginUpdateControl(VllmControl, ABC):
+    """Of rltool's plugin, where one update info stands for all buckets: see rltool.engines.plugin.update_route."""
 
     @abstractmethod
     def announce(
@@ -50,10 +50,13 @@ class OneRequestControl(VllmControl, ABC):
 
     def update(self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str) -> HttpRequest:
         [(announced, _)] = self.announce(buckets, rendezvous, version=version)
-        return HttpRequest("POST", "/rltool/update_weights", {**announced.body, "weight_version": version})
+        return HttpRequest("POST", "/rltool/update_weights", announced.body)
+
+    def finish(self, version: str) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/rltool/finish_weight_update", {"weight_version": version})]
 
 
-class StagedControl(OneRequestControl):
+class StagedControl(PluginUpdateControl):
     """Of rltool's plugin: buckets arrive in a second buffer while the engine generates."""
 
     staged = True

@@ -27,7 +27,7 @@ from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
-from rltool.engines.plugin.update_route import UPDATE_PATH
+from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.sampling_mask import find_mask
 from rltool.engines.types import Bucket, Routing, TensorMeta
@@ -173,7 +173,8 @@ class FakeVllm(FakeServer):
         if self.plugin:
             routes |= {
                 ("POST", PREFETCH_PATH): self._prefetch,
-                ("POST", UPDATE_PATH): self._update_in_one,
+                ("POST", UPDATE_PATH): self._pause_and_update,
+                ("POST", FINISH_PATH): self._finish_and_reset,
                 ("GET", "/rltool/info"): self._info,
                 ("GET", "/rltool/checksums"): self._checksums,
                 ("POST", LEASE_PATH): self._lease,
@@ -614,14 +615,14 @@ class FakeVllm(FakeServer):
             self.version = recorded.body["weight_version"]
         return web.json_response({"message": "Weight update finished"})
 
-    async def _update_in_one(self, recorded: Recorded) -> web.Response:
+    async def _pause_and_update(self, recorded: Recorded) -> web.Response:
         self.batch.freeze()
-        for step in (self._start_update, self._update, self._finish_update):
-            reply = await step(recorded)
-            if reply.status != 200:
-                self._end_unfinished_update()
-                return reply
-        return web.json_response({"weight_version": self.version})
+        begun = await self._start_update(recorded)
+        return begun if begun.status != 200 else await self._update(recorded)
+
+    async def _finish_and_reset(self, recorded: Recorded) -> web.Response:
+        reply = await self._finish_update(recorded)
+        return reply if reply.status != 200 else await self._reset_prefix_cache(recorded)
 
     async def _shutdown_transfer(self, _) -> web.Response:
         self._end_unfinished_update()
