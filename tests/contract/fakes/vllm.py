@@ -589,7 +589,8 @@ class FakeVllm(FakeServer):
                 for held, flat in self.prefetcher.buckets(info["version"]):
                     self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
             elif self.transport == "nccl":
-                self.tensors |= await asyncio.to_thread(lambda: dict(self._group.receive_buckets(_cut(bucket, info))))
+                group = self._group  # which is left meanwhile, where the trainer gives up
+                self.tensors |= await asyncio.to_thread(lambda: dict(group.receive_buckets(_cut(bucket, info))))
             elif self.transport == "ipc":
                 taken = [await asyncio.to_thread(worker.take, bucket) for worker in self.gpu_workers]
                 for name, tensor in taken[0].items():
