@@ -636,6 +636,7 @@ class FakeVllm(FakeServer):
             self.version = "incomplete"
 
     def _leave(self) -> None:
+        self.prefetcher.forget()  # as the receiver does: what is on its way over this connection is nobody's
         if self.transport == "ipc":
             for worker in self.gpu_workers:
                 worker.leave()
