@@ -189,21 +189,26 @@ class Ownership:
 
     async def _renew(self) -> None:
         urls = self._leasable()
-        await asyncio.gather(
-            *(self._keep(url) if url in self._held else self._claim(url) for url in urls),
+        held = [url for url in urls if url in self._held]
+        losses, *_ = await asyncio.gather(
+            asyncio.gather(*map(self._keep, held)),
+            *(self._claim(url) for url in urls if url not in held),
             *(self.release(url) for url in self._held.difference(urls, self.ceded)),
         )
+        for lost in filter(None, losses):  # when it is known whose each engine is: the end leaves others' alone
+            self._end(lost)
 
-    async def _keep(self, url: str) -> None:
-        """An engine that says nothing is the fleet's business; that it is another's is ours."""
+    async def _keep(self, url: str) -> str | None:
+        """Why the run ends. An engine that says nothing is the fleet's business; that it is another's is ours."""
         with suppress(EngineError):
             answer = await self._ask(url, "renew")
             if answer is not None and not answer.granted:
                 self.ceded.add(url)
-                self._end(
+                return (
                     f"{answer.taken_by} has taken over the engine {url}, which this run controlled; this run does not "
                     f"fight for it, and ends. {self._next()}"
                 )
+        return None
 
     async def _claim(self, url: str) -> None:
         """An engine that did not answer before, or came later."""

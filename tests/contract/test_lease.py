@@ -158,6 +158,7 @@ def test_a_run_whose_engines_are_stolen_ends_with_the_thiefs_name_and_touches_no
             await train(victim, 1)
             for engine in spellers:
                 engine.seconds = 60.0
+            spellers[1].delay("/rltool/lease", 0.1)  # one of them is known to be lost before the other
             waiting = asyncio.create_task(train(victim, 2, first=1))
             await until(lambda: all(engine.batch.running for engine in spellers), "the victim samples")
             async with run_as(B, spellers, steal=True) as thief:
