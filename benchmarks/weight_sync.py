@@ -199,7 +199,7 @@ class Link:
                 await timed("pause", self.run(self.speaks.pause("keep")))
                 await timed("begin", self.run(self.control.begin()))
                 await timed("transfer", load)
-                await timed("finish", self.run(self.control.finish(version)))
+            await timed("finish", self.run(self.control.finish(version)))
             await timed("resume", self.run(self.speaks.resume()))
             return time.perf_counter() - started
 

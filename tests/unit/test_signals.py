@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from rltool.processes.signals import deferred_interrupts
+
 COMMAND = """
 import signal, sys, time
 from rltool.processes.signals import deferred_interrupts, termination_interrupts
@@ -20,6 +22,19 @@ with termination_interrupts() as ending:
     except KeyboardInterrupt:
         sys.exit(3 if ending.signal is signal.{name} else 4)
 """
+
+
+def test_an_interrupt_that_is_ignored_hides_none_that_came_with_it(monkeypatch):
+    raised = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with deferred_interrupts():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.getsignal(number)(number, None)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert raised == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])

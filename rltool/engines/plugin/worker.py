@@ -55,11 +55,11 @@ class WeightUpdateRecovery:
             self.start_weight_update()
             self.update_weights(update_info)
 
-        return _any_failure_of(update)
+        return _failure_of(update)
 
     def rltool_finish_update(self) -> str:
         """Returns why it failed, or ""."""
-        return _any_failure_of(self.finish_weight_update)
+        return _failure_of(self.finish_weight_update)
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""
@@ -68,26 +68,16 @@ class WeightUpdateRecovery:
         return bool(failure) or found[0], failure
 
 
-def _any_failure_of(act: Callable[[], object]) -> str:
+def _failure_of(act: Callable[[], object]) -> str:
     """As text: see rltool.engines.plugin.workers."""
     from rltool.engines.plugin.loading import WeightUpdateError
-
-    try:
-        act()
-    except WeightUpdateError as error:
-        return str(error)
-    except Exception as error:
-        logger.exception("a weight update failed")
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def _failure_of(act: Callable[[], object]) -> str:
-    """As text: an exception of a worker would be logged with its traceback by each process that it goes through."""
     from rltool.engines.plugin.prefetch import NotFetched
 
     try:
         act()
-    except NotFetched as error:
+    except (NotFetched, WeightUpdateError) as error:
         return str(error)
+    except Exception as error:
+        logger.exception("a question of the trainer's failed")
+        return f"{type(error).__name__}: {error}"
     return ""
