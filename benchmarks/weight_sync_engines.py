@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -14,6 +13,8 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+
+from benchmarks.children import end_session
 
 KEY = "weight-benchmark"
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -70,14 +71,7 @@ class Server:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, seconds in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(seconds)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
+        end_session(self._process)
 
     def wait_ready(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -31,6 +31,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.children import end_session
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_prompts
 
@@ -66,14 +67,7 @@ class Child:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for number, seconds in ((signal.SIGTERM, 15), (signal.SIGKILL, 15)):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(seconds)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                continue
+        end_session(self._process)
 
 
 class OutOfMemory(RuntimeError):
