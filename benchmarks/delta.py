@@ -11,7 +11,8 @@ seconds for writing and for taking one; medians over the steps.
 
 With --url a running vLLM, started by `rltool serve-engines` with the model of --model, takes the same steps over gloo,
 as deltas over gloo, from disk and as deltas from a store in turns: one line for each, with the seconds for which it
-stood still.
+stood still. With --device cuda the weights lie on this process's first GPU, which must not be the engine's, and nccl
+and deltas over nccl come before.
 """
 
 from __future__ import annotations
@@ -119,8 +120,8 @@ def payload(model: Path, dtype: torch.dtype, lr: float, steps: int) -> dict[str,
 class Ranks(SenderRanks):
     """The trainer's side of a sync of weights that were computed before."""
 
-    def __init__(self, config: WeightsConfig, model: Path, versions: list[Weights]) -> None:
-        super().__init__(config, model)
+    def __init__(self, config: WeightsConfig, model: Path, versions: list[Weights], device: str) -> None:
+        super().__init__(config, model, device=device)
         self.versions = versions
 
     def weights(self, step: int) -> Weights:
@@ -131,6 +132,8 @@ class Ranks(SenderRanks):
 
 
 SENT_AS: dict[str, dict[str, Any]] = {
+    "nccl": {"transport": "nccl"},
+    "nccl, delta": {"transport": "nccl", "delta": True},
     "gloo": {"transport": "gloo"},
     "gloo, delta": {"transport": "gloo", "delta": True},
     "disk": {"transport": "disk"},
@@ -143,7 +146,7 @@ async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights]
     store = str(directory / "store") if sent_as == "delta" else None
     config = WeightsConfig(store=store, anchor_every=len(versions), **SENT_AS[sent_as])
     endpoint = EngineEndpoint(url=args.url, dialect="vllm", key_file=args.key_file)
-    ranks: Any = Ranks(config, args.model, versions)  # of one rank, and of these transports
+    ranks: Any = Ranks(config, args.model, versions, args.device)  # of one rank, and of these transports
     fleet = Fleet()
     async with EngineClient() as client:
         info = await client.probe(endpoint)
@@ -153,7 +156,7 @@ async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights]
         sync = WeightSync(
             client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
             ValueCheck(info.vocab_size or 0, 1.0, 1e9, info.max_model_len),
-            trainer_device="cpu", step_deadline=120.0, bucket_deadline=120.0, directory=directory / "disk",
+            trainer_device=args.device, step_deadline=120.0, bucket_deadline=120.0, directory=directory / "disk",
         )  # fmt: skip
         try:
             reports = [await sync.sync(WeightVersion(RUN, 0, number)) for number in range(len(versions))]
@@ -182,6 +185,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a checkpoint to train; default: a new one of --layers and --hidden")
     parser.add_argument("--url", help="an engine that serves --model")
     parser.add_argument("--key-file", type=Path)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the weights that --url is sent")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         if args.model is None:
@@ -191,8 +195,13 @@ def main() -> None:
                 for lr in args.lrs:
                     print(json.dumps(payload(args.model, dtype, lr, args.steps)), flush=True)
                 continue
-            versions = list(trained(args.model, args.lrs[0], args.steps, dtype))
+            versions = [
+                {name: tensor.to(args.device) for name, tensor in weights.items()}
+                for weights in trained(args.model, args.lrs[0], args.steps, dtype)
+            ]
             for sent_as in SENT_AS:
+                if "nccl" in sent_as and args.device == "cpu":
+                    continue
                 line = asyncio.run(pauses(args, sent_as, versions, Path(temporary) / str(dtype) / sent_as))
                 print(json.dumps(line), flush=True)
 

@@ -1,8 +1,9 @@
-"""Tokens a second of one vLLM engine through rltool's client, and through a bare one that only reads the replies.
+"""Tokens a second of vLLM engines through rltool's client, and through a bare one that only reads the replies.
 
     python -m benchmarks.rollout_speed --url http://127.0.0.1:8000 --key-file key --samples 512 --tokens 512
 
-The engine must run already; a model of random weights will do. Every sample is a request of its own (--n 1) or one of
+The engines must run already and have one key; a model of random weights will do, and requests take turns with them.
+Every sample is a request of its own (--n 1) or one of
 n of a prompt, all are sent at once, and each has exactly --tokens tokens with their log-probabilities. Routes: bare
 (vLLM's own, JSON decoded and thrown away), own (the same, made into samples), arrays (the plugin's). Prints one line
 of JSON for each.
@@ -16,6 +17,7 @@ import json
 import random
 import time
 import uuid
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +53,23 @@ async def bare(args: argparse.Namespace, requests: list[GenerateRequest]) -> int
         connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(TIMEOUT)
     ) as session:
 
-        async def one(request: GenerateRequest) -> int:
+        async def one(url: str, request: GenerateRequest) -> int:
             (sent,) = dialect("vllm").generate(request)
             if args.no_logprobs:
                 del sent.body["sampling_params"]["logprobs"]
-            async with session.post(args.url + sent.path, json=sent.body) as response:
+            async with session.post(url + sent.path, json=sent.body) as response:
                 response.raise_for_status()
                 reply = await response.json()
             return sum(len(choice["token_ids"]) for choice in reply["choices"])
 
-        return sum(await asyncio.gather(*map(one, requests)))
+        return sum(await asyncio.gather(*map(one, cycle(args.url), requests)))
 
 
 async def through_client(args: argparse.Namespace, requests: list[GenerateRequest], *, plugin: bool) -> int:
-    engine = EngineEndpoint(url=args.url, dialect="vllm", key_file=args.key_file, plugin=plugin)
+    engines = [EngineEndpoint(url=url, dialect="vllm", key_file=args.key_file, plugin=plugin) for url in args.url]
     async with EngineClient() as client:
-        replies = await asyncio.gather(*(client.generate(engine, request, timeout=TIMEOUT) for request in requests))
+        sent = (client.generate(*pair, timeout=TIMEOUT) for pair in zip(cycle(engines), requests, strict=False))
+        replies = await asyncio.gather(*sent)
     return sum(len(sample.token_ids) for samples in replies for sample in samples)
 
 
@@ -79,6 +82,7 @@ async def measure(args: argparse.Namespace, route: str) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     return {
         "route": route,
+        "engines": len(args.url),
         "samples": args.samples,
         "n": args.n,
         "tokens": tokens,
@@ -91,7 +95,7 @@ async def measure(args: argparse.Namespace, route: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", required=True)
+    parser.add_argument("--url", nargs="+", required=True)
     parser.add_argument("--key-file", type=Path, required=True)
     parser.add_argument("--routes", nargs="+", choices=("bare", "own", "arrays"), default=("bare", "own", "arrays"))
     parser.add_argument("--samples", type=int, default=512)

@@ -96,6 +96,7 @@ workers = 8
 verify_tolerance = {args.verify_tolerance}
 [checkpoint]
 every_steps = 0
+save_at_end = false
 [monitor]
 tensorboard = false
 logprob_difference_limit = 1.0
@@ -126,16 +127,19 @@ class Bench:
     def serve(self, model: Path) -> None:
         args = self.args
         longest = str(64 + args.response_tokens + 16)
-        words = ["serve-engines", str(model), "--num-engines", str(len(args.engine_gpus.split(",")))]
-        words += ["--gpus", args.engine_gpus, "--max-model-len", longest, "--run", "engines", "--detach"]
-        self.rltool(*words, *args.serve.split(), "--", "--max-num-seqs", "1024", *args.engine_args.split())
+        engines = len(args.engine_gpus.split(",")) * args.engines_per_gpu
+        words = ["serve-engines", str(model), "--num-engines", str(engines), "--gpus", args.engine_gpus]
+        words += ["--engines-per-gpu", str(args.engines_per_gpu), "--max-model-len", longest]
+        words += ["--run", "engines", "--detach", *args.serve.split()]
+        self.rltool(*words, "--", "--max-num-seqs", "1024", *args.engine_args.split())
 
     def train(self, model: Path, data: Path, staleness: int) -> dict[str, Any]:
         run = f"staleness-{staleness}"
         config = self.work / f"{run}.toml"
         config.write_text(configuration(self.args, model, data, staleness))
         words = ["train", "--config", str(config), "--run", run]
-        words += ["--rollout-external", f"@{self.work}/engines/endpoints.json", "--gpus", self.args.trainer_gpus]
+        endpoints = self.args.endpoints or self.work / "engines/endpoints.json"
+        words += ["--rollout-external", f"@{endpoints}", "--gpus", self.args.trainer_gpus]
         self.rltool(*words, *(word for pair in self.args.set for word in ("--set", pair)))
         lines = (self.work / run / "metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "train/loss" in record][self.args.exclude :]
@@ -155,6 +159,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
     parser.add_argument("--engine-gpus", default="0")
+    parser.add_argument("--engines-per-gpu", type=int, default=1)
+    parser.add_argument("--endpoints", type=Path, help="endpoints.json of engines that serve the model already")
     parser.add_argument("--trainer-gpus", default="1")
     parser.add_argument("--work", type=Path, default=Path("runs/whole-step"))
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
@@ -174,11 +180,13 @@ def main() -> None:
     bench = Bench(args)
     model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)
     data = make_prompts(bench.work / "prompts.jsonl")
-    bench.serve(model)
+    if args.endpoints is None:
+        bench.serve(model)
     try:
         found = {f"max_staleness {value}": bench.train(model, data, value) for value in args.staleness}
     finally:
-        bench.rltool("stop", "--run", "engines")
+        if args.endpoints is None:
+            bench.rltool("stop", "--run", "engines")
     for mode, values in found.items():
         print(mode, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
     print(json.dumps({"shape": args.shape, **found}))

@@ -30,10 +30,12 @@ def flat_bytes(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
 class SenderRanks:
     """One rank without Megatron: a real WeightSender in threads, as the Ray actor has it."""
 
-    def __init__(self, config: WeightsConfig, model_files: Path, *, deadline: float = 60.0) -> None:
+    def __init__(
+        self, config: WeightsConfig, model_files: Path, *, deadline: float = 60.0, device: str = "cpu"
+    ) -> None:
         self.config = config
         self.sent = 0  # the training step whose weights were sent last
-        self.sender = WeightSender(config, device=torch.device("cpu"), deadline=deadline, model_files=model_files)
+        self.sender = WeightSender(config, device=torch.device(device), deadline=deadline, model_files=model_files)
 
     def weights(self, step: int) -> Mapping[str, Tensor]:
         """The model after so many training steps: its names and shapes are always the same."""

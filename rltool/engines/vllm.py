@@ -15,6 +15,7 @@ from typing import Any
 from rltool.config.serve import EngineLaunch
 from rltool.engines import classification
 from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
+from rltool.engines.head_dtype import head_dtype_flags
 from rltool.engines.inspection import MAX_LOGPROBS, VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
@@ -310,6 +311,7 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
+    flags += head_dtype_flags(launch)
     if launch.return_routed_experts:
         flags += [ROUTED_EXPERTS_FLAG]
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]

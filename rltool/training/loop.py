@@ -129,9 +129,10 @@ class Loop:
     def run(self) -> Progress:
         """Train to the last step, to eval.stop_at, or to a signal.
 
-        A checkpoint is written in every case, also before an error is raised, with three exceptions: an error between
-        the optimizer steps of one rollout (such weights belong to no step), a rank or rollout manager that was lost
-        (the state is), and a signal before the first step of all. Then the last checkpoint stands.
+        A checkpoint is written in every case, also before an error is raised, with four exceptions: the last step
+        without checkpoint.save_at_end, an error between the optimizer steps of one rollout (such weights belong to no
+        step), a rank or rollout manager that was lost (the state is), and a signal before the first step of all. Then
+        the last checkpoint stands.
         """
         try:
             self._run()
@@ -143,7 +144,10 @@ class Loop:
                 raise
             self._end()
         else:
-            self._end()
+            if self.stop.requested is None and not self.config.checkpoint.save_at_end:
+                self.checkpoints.wait()
+            else:
+                self._end()
         return self.progress
 
     def _run(self) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 import rltool
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.algorithms.controllers import Coefficients
-from rltool.checkpoints.directory import remove, step_of, sweep
+from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, RltoolError, UsageError
@@ -219,7 +219,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             save_hf(done.step)
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
-        return Outcome(done.step, run.checkpoints_dir / f"step_{done.step}", digest, stop.exit_code, stopped_by)
+        return Outcome(done.step, latest_checkpoint(run.checkpoints_dir), digest, stop.exit_code, stopped_by)
 
 
 def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> None:

@@ -551,3 +551,29 @@ def test_a_long_rollout_says_how_long_it_will_take():
     assert progress_line(30.0, ready=8, needed=32, running=24) == line
     assert "left" not in progress_line(30.0, ready=0, needed=32, running=32)
     assert "left" not in progress_line(30.0, ready=32, needed=32, running=0)
+
+
+def test_without_a_checkpoint_at_the_end_only_what_ends_a_run_early_writes_one(tmp_path):
+    settings = {"every_steps": 2, "save_at_end": False}
+    run = Run(tmp_path, World(), steps=3, checkpoint=settings)
+    run.loop.run()
+    assert run.saves == [2]
+
+    stopped = Run(tmp_path, World(), steps=9, checkpoint=settings)
+    sync = stopped.world.sync_weights
+    stopped.world.sync_weights = lambda step: setattr(stopped.stop, "requested", step and signal.SIGTERM) or sync(step)
+    stopped.loop.run()
+    assert stopped.saves == [1]
+
+    failing = Run(tmp_path, World(), steps=9, checkpoint=settings)
+    given = failing.world.next_batch
+
+    def fails(step):
+        if step == 1:
+            raise RltoolError("failing rewards")
+        return given(step)
+
+    failing.world.next_batch = fails
+    with pytest.raises(RltoolError, match="failing rewards"):
+        failing.loop.run()
+    assert failing.saves == [1]

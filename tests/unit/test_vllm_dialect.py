@@ -270,3 +270,30 @@ def test_the_key_is_in_a_file_and_an_inherited_one_does_not_interfere():
     assert environment["RLTOOL_BOOT_ID"] == "b" * 32
     assert environment["VLLM_API_KEY"] == ""
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cpu"},
+        {"extra_args": ("--hf_overrides", '{"rope_theta": 1e6}')},
+        {"extra_args": ("--hf-overrides.head_dtype=model",)},
+        {"extra_args": ("--quantization=fp8",)},
+        {"model": Path("/models/tiny.gguf")},
+        {"task": "classify"},
+    ],
+)
+def test_logits_are_left_to_vllm_where_fp32_ones_cannot_be_had_or_somebody_else_decides(changes):
+    argv = DIALECT.argv(launch(**({"device": "cuda", "gpus": (0,)} | changes)))
+    assert [word for word in argv if "head_dtype" in word] == [
+        word for word in changes.get("extra_args", ()) if "head_dtype" in word
+    ]
+
+
+def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized(tmp_path):
+    on_gpu = launch(device="cuda", gpus=(0,), model=tmp_path)
+    assert flag(DIALECT.argv(on_gpu), "--hf-overrides") == '{"head_dtype": "float32"}'
+    (tmp_path / "config.json").write_text("{}")
+    assert "--hf-overrides" in DIALECT.argv(on_gpu)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    assert "--hf-overrides" not in DIALECT.argv(on_gpu)
