@@ -67,8 +67,3 @@ def current_tokens(batch: TrainBatch, step: int) -> Tensor:
     must be the engine's. None of them where versions are unknown."""
     chosen = batch.loss_mask > 0
     return torch.zeros_like(chosen) if batch.token_versions is None else chosen & (batch.token_versions == step)
-
-
-def all_current(batch: TrainBatch, step: int) -> bool:
-    """Whether every loss token is known to be of the weights that are trained now: the batch is on-policy."""
-    return torch.equal(current_tokens(batch, step), batch.loss_mask > 0)

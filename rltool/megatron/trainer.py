@@ -253,7 +253,7 @@ class MegatronTrainer(TrainedModel):
         """Gradients of sum(loss_weights * per-token loss) / global_loss_tokens over all data-parallel ranks.
 
         micro_batches: this data-parallel rank's, equally many on every rank; global_loss_tokens: of all ranks together;
-        on_policy: the policy that sampled is the one that is trained now, so its log-probabilities are the old ones.
+        on_policy: the old policy is the one that is trained now, so these log-probabilities are the old ones.
         Returns the log-probabilities of the loss tokens as `compute_logprobs` does, 0 elsewhere, and metrics, equal on
         all ranks: train/loss, entropy, loss_tokens, and for the policy loss those of algorithms/objective.py; with
         algorithm.routing_replay train/routing_agreement, the share of the replayed choices that the routers would have

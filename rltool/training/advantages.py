@@ -14,7 +14,7 @@ from rltool.algorithms.overlong import overlong_reward, response_lengths
 from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, sum_per_sample
 from rltool.algorithms.reduction import token_loss_weights
 from rltool.algorithms.schedule import split_for_optimizer_steps
-from rltool.algorithms.staleness import all_current, mask_older_than
+from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
@@ -24,15 +24,15 @@ Measured = tuple[TrainBatch, dict[str, float]]
 """The batch with more of its fields filled in, and train/* metrics."""
 
 
-def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -> bool:
+def needs_old_logprobs_pass(config: TrainConfig, step: int) -> bool:
     """Whether the policy scores the batch in a forward pass of its own before the first optimizer step of training step
     `step`.
 
-    algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the pass is saved by the on-policy
-    single step alone: one optimizer step in one epoch, on tokens that are all of the current weights, where nothing
-    that comes before that step is made of the old policy's log-probabilities. While the critic warms up there is no
-    other forward pass of the policy to compare the engines with. Without the pass the first optimizer step's own
-    forward is compared, before the optimizer moves.
+    algorithm.old_logprobs = "rollout" has them from the engines. With "trainer" the old policy is the one before the
+    first optimizer step, whichever weights sampled: where that is the only step (in one epoch), and nothing that comes
+    before it is made of the old log-probabilities, the training forward itself gives them, and is compared with the
+    engines before the optimizer moves. While the critic warms up there is no other forward pass of the policy to
+    compare the engines with.
     """
     algorithm = config.algorithm
     if algorithm.loss != "policy":
@@ -41,8 +41,7 @@ def needs_old_logprobs_pass(config: TrainConfig, batch: TrainBatch, step: int) -
         return True
     if algorithm.old_logprobs == "rollout":
         return False
-    single_step = config.updates_per_rollout == 1 and all_current(batch, step)
-    return algorithm.needs_old_logprobs or not single_step
+    return algorithm.needs_old_logprobs or config.updates_per_rollout > 1
 
 
 def with_stale_tokens_masked(batch: TrainBatch, config: TrainConfig, step: int) -> tuple[TrainBatch, dict[str, float]]:
@@ -65,7 +64,7 @@ def with_old_logprobs(batch: TrainBatch, algorithm: AlgorithmConfig, scored: Ten
     them.
 
     scored: [T] float32 of the pass that `needs_old_logprobs_pass` asks for, None without. Where old_logprobs stays
-    None, the optimizer step is the on-policy single step: its training forward gives them.
+    None, the training forward of the single optimizer step gives them.
     """
     chosen = _present(batch, "rollout_logprobs") if algorithm.old_logprobs == "rollout" else scored
     return batch.replace(old_logprobs=chosen)

@@ -246,7 +246,7 @@ class Loop:
     def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""
         algorithm, scored, metrics = self.config.algorithm, None, {}
-        if needs_old_logprobs_pass(self.config, batch, self.progress.step):
+        if needs_old_logprobs_pass(self.config, self.progress.step):
             if algorithm.selects_by_entropy:
                 scored, entropies = self.trainer.logprobs_and_entropies(batch)
                 batch = batch.replace(old_entropies=entropies)

@@ -72,6 +72,18 @@ def test_the_old_policy_costs_a_forward_of_its_own_only_where_it_must_be_known_f
     assert metrics["train/logprob_abs_diff_mean"] == pytest.approx(0.02, abs=1e-5)
 
 
+@pytest.mark.parametrize("sampled_by", [-1, None])
+def test_tokens_of_earlier_or_unknown_weights_cost_no_forward_of_their_own_either(sampled_by):
+    """Whichever weights sampled: the old policy is the one before the only optimizer step, and the training forward is
+    of that one. Such tokens are not compared with the engines, which had other weights."""
+    loop, trainer = loop_with(0.5)
+    batch = on_policy_batch()
+    versions = None if sampled_by is None else torch.full_like(batch.token_versions, sampled_by)
+    metrics = loop.train(batch.replace(token_versions=versions))
+    assert trainer.calls == ["forward and backward", "optimizer"]
+    assert metrics["train/logprob_compared_tokens"] == 0
+
+
 @pytest.mark.parametrize(
     ("sets", "calls"),
     [([], ["forward and backward", "discard"]), (["optimizer_steps_per_rollout=2"], ["forward of the policy"])],

@@ -177,36 +177,29 @@ ENGINES = "algorithm.old_logprobs=rollout"
 
 
 @pytest.mark.parametrize(
-    ("sets", "current", "stale"),
+    ("sets", "needed"),
     [
-        ([], False, True),
-        ([SEVERAL], True, True),
-        (["algorithm.is_weights=token"], True, True),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], True, True),
-        ([ENGINES], False, False),
-        ([ENGINES, SEVERAL], False, False),
-        ([ENGINES, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], False, False),
-        (["algorithm.advantage=gae"], False, True),
-        (["algorithm.advantage=gae", "critic.warmup_rollouts=1"], True, True),
-        (["algorithm.advantage=gae", "critic.warmup_rollouts=1", ENGINES], True, True),
-        (["algorithm.loss=sft"], False, False),
+        ([], False),
+        ([SEVERAL], True),
+        (["epochs_per_rollout=2"], True),
+        (["algorithm.is_weights=token"], True),
+        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], True),
+        ([ENGINES], False),
+        ([ENGINES, SEVERAL], False),
+        ([ENGINES, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], False),
+        (["algorithm.advantage=gae"], False),
+        (["algorithm.advantage=gae", "critic.warmup_rollouts=1"], True),
+        (["algorithm.advantage=gae", "critic.warmup_rollouts=1", ENGINES], True),
+        (["algorithm.loss=sft"], False),
     ],
     ids=str,
 )
-def test_which_batches_cost_a_forward_pass_for_the_old_policy(sets, current, stale):
-    config, batch = configured(*sets), example_batch()
-    assert needs_old_logprobs_pass(config, batch, 0) == current
-    one_old = batch.token_versions.clone()
-    one_old[-1] = -3
-    assert needs_old_logprobs_pass(config, batch.replace(token_versions=one_old), 0) == stale
-    assert needs_old_logprobs_pass(config, batch.replace(token_versions=None), 0) == stale, "unknown is not current"
+def test_which_settings_cost_a_forward_pass_for_the_old_policy(sets, needed):
+    assert needs_old_logprobs_pass(configured(*sets), 0) == needed
 
 
 def test_after_its_warm_up_a_critic_asks_for_no_pass():
-    config = configured("algorithm.advantage=gae", "critic.warmup_rollouts=1")
-    batch = example_batch()
-    versions = torch.where(batch.loss_mask > 0, 1, -1)
-    assert not needs_old_logprobs_pass(config, batch.replace(token_versions=versions), 1)
+    assert not needs_old_logprobs_pass(configured("algorithm.advantage=gae", "critic.warmup_rollouts=1"), 1)
 
 
 def test_the_old_policy_is_the_one_that_is_configured():

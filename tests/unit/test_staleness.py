@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.staleness import all_current, current_tokens, mask_older_than, staleness_metrics, token_ages
+from rltool.algorithms.staleness import current_tokens, mask_older_than, staleness_metrics, token_ages
 from rltool.errors import TrainingStopped, UsageError
 
 
@@ -79,11 +79,3 @@ def test_current_tokens_are_those_of_the_weights_that_are_trained_now():
     assert current_tokens(masked, 6).tolist() == [False] * 7 + [True], (
         "no loss, no log-probability of the training forward"
     )
-
-
-def test_a_batch_is_current_only_if_every_loss_token_is_known_to_be():
-    assert all_current(batch([-1, 6, 6, 6, -1, 6, -1, 6]), 6)
-    assert not all_current(batch([-1, 6, 6, 6, -1, 6, -1, 5]), 6)
-    assert not all_current(batch([-1, 6, 6, 6, -1, 6, -1, 6]), 7)
-    assert not all_current(batch(None), 6)
-    assert all_current(mask_older_than(batch(MIXED), 6, 0)[0], 6), "what is masked does not count"
