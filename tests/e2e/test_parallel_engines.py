@@ -56,6 +56,26 @@ def test_every_worker_computes_with_the_trainers_weights(engine: RunningEngine, 
     asyncio.run(asyncio.wait_for(sync_and_compare(engine, backend, tmp_path), 240))
 
 
+@pytest.mark.parametrize("engine", ["vllm-tp2", "vllm-dp2"], indirect=True)
+def test_a_request_that_every_worker_refuses_leaves_no_answers_behind(engine: RunningEngine, tmp_path: Path):
+    """In vLLM's own way the first worker's error is raised, and the others' stay in their queues: each answer after
+    that is the one before it."""
+
+    def ask(path: str, body: dict | None = None) -> tuple[int, str]:
+        status, reply = engine.http("POST", path, body, key=engine.key)
+        return status, str(reply)
+
+    nowhere = {"names": ["nobody"], "dtypes": ["float32"], "shapes": [[1]], "path": str(tmp_path / "nowhere")}
+    for _ in range(2):
+        assert ask("/init_weight_transfer_engine", {"init_info": {"transport": "disk"}})[0] == 200
+        assert ask("/start_weight_update")[0] == 200
+        status, reason = ask("/update_weights", {"update_info": nowhere})
+        assert status == 500 and "No such file" in reason
+        assert ask("/start_weight_update")[0] == 200
+        assert ask("/shutdown_weight_transfer_engine")[0] == 200
+    asyncio.run(asyncio.wait_for(sync_and_compare(engine, "disk", tmp_path), 240))
+
+
 async def sync_and_compare(engine: RunningEngine, backend: Backend, directory: Path) -> None:
     """Two syncs over one connection, the second with requests in flight."""
     config, endpoint, fleet = WeightsConfig(bucket_bytes=200_000, transport=backend), engine.endpoint, Fleet()

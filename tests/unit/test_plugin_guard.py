@@ -91,7 +91,7 @@ class App:
         await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": self.reply})
 
-    async def collective_rpc(self, method, *, args=()):
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
         self.engine_calls.append(method)
         return self.answers.get(method, [self.mixed])
 

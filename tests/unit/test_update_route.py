@@ -14,7 +14,7 @@ import pytest
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.update_route import finish_update, update_weights
 from rltool.engines.plugin.worker import WeightUpdateRecovery
-from rltool.engines.plugin.workers import ask_workers
+from rltool.engines.plugin.workers import ask_workers, hear_all_workers
 
 INFO = {"update_info": {"names": []}}
 VERSION = {"weight_version": "v"}
@@ -124,6 +124,36 @@ def test_all_workers_of_all_replicas_are_heard():
     assert asyncio.run(ask_workers(Engine(["a", "b"], another_vllm=True), "method")) == ["a", "b"]
 
 
+class Asked:
+    """An AsyncLLM with one replica, whose workers answer with these."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers, self.calls = answers, []
+
+    async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        self.calls.append((method, args))
+        return list(self.answers)
+
+
+def test_vllms_own_weight_methods_go_through_one_that_does_not_raise():
+    engine = Asked("", "no group", "no group", "no file")
+    hear_all_workers(engine)
+    hear_all_workers(engine)
+    with pytest.raises(RuntimeError, match=r"^no file; no group$"):
+        asyncio.run(engine.collective_rpc("update_weights", kwargs={"update_info": {"a": 1}}))
+    assert engine.calls == [("rltool_call", ("update_weights", (), {"update_info": {"a": 1}}))]
+    engine.answers = ("", "")
+    asyncio.run(engine.collective_rpc("finish_weight_update"))
+    assert asyncio.run(engine.collective_rpc("reset_weights", None, ("all",))) == ["", ""]
+    assert engine.calls[1:] == [("rltool_call", ("finish_weight_update", (), {})), ("reset_weights", ("all",))]
+
+
+def test_a_call_of_a_workers_own_method_answers_why_it_failed():
+    worker = Worker()
+    assert worker.rltool_call("update_weights", (), {"update_info": {}}) == "" and worker.steps == ["update {}"]
+    assert worker.rltool_call("no_such_method", (), {}).startswith("AttributeError: ")
+
+
 class Worker(WeightUpdateRecovery):
     """fails: (step, error)."""
 
@@ -135,7 +165,7 @@ class Worker(WeightUpdateRecovery):
             abandon=lambda: self._step("abandon"), reset_weight_update_target=lambda: None, changed=True
         )
         self.start_weight_update = lambda: self._step("start")
-        self.update_weights = lambda info: self._step(f"update {info}")
+        self.update_weights = lambda update_info: self._step(f"update {update_info}")
         self.finish_weight_update = lambda: self._step("finish")
 
     def _step(self, name: str) -> None:

@@ -35,7 +35,7 @@ from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answ
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
-from rltool.engines.plugin.workers import ask_workers
+from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,8 @@ class ServerMiddleware:
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if path in WEIGHT_ROUTES:
+            hear_all_workers(scope["app"].state.engine_client)
         if path in ENDS_UNFINISHED_UPDATE:
             await self._end_unfinished_update(scope["app"].state)
         if path == PAUSE_PATH and keeps_requests(scope.get("query_string", b"")) and await self._pause(scope, send):

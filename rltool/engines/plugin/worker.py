@@ -57,6 +57,10 @@ class WeightUpdateRecovery:
 
         return _failure_of(update)
 
+    def rltool_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """One of this worker's own methods. Returns why it failed, or ""."""
+        return _failure_of(lambda: getattr(self, method)(*args, **kwargs))
+
     def rltool_finish_update(self) -> str:
         """Returns why it failed, or ""."""
         return _failure_of(self.finish_weight_update)
