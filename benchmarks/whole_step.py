@@ -17,9 +17,11 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
 from rltool.quickstart.tiny_model import make_tokenizer
 
@@ -109,6 +111,8 @@ class Bench:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work = args, args.work.resolve()
         self.work.mkdir(parents=True, exist_ok=True)
+        self.peaks: dict[str, float] = {}
+        """Of any GPU of a side, by its name, since the run of `train` began."""
         self.environment = {**os.environ, "RLTOOL_RUNS": str(self.work), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
 
     def rltool(self, *words: str) -> None:
@@ -116,13 +120,20 @@ class Bench:
         command = [sys.executable, "-m", "rltool", *words]
         with subprocess.Popen(command, env=self.environment, stdout=sys.stderr) as child:
             try:
-                code = child.wait()
+                while (code := child.poll()) is None:
+                    self._look_at_memory()
+                    time.sleep(1.0)
             except BaseException:  # a signal: a run that goes on would hold the GPUs, and disturb what is measured next
                 child.terminate()
                 child.wait(ENDING_SECONDS)
                 raise
         if code:
             raise subprocess.CalledProcessError(code, command)
+
+    def _look_at_memory(self) -> None:
+        for side, gpus in (("trainer", self.args.trainer_gpus), ("engine", self.args.engine_gpus)):
+            used = max(gpu_memory_gib(gpu) or 0.0 for gpu in gpus.split(","))
+            self.peaks[f"{side}_gpu_gib"] = max(self.peaks.get(f"{side}_gpu_gib", 0.0), used)
 
     def serve(self, model: Path) -> None:
         args = self.args
@@ -137,6 +148,7 @@ class Bench:
         run = f"staleness-{staleness}"
         config = self.work / f"{run}.toml"
         config.write_text(configuration(self.args, model, data, staleness))
+        self.peaks.clear()
         words = ["train", "--config", str(config), "--run", run]
         endpoints = self.args.endpoints or self.work / "engines/endpoints.json"
         words += ["--rollout-external", f"@{endpoints}", "--gpus", self.args.trainer_gpus]
@@ -152,6 +164,7 @@ class Bench:
             "tokens/s while generating": tokens / seconds["generate"],
             "sync GB/s": statistics.median(r["weights/sync_bytes"] / r["weights/sync_seconds"] for r in records) / 1e9,
             "mismatch KL": statistics.median(r.get("train/mismatch_kl", float("nan")) for r in records),
+            **self.peaks,
         }
 
 

@@ -20,7 +20,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import statistics
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.children import end_session
+from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_prompts
 
@@ -105,18 +105,6 @@ def table(results: dict[str, dict[str, float]]) -> str:
         cells = (f"{found[column]:.4g}" if found.get(column) is not None else "-" for column in columns)
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def gpu_memory_gib(gpu: str) -> float | None:
-    """Memory in use on this GPU, by nvidia-smi; None where that does not say."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    query = [program, "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", gpu]
-    try:
-        return int(subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout) / 1024
-    except (subprocess.SubprocessError, ValueError):
-        return None
 
 
 def free_port() -> int:
