@@ -12,6 +12,51 @@ from torch import Tensor
 
 from rltool.algorithms.losses import bounded_ratio
 from rltool.algorithms.ragged import sample_of_token, sum_per_sample
+from rltool.config.algorithm import AlgorithmConfig
+
+
+def mismatch_factors(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, loss_mask: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Factors of the policy loss, [T] float32, for tokens that the engine drew from another distribution than the
+    trainer's old policy; and by metric name what the mean over the loss tokens tells of them, [T] float32 each, 0 where
+    loss_mask is 0.
+
+    In other kernels, or from older weights: with is_weights = "token" and is_cap = inf the factors are the pi_prox /
+    pi_behav of decoupled PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one. lengths are read
+    where AlgorithmConfig.corrects_by_token is false.
+    """
+    mask = loss_mask.to(old_logprobs.dtype)
+
+    def ratio_of(level: str) -> Tensor:
+        return mismatch_ratio(old_logprobs, rollout_logprobs, lengths, mask, level=level)
+
+    factors, values = mask.clone(), dict[str, Tensor]()
+    if algorithm.is_weights != "none":
+        ratio = ratio_of(algorithm.is_weights)
+        weights = truncated_weights(ratio, cap=algorithm.is_cap, floor=algorithm.is_floor)
+        values["is_weight_mean"] = weights * mask
+        values["is_truncated_fraction"] = (ratio > algorithm.is_cap) * mask
+        if algorithm.is_normalize:
+            weights = self_normalised(weights, lengths, mask, per_sample=algorithm.is_weights != "token")
+        factors = factors * weights
+    if algorithm.is_mask != "none":
+        ratio = ratio_of(algorithm.is_mask)
+        kept = inside_range(ratio, low=algorithm.is_mask_low, high=algorithm.is_mask_high)
+        values["masked_fraction"] = (1.0 - kept) * mask
+        factors = factors * kept
+    if algorithm.is_veto is not None:
+        kept = without_impossible_tokens(ratio_of("token"), lengths, mask, veto=algorithm.is_veto)
+        values["vetoed_fraction"] = (1.0 - kept) * mask
+        factors = factors * kept
+    return factors, values
+
+
+def metric_names(algorithm: AlgorithmConfig) -> list[str]:
+    """Of what `mismatch_factors` tells."""
+    names = ["is_weight_mean", "is_truncated_fraction"] if algorithm.is_weights != "none" else []
+    names += ["masked_fraction"] if algorithm.is_mask != "none" else []
+    return names + (["vetoed_fraction"] if algorithm.is_veto is not None else [])
 
 
 def mismatch_ratio(

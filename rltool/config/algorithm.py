@@ -264,6 +264,12 @@ class AlgorithmConfig(Config):
         return self.is_weights != "none" or self.is_mask != "none" or self.is_veto is not None
 
     @property
+    def corrects_by_token(self) -> bool:
+        """Each token's correction is made of its own log-probabilities, in whichever forward pass they come."""
+        by_token = {self.is_weights, self.is_mask} <= {"none", "token"}
+        return by_token and self.is_veto is None and not self.is_normalize
+
+    @property
     def selects_by_entropy(self) -> bool:
         """The old policy's entropy says which tokens have a policy loss."""
         return self.top_entropy_fraction < 1
@@ -290,8 +296,9 @@ class AlgorithmConfig(Config):
         kl_in_reward = self.uses_reference and self.kl_in == "reward"
         distills = self.advantage == "distill" or self.distill_coef > 0
         selects = self.selects_by_entropy or self.selects_by_covariance
+        corrects = self.corrects_mismatch and not self.corrects_by_token
         return self.loss == "policy" and (
-            self.corrects_mismatch or kl_in_reward or distills or selects or self.own_advantage
+            corrects or kl_in_reward or distills or selects or self.own_advantage
         )
 
 

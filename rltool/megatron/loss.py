@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltool.algorithms import objective
+from rltool.algorithms import corrections, objective
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens, sft_loss
 from rltool.algorithms.ragged import sample_of_token
@@ -30,10 +30,13 @@ def loss_rows(batch: TrainBatch) -> Tensor:
     return batch.loss_mask.nonzero().squeeze(-1)
 
 
-def metric_names(algorithm: AlgorithmConfig) -> list[str]:
+def metric_names(algorithm: AlgorithmConfig, *, on_policy: bool = False) -> list[str]:
     """The sums of `micro_batch_loss`, in one order on all ranks."""
     names = ["loss", "loss_tokens", "entropy"]
-    return names + objective.metric_names(algorithm) if algorithm.loss == "policy" else names
+    if algorithm.loss != "policy":
+        return names
+    corrected = corrections.metric_names(algorithm) if on_policy else []
+    return names + objective.metric_names(algorithm) + corrected
 
 
 def micro_batch_loss(
@@ -52,8 +55,8 @@ def micro_batch_loss(
     rows: [R] from `loss_rows`; logprobs, entropy: [R]; topk_logprobs [R, K], tail_logprobs [R]: the policy's of the
     teacher's tokens and of all others, where algorithm.distill_kl_coef needs them. Only these rows are ever touched, so
     that what stands in a field where there is no loss cannot reach the gradient. Sums stay on the device: reading one
-    here would hold up the schedule. on_policy: the old log-probabilities are these, detached. ValueError when a field
-    that the configured loss needs is None.
+    here would hold up the schedule. on_policy: the old log-probabilities are these, detached, and corrections are made
+    of them. ValueError when a field that the configured loss needs is None.
     """
 
     def optional(name: str) -> Tensor | None:
@@ -94,7 +97,14 @@ def micro_batch_loss(
             entropy_coefs=of_sample("entropy_coefs"),
             metadata={name: to_device(value[sample], logprobs.device) for name, value in batch.metadata.items()},
         )
-        weights = field("is_weights") if algorithm.weights_policy_loss else None
+        if on_policy and algorithm.corrects_mismatch:
+            every = torch.ones_like(tokens.old_logprobs)
+            weights, corrected = corrections.mismatch_factors(
+                tokens.old_logprobs, field("rollout_logprobs"), batch.lengths, every, algorithm
+            )
+            sums |= {name: value.sum() for name, value in corrected.items()}
+        else:
+            weights = field("is_weights") if algorithm.weights_policy_loss else None
         token_loss, values = objective.policy_token_losses(logprobs, tokens, weights, algorithm)
         sums |= {name: value.sum() for name, value in values.items()}
     total = (field("loss_weights") * token_loss).sum()

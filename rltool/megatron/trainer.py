@@ -270,7 +270,7 @@ class MegatronTrainer(TrainedModel):
             if any(batch.routed_experts is None for batch in micro_batches):
                 raise ValueError("TrainBatch.routed_experts is None, but algorithm.routing_replay needs it")
             self._replay.start_counting()
-        names = loss.metric_names(self.algorithm)
+        names = loss.metric_names(self.algorithm, on_policy=on_policy)
         rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
         tokens = sums.pop("loss_tokens")
         metrics = {"train/loss": sums.pop("loss") / global_loss_tokens, "train/loss_tokens": tokens}

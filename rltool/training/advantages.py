@@ -219,35 +219,15 @@ def whitens(algorithm: AlgorithmConfig) -> bool:
 
 
 def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
-    """Factors of the policy loss for tokens that the engine drew from another distribution than the trainer's old
-    policy: in other kernels, or from older weights. With is_weights = "token" and is_cap = inf they are the pi_prox /
-    pi_behav of decoupled PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one."""
-    if not algorithm.corrects_mismatch:
+    """`corrections.mismatch_factors` as is_weights. Without old_logprobs the training forward makes them itself."""
+    if not algorithm.corrects_mismatch or batch.old_logprobs is None:
         return batch, {}
-    old, engine = _present(batch, "old_logprobs"), _present(batch, "rollout_logprobs")
+    engine = _present(batch, "rollout_logprobs")
+    factors, values = corrections.mismatch_factors(
+        batch.old_logprobs, engine, batch.lengths, batch.loss_mask, algorithm
+    )
     chosen = batch.loss_mask > 0
-    metrics: dict[str, float] = {}
-    factors = batch.loss_mask.clone()
-    if algorithm.is_weights != "none":
-        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_weights)
-        weights = corrections.truncated_weights(ratio, cap=algorithm.is_cap, floor=algorithm.is_floor)
-        metrics["train/is_weight_mean"] = _mean(weights[chosen])
-        metrics["train/is_truncated_fraction"] = _mean((ratio > algorithm.is_cap)[chosen].float())
-        if algorithm.is_normalize:
-            weights = corrections.self_normalised(
-                weights, batch.lengths, batch.loss_mask, per_sample=algorithm.is_weights != "token"
-            )
-        factors = factors * weights
-    if algorithm.is_mask != "none":
-        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level=algorithm.is_mask)
-        kept = corrections.inside_range(ratio, low=algorithm.is_mask_low, high=algorithm.is_mask_high)
-        factors = factors * kept
-        metrics["train/masked_fraction"] = 1.0 - _mean(kept[chosen]) if bool(chosen.any()) else 0.0
-    if algorithm.is_veto is not None:
-        ratio = corrections.mismatch_ratio(old, engine, batch.lengths, batch.loss_mask, level="token")
-        kept = corrections.without_impossible_tokens(ratio, batch.lengths, batch.loss_mask, veto=algorithm.is_veto)
-        factors = factors * kept
-        metrics["train/vetoed_fraction"] = 1.0 - _mean(kept[chosen]) if bool(chosen.any()) else 0.0
+    metrics = {f"train/{name}": _mean(value[chosen]) for name, value in values.items()} if bool(chosen.any()) else {}
     return batch.replace(is_weights=factors), metrics
 
 

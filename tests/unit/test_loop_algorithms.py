@@ -85,7 +85,7 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
         ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
         (
-            ["algorithm.is_weights=token", "algorithm.is_cap=1.05"],
+            ["algorithm.is_weights=sequence", "algorithm.is_cap=1.05"],
             ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
         ),
         (

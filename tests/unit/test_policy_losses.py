@@ -291,6 +291,35 @@ def test_on_policy_the_old_logprobs_are_the_new_ones():
     assert torch.equal(alone, given)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"is_weights": "token", "is_cap": 1.01},
+        {"is_weights": "token", "is_cap": math.inf, "is_floor": 0.5},
+        {"is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
+        {"is_weights": "token", "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
+    ],
+    ids=str,
+)
+def test_corrections_by_token_are_the_same_in_the_training_forward_as_before_it(settings):
+    algorithm = AlgorithmConfig(**settings)
+    batch = prepared(AlgorithmConfig())
+    rows = loss_rows(batch)
+    logprobs, entropy = current(batch)
+    alone, sums = micro_batch_loss(
+        batch.replace(old_logprobs=None), rows, logprobs[rows], entropy[rows], algorithm, on_policy=True
+    )
+    assert set(sums) == set(metric_names(algorithm, on_policy=True))
+    before, metrics = with_corrections(batch.replace(old_logprobs=logprobs.detach()), algorithm)
+    given, _ = micro_batch_loss(before, rows, logprobs[rows], entropy[rows], algorithm)
+    assert torch.equal(alone, given)
+    assert metrics == pytest.approx({name: float(sums[name.removeprefix("train/")]) / len(rows) for name in metrics})
+    plain, _ = micro_batch_loss(
+        batch.replace(old_logprobs=None), rows, logprobs[rows], entropy[rows], AlgorithmConfig(), on_policy=True
+    )
+    assert not torch.equal(alone, plain), "the settings change nothing here, so this test shows nothing"
+
+
 def test_a_missing_reference_or_correction_is_refused():
     for settings, missing in (
         ({"kl_coef": 0.1}, "ref_logprobs"),
