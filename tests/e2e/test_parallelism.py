@@ -11,6 +11,7 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from rltool.megatron import model
+from rltool.training.advantages import with_corrections
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed, RankPool
 
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 OPTIONS = {"algorithm": {"kl_coef": 0.05, "entropy_coef": 0.01}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
+
+ICEPOP = {"is_weights": "token", "is_cap": 1.3, "is_mask": "token", "is_mask_low": 0.6, "is_mask_high": 1.6}
+TOLD = {"train/is_weight_mean", "train/is_truncated_fraction", "train/masked_fraction"}
 
 TWO_RANKS = {
     "DP2": {},
@@ -97,15 +101,20 @@ def case_logprobs(place, path, layout, micro_batches):
         return trainer.compute_logprobs(micro_batches)
 
 
-def case_fresh(place, path, layout, batch):
-    """On-policy gradients, the old log-probabilities from a forward of their own, and from the training forward."""
-    with closing(make_trainer(place, path, **OPTIONS, **layout)) as trainer:
+def case_fresh(place, path, layout, batch, corrections):
+    """Gradients with the old log-probabilities, and the corrections that are made of them, from a forward of their own,
+    and from the training forward."""
+    options = OPTIONS | {"algorithm": OPTIONS["algorithm"] | corrections}
+    with closing(make_trainer(place, path, **options, **layout)) as trainer:
         micro_batches = own_micro_batches(batch, trainer.coordinates)
         old = [trainer.compute_logprobs(micro_batches)]
         if place.world_size > 1:
             last = trainer.coordinates.layout.pp - 1
             torch.distributed.broadcast_object_list(old, src=trainer.runtime.global_rank(tp=0, pp=last))
-        separate = [micro.replace(old_logprobs=values) for micro, values in zip(micro_batches, old[0], strict=True)]
+        separate = [
+            with_corrections(micro.replace(old_logprobs=values), trainer.algorithm)[0]
+            for micro, values in zip(micro_batches, old[0], strict=True)
+        ]
         without = [micro.replace(old_logprobs=None) for micro in micro_batches]
         before, results = trainer.parameter_hash(), []
         for given, fresh in ((separate, False), (without, True)):
@@ -293,10 +302,13 @@ def test_logprobs_do_not_depend_on_how_sequences_are_cut(ranks, alone, layout):
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"cp": 2}), (2, {"pp": 2})])
-def test_fresh_samples_take_their_old_logprobs_from_the_training_forward(ranks, alone, world, layout):
+@pytest.mark.parametrize("corrections", [{}, ICEPOP], ids=["plain", "icepop"])
+def test_fresh_samples_take_their_old_logprobs_from_the_training_forward(ranks, alone, world, layout, corrections):
     paths, batch, _ = alone
-    for separate, fresh in ranks.run(case_fresh, world, paths[True], layout, batch):
+    for separate, fresh in ranks.run(case_fresh, world, paths[True], layout, batch, corrections):
+        told = {name: fresh[0].pop(name) for name in set(fresh[0]) - set(separate[0])}
         assert fresh[0] == pytest.approx(separate[0], rel=1e-5, abs=1e-6)
+        assert set(told) == (TOLD if corrections else set()) and all(0 < value < 1.3 for value in told.values())
         assert fresh[0]["train/ratio_mean"] == pytest.approx(1.0, abs=1e-6)
         for mine, theirs in zip(fresh[1], separate[1], strict=True):
             assert (mine - theirs).norm() <= 1e-5 * theirs.norm()
