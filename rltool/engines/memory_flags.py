@@ -3,7 +3,7 @@ it room; those that share a GPU among themselves take their part of its memory. 
 
 from __future__ import annotations
 
-from rltool.config.serve import POLICY, Device, EngineGroup, EngineKind
+from rltool.config.serve import POLICY, Device, EngineGroup, EngineKind, EngineLaunch
 
 MEMORY_FRACTION = "0.6"
 """Of each GPU, for weights and KV cache of an engine. While an engine is awake the trainer's parameters may lie beside
@@ -43,6 +43,13 @@ def shares_memory(group: EngineGroup, number: int) -> EngineGroup:
     if group.engine == "sglang":
         part /= 1 - number % group.engines_per_gpu * part
     return group.model_copy(update={"flags": (name, f"{part:.3f}", *group.flags)})
+
+
+def measures_memory(launch: EngineLaunch) -> bool:
+    """Whether the engine finds out while it starts how much memory is left for its KV cache; vLLM does not where it is
+    told (vllm/v1/worker/gpu_worker.py, determine_available_memory)."""
+    names = {flag.partition("=")[0].replace("_", "-") for flag in launch.extra_args}
+    return launch.engine != "vllm" or "--kv-cache-memory-bytes" not in names
 
 
 def memory_flag(group: EngineGroup) -> str:

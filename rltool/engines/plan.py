@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch, Task
 from rltool.engines.interpreter import default_engine_python
-from rltool.engines.memory_flags import shares_memory
+from rltool.engines.memory_flags import measures_memory, shares_memory
 from rltool.engines.parallel_flags import parallel_sizes
 from rltool.errors import UsageError
 from rltool.processes.hosts import http_url
@@ -306,17 +306,20 @@ def _with_encoders(launches: Sequence[EngineLaunch]) -> Iterator[EngineLaunch]:
 
 
 def start_order(launches: Sequence[EngineLaunch]) -> list[list[EngineLaunch]]:
-    """Who is started together, batch by batch. Engines on one GPU start one after the other, for each measures what is
-    free there while it starts, and takes what another one allocates meanwhile for its own."""
+    """Who is started together, batch by batch. Engines on one GPU start one after the other where one of them measures
+    what is free there while it starts: it takes what another one allocates meanwhile for its own."""
     batches: list[list[EngineLaunch]] = []
     for launch in launches:
-        others = (batch for batch in batches if not any(set(other.gpus) & set(launch.gpus) for other in batch))
-        batch = next(others, None)
+        batch = next((batch for batch in batches if not any(_disturb(launch, other) for other in batch)), None)
         if batch is None:
             batches.append([launch])
         else:
             batch.append(launch)
     return batches
+
+
+def _disturb(one: EngineLaunch, other: EngineLaunch) -> bool:
+    return bool(set(one.gpus) & set(other.gpus)) and (measures_memory(one) or measures_memory(other))
 
 
 def url_of(launch: EngineLaunch) -> str:

@@ -196,6 +196,27 @@ def test_engines_share_gpus_where_it_is_asked_for_and_start_one_after_the_other(
         plan([{"device": "cpu", "count": 2, "engines_per_gpu": 2}], ONE_HOST)
 
 
+@pytest.mark.parametrize(
+    ("engine", "flags", "together"),
+    [
+        ("vllm", ["--kv-cache-memory-bytes", "8589934592"], True),
+        ("vllm", ["--kv_cache_memory_bytes=8589934592"], True),
+        ("vllm", ["--gpu-memory-utilization=0.3"], False),
+        ("sglang", ["--kv-cache-memory-bytes", "8589934592"], False),
+    ],
+    ids=str,
+)
+def test_engines_that_need_not_measure_memory_start_together(engine, flags, together):
+    made = plan([{"engine": engine, "count": 2, "engines_per_gpu": 2, "flags": flags}], ONE_HOST)
+    assert [len(batch) for batch in start_order(made.launches)] == ([2] if together else [1, 1])
+
+
+def test_an_engine_that_measures_memory_starts_apart_from_one_that_need_not():
+    told, measures = plan([{"count": 2, "engines_per_gpu": 2}], ONE_HOST).launches
+    told = told.model_copy(update={"extra_args": ("--kv-cache-memory-bytes=1",)})
+    assert [len(batch) for batch in start_order([told, measures])] == [1, 1]
+
+
 def test_on_the_cpu_all_start_at_once():
     made = plan([{"count": 3}], ONE_HOST, device="cpu")
     assert [len(batch) for batch in start_order(made.launches)] == [3]
