@@ -132,8 +132,8 @@ class Bench:
 
     def _look_at_memory(self) -> None:
         for side, gpus in (("trainer", self.args.trainer_gpus), ("engine", self.args.engine_gpus)):
-            used = max(gpu_memory_gib(gpu) or 0.0 for gpu in gpus.split(","))
-            self.peaks[f"{side}_gpu_gib"] = max(self.peaks.get(f"{side}_gpu_gib", 0.0), used)
+            for used in filter(None, map(gpu_memory_gib, gpus.split(","))):
+                self.peaks[f"{side}_gpu_gib"] = max(self.peaks.get(f"{side}_gpu_gib", 0.0), used)
 
     def serve(self, model: Path) -> None:
         args = self.args

@@ -15,8 +15,8 @@ from html import escape
 from pathlib import Path
 
 PARTS = {
-    "generation": "#1f77b4", "log-probabilities": "#ff7f0e", "training": "#2ca02c", "weight sync": "#d62728",
-    "other": "#bbbbbb",
+    "waiting for generation": "#1f77b4", "log-probabilities": "#ff7f0e", "training": "#2ca02c",
+    "weight sync": "#d62728", "other": "#bbbbbb",
 }  # fmt: skip
 WIDTH, LEFT, RIGHT, ROW, TOP = 720, 190, 60, 26, 34
 STYLE = "<style>svg{background:#fff;font:12px sans-serif}</style>"
@@ -26,7 +26,7 @@ def parts(seconds: Mapping[str, float]) -> dict[str, float]:
     """Of one run of either benchmark; `wait` is rltool's, whose time/train_seconds has its log-probabilities in it."""
     is_rltool = "wait" in seconds
     found = {
-        "generation": seconds["wait"] if is_rltool else seconds["generate"],
+        "waiting for generation": seconds["wait"] if is_rltool else seconds["generate"],
         "log-probabilities": seconds["logprobs"],
         "training": seconds["train"] - seconds["logprobs"] * is_rltool,
         "weight sync": seconds["sync"],
@@ -55,7 +55,7 @@ def picture(rows: list[tuple[str, dict[str, float]]]) -> str:
         f'aria-label="seconds of a step">{STYLE}'
     ]
     for i, (name, color) in enumerate(PARTS.items()):
-        x = 10 + i * 140
+        x = 10 + i * 142 + 20 * bool(i)
         out.append(f'<rect x="{x}" y="8" width="12" height="12" fill="{color}"/>')
         out.append(f'<text x="{x + 18}" y="18">{name}</text>')
     for i, (label, values) in enumerate(rows):

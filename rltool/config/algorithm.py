@@ -281,7 +281,7 @@ class AlgorithmConfig(Config):
 
     @property
     def weights_policy_loss(self) -> bool:
-        """Each token's policy loss has a factor that was made before the training forward."""
+        """Each token's policy loss has a factor, TrainBatch.is_weights, unless the training forward makes it itself."""
         return self.corrects_mismatch or self.selects_by_entropy or self.clip_cov_fraction > 0
 
     @property

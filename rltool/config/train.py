@@ -170,7 +170,7 @@ class CheckpointConfig(Config):
     every_steps: int = Field(default=0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
     save_at_end: bool = True
-    """Also after the last step. False: what ends a run early still writes one."""
+    """Also after the last step, whatever every_steps says. False: what ends a run early still writes one."""
     async_save: bool = False
     """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory,
     which must hold that copy."""

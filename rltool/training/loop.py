@@ -144,10 +144,10 @@ class Loop:
                 raise
             self._end()
         else:
-            if self.stop.requested is None and not self.config.checkpoint.save_at_end:
-                self.checkpoints.wait()
-            else:
+            if self.progress.step < self.config.steps or self.config.checkpoint.save_at_end:
                 self._end()
+            else:
+                self.checkpoints.wait()
         return self.progress
 
     def _run(self) -> None:
@@ -184,7 +184,8 @@ class Loop:
             )
             self.writer.say(step_line(step, config.steps, metrics))
             self._judge_skips(metrics)
-            if is_due(config.checkpoint.every_steps, done) and done != config.steps:
+            ends = done == config.steps and config.checkpoint.save_at_end  # which saves it
+            if is_due(config.checkpoint.every_steps, done) and not ends:
                 self._save()
             if is_due(config.checkpoint.save_hf_every, done):
                 self.save_hf(done)

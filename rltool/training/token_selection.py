@@ -28,6 +28,8 @@ def with_selected_tokens(
     """
     mask = batch.loss_mask
     metrics: dict[str, float] = {}
+    if not algorithm.selects_by_entropy and not algorithm.selects_by_covariance:
+        return batch, {}
     factors = mask.clone() if batch.is_weights is None else batch.is_weights
     if algorithm.selects_by_entropy:
         kept = token_selection.top_entropy(

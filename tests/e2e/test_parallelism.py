@@ -301,7 +301,7 @@ def test_logprobs_do_not_depend_on_how_sequences_are_cut(ranks, alone, layout):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"cp": 2}), (2, {"pp": 2})])
+@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {}), (2, {"cp": 2}), (2, {"pp": 2})])
 @pytest.mark.parametrize("corrections", [{}, ICEPOP], ids=["plain", "icepop"])
 def test_fresh_samples_take_their_old_logprobs_from_the_training_forward(ranks, alone, world, layout, corrections):
     paths, batch, _ = alone

@@ -555,9 +555,15 @@ def test_a_long_rollout_says_how_long_it_will_take():
 
 def test_without_a_checkpoint_at_the_end_only_what_ends_a_run_early_writes_one(tmp_path):
     settings = {"every_steps": 2, "save_at_end": False}
-    run = Run(tmp_path, World(), steps=3, checkpoint=settings)
-    run.loop.run()
-    assert run.saves == [2]
+    for steps, saves in ((3, [2]), (4, [2, 4])):
+        run = Run(tmp_path, World(), steps=steps, checkpoint=settings)
+        run.loop.run()
+        assert run.saves == saves
+
+    good = Run(tmp_path, World(), steps=9, checkpoint={"save_at_end": False})
+    good.loop.evaluations.reached = True
+    good.loop.run()
+    assert good.saves == [1], "eval.stop_at"
 
     stopped = Run(tmp_path, World(), steps=9, checkpoint=settings)
     sync = stopped.world.sync_weights

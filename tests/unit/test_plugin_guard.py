@@ -209,6 +209,7 @@ def test_an_update_left_open_is_ended_before_the_next_step(path):
     ask(app, "POST", path)
     assert app.engine_calls == ["rltool_end_unfinished_update"]
     assert app.versions == ["incomplete"]
+    assert ("collective_rpc" in vars(app)) == (path != "/resume"), "vLLM's weight methods: see hear_all_workers"
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])

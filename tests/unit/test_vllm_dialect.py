@@ -279,6 +279,8 @@ def test_the_key_is_in_a_file_and_an_inherited_one_does_not_interfere():
         {"extra_args": ("--hf_overrides", '{"rope_theta": 1e6}')},
         {"extra_args": ("--hf-overrides.head_dtype=model",)},
         {"extra_args": ("--quantization=fp8",)},
+        {"extra_args": ("-qfp8",)},
+        {"extra_args": ("--config", "engine.yaml")},
         {"model": Path("/models/tiny.gguf")},
         {"task": "classify"},
     ],
@@ -295,5 +297,10 @@ def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized
     assert flag(DIALECT.argv(on_gpu), "--hf-overrides") == '{"head_dtype": "float32"}'
     (tmp_path / "config.json").write_text("{}")
     assert "--hf-overrides" in DIALECT.argv(on_gpu)
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for quantized in ('{"quantization_config": {}}', '{"text_config": {"compression_config": {}}}'):
+        (tmp_path / "config.json").write_text(quantized)
+        assert "--hf-overrides" not in DIALECT.argv(on_gpu)
+    (tmp_path / "config.json").write_text('{"text_config": null}')
+    assert "--hf-overrides" in DIALECT.argv(on_gpu)
+    (tmp_path / "hf_quant_config.json").touch()
     assert "--hf-overrides" not in DIALECT.argv(on_gpu)
