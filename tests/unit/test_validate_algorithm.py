@@ -268,9 +268,12 @@ def test_a_value_out_of_bounds_is_refused_where_it_is_written(setting, message):
 
 def test_what_needs_the_old_policy_before_the_training_forward_says_so():
     assert not AlgorithmConfig(kl_coef=0.1).needs_old_logprobs
+    for settings in ({"is_weights": "token"}, {"is_mask": "token", "is_weights": "token"}):
+        assert not AlgorithmConfig(**settings).needs_old_logprobs, "made in the training forward"
     for settings in (
-        {"is_weights": "token"},
-        {"is_mask": "token"},
+        {"is_weights": "sequence"},
+        {"is_mask": "geometric"},
+        {"is_weights": "token", "is_normalize": True},
         {"kl_coef": 0.1, "kl_in": "reward"},
         {"advantage": "distill"},
         {"distill_coef": 0.1},
