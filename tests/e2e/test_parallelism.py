@@ -108,7 +108,7 @@ def case_fresh(place, path, layout, batch, corrections):
     with closing(make_trainer(place, path, **options, **layout)) as trainer:
         micro_batches = own_micro_batches(batch, trainer.coordinates)
         old = [trainer.compute_logprobs(micro_batches)]
-        if place.world_size > 1:
+        if place.world_size > 1 and trainer.coordinates.layout.dp == 1:  # data-parallel ranks have samples of their own
             last = trainer.coordinates.layout.pp - 1
             torch.distributed.broadcast_object_list(old, src=trainer.runtime.global_rank(tp=0, pp=last))
         separate = [
