@@ -46,7 +46,7 @@ from rltool.engines.types import HttpRequest
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.transport import Backend, OneRequestControl, Receiver, Rendezvous, transport
+from rltool.weights.transport import Backend, OneRequestControl, PausingControl, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
     "vllm": ("vllm-nccl",),
@@ -195,12 +195,14 @@ class Link:
             started = time.perf_counter()
             if isinstance(self.control, OneRequestControl):
                 await timed("update", load)
-            else:
-                await timed("pause", self.run(self.speaks.pause("keep")))
-                await timed("begin", self.run(self.control.begin()))
-                await timed("transfer", load)
+                await timed("finish", self.run([self.control.finish_and_resume(version)]))
+                return time.perf_counter() - started
+            pausing = self.control if isinstance(self.control, PausingControl) else None
+            await timed("pause", self.run(pausing.pause() if pausing else self.speaks.pause("keep")))
+            await timed("begin", self.run(self.control.begin()))
+            await timed("transfer", load)
             await timed("finish", self.run(self.control.finish(version)))
-            await timed("resume", self.run(self.speaks.resume()))
+            await timed("resume", self.run((pausing or self.speaks).resume()))
             return time.perf_counter() - started
 
         if self.control.staged:

@@ -78,7 +78,7 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
             parameters: Compared | str = why_not_compared(info, checksums)
         else:
             parameters = compare(named, await asyncio.to_thread(checksums_of_directory, directory, dtype))
-        allowed = check_tolerance(tolerance, "float32", info.dtype)
+        allowed = check_tolerance(tolerance, "float32", info.dtype, info.device)
         return verdict(parameters, samples, await score(samples), allowed)
 
 
@@ -113,7 +113,9 @@ async def _with_engine(
             parameters = "checksums were not compared: the two engines differ in kind, dtype or parallel layout"
         else:
             parameters = compare(ours, others)
-        return verdict(parameters, samples, theirs, check_tolerance(tolerance, info.dtype or "", other_info.dtype))
+        device = other_info.device if info.device == other_info.device else None
+        allowed = check_tolerance(tolerance, info.dtype or "", other_info.dtype, device)
+        return verdict(parameters, samples, theirs, allowed)
 
 
 def checksums_of_directory(directory: Path, dtype: torch.dtype) -> dict[str, str]:

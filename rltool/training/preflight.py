@@ -214,9 +214,9 @@ def with_difference_limit(loaded: Loaded[TrainConfig], fleet: ProbedFleet) -> Lo
 
 def describe_tolerances(fleet: ProbedFleet, config: TrainConfig) -> str:
     """What trainer and engines compute in, and how far their log-probabilities may therefore differ."""
-    ours, dtypes = config.model.dtype, {info.dtype for info in fleet.takers.values()}
-    checks = sorted({check_tolerance(config.weights.verify_tolerance, ours, dtype) for dtype in dtypes})
-    theirs = ", ".join(sorted(dtype or "an unknown dtype" for dtype in dtypes))
+    ours, takers = config.model.dtype, fleet.takers.values()
+    checks = sorted({check_tolerance(config.weights.verify_tolerance, ours, x.dtype, x.device) for x in takers})
+    theirs = ", ".join(sorted({info.dtype or "an unknown dtype" for info in takers}))
     return (
         f"log-probabilities: trainer in {ours}, engines in {theirs}; "
         f"mean difference allowed: {' or '.join(f'{check:g}' for check in checks)} in the value check, "

@@ -41,7 +41,7 @@ from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
-from rltool.weights.transport import OneRequestControl, Rendezvous
+from rltool.weights.transport import OneRequestControl, PausingControl, Rendezvous
 from rltool.weights.verify import ValueCheck
 
 REASON_SECONDS = 5.0
@@ -82,6 +82,8 @@ class WeightSync:
         self._buckets: list[Bucket] = []
         self._differing: set[str] = set()  # engines whose values differed, in this sync
         self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
+        self._resumed: set[str] = set()  # of these: they generate again
+        self._paused_by: dict[str, PausingControl] = {}  # of these: which did not pause by their dialect
         self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
         self._has_weights: set[str] = set()  # of these: there is room for their weights again
         self._patch_bytes: int | None = None  # of this sync
@@ -109,7 +111,8 @@ class WeightSync:
         started = time.perf_counter()
         phases: dict[str, float] = {}
         self._patch_bytes = None
-        self.calls.silent, self._differing, self._pauses, self._has_weights = set(), set(), {}, set()
+        self.calls.silent, self._differing, self._has_weights = set(), set(), set()
+        self._pauses, self._paused_by, self._resumed = {}, {}, set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -140,7 +143,7 @@ class WeightSync:
             finally:
                 with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
-                    failures = await self._resume(list(self._pauses)) | failures
+                    failures = await self._resume([u for u in self._pauses if u not in self._resumed]) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
@@ -253,7 +256,7 @@ class WeightSync:
             await self.ranks.ready(url, version, taken, STEP_SHARE * self.calls.deadline)
 
     def _in_one_request(self, url: str) -> OneRequestControl | None:
-        """Of an engine whose pause and update are one request."""
+        """Of an engine whose pause and update are one request, and what follows another."""
         control = self.connections[url].control
         is_apt = self.config.pause_mode == "keep" and url not in self._asleep
         return control if is_apt and isinstance(control, OneRequestControl) else None
@@ -278,12 +281,18 @@ class WeightSync:
         return rendezvous
 
     async def _finish(self, endpoint: EngineEndpoint, version: WeightVersion) -> None:
-        await self.calls.run(endpoint, self.connections[endpoint.url].control.finish(str(version)))
-        self.fleet.update_finished(endpoint.url, version)
+        url = endpoint.url
+        if (control := self._in_one_request(url)) is not None:
+            await self.calls.run(endpoint, [control.finish_and_resume(str(version))])
+            self._resumed.add(url)
+            self._pauses[url] += time.perf_counter()
+        else:
+            await self.calls.run(endpoint, self.connections[url].control.finish(str(version)))
+        self.fleet.update_finished(url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:
-        """Every engine that was paused, whatever became of its update:
-        a frozen one serves nobody, not even somebody else."""
+        """Engines that are paused, whatever became of their update: a frozen one serves nobody, not even somebody
+        else."""
 
         async def resume(endpoint: EngineEndpoint) -> None:
             run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
@@ -303,11 +312,15 @@ class WeightSync:
         """Before an update: an engine that is asleep stands still already."""
         if self.gpus is not None and endpoint.url in self._asleep:
             return self.gpus.residency(endpoint.url).weights_back()
+        control = self.connections[endpoint.url].control
+        if self.config.pause_mode == "keep" and isinstance(control, PausingControl):
+            self._paused_by[endpoint.url] = control
+            return control.pause()
         return dialect(endpoint.dialect or "").pause(self.config.pause_mode)
 
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """After it, whatever became of the update: half awake an engine is of no use to anybody."""
-        resume = dialect(endpoint.dialect or "").resume()
+        resume = (self._paused_by.get(endpoint.url) or dialect(endpoint.dialect or "")).resume()
         if self.gpus is not None and endpoint.url in self._asleep:
             return [*self.gpus.residency(endpoint.url).caches_back(), *resume]
         return resume

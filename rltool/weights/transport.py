@@ -197,11 +197,24 @@ class ReceiverControl(Protocol):
 
 @runtime_checkable
 class OneRequestControl(ReceiverControl, Protocol):
-    """Of an engine that one request pauses and updates."""
+    """Of an engine that one request pauses and updates, and another makes generate again."""
 
     def update(self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str) -> HttpRequest:
         """A pause with "keep", `begin` and `announce`."""
         ...
+
+    def finish_and_resume(self, version: str) -> HttpRequest:
+        """`finish`, and the end of the pause."""
+        ...
+
+
+@runtime_checkable
+class PausingControl(ReceiverControl, Protocol):
+    """Of an engine that stands still, its requests kept, sooner than by its dialect's pause."""
+
+    def pause(self) -> list[HttpRequest]: ...
+
+    def resume(self) -> list[HttpRequest]: ...
 
 
 Located = Callable[[str, Rendezvous, str, float], Rendezvous]

@@ -82,7 +82,8 @@ class ValueCheck:
     def allowed(self, url: str) -> float:
         """Mean |log-probability difference| that one engine may have."""
         info = self.infos.get(url)
-        return check_tolerance(self.tolerance, self.trainer_dtype, info.dtype if info else self.trainer_dtype)
+        dtype, device = (info.dtype, info.device) if info else (self.trainer_dtype, None)
+        return check_tolerance(self.tolerance, self.trainer_dtype, dtype, device)
 
     def compare(self, urls: list[str], batch: TrainBatch, trainer_logprobs: Tensor) -> Compared:
         """Sample i of the batch is engine i's. trainer_logprobs: [T] float32."""

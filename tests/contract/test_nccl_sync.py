@@ -1,4 +1,4 @@
-"""Whole syncs over NCCL (a fake one between threads, with real bytes) into fake engines with rltool's plugin."""
+"""Whole syncs over NCCL (a fake one between threads, with real bytes) into fake engines with rltool's plugin, and into a stock server."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ def syncing(monkeypatch, two, tmp_path) -> Callable[[Callable[[Rig[Ranks]], Awai
     for engine in two:
         engine.device = "cuda"
 
-    def syncing(scenario: Callable[[Rig[Ranks]], Awaitable[None]]) -> None:
+    def syncing(scenario: Callable[[Rig[Ranks]], Awaitable[None]], *, engines=two, **of_weights) -> None:
         async def run() -> None:
-            config, ranks = WeightsConfig(bucket_bytes=15, transport="nccl"), partial(Ranks, deadline=DEADLINE)
-            async with sync_rig.rig(two, ranks, config, tmp_path, deadline=DEADLINE, trainer_device="cuda") as r:
+            config = WeightsConfig(**{"bucket_bytes": 15, "transport": "nccl"} | of_weights)
+            ranks = partial(Ranks, deadline=DEADLINE)
+            async with sync_rig.rig(engines, ranks, config, tmp_path, deadline=DEADLINE, trainer_device="cuda") as r:
                 await scenario(r)
 
         asyncio.run(run())
@@ -76,9 +77,35 @@ def test_two_requests_are_the_pause_and_the_update(two, syncing):
                 assert_has(engine, r.ranks, step)
         for engine in two:
             asked = [path for path in engine.paths() if path in (*STEPS, "/pause", "/start_weight_update", "/resume")]
-            assert asked[-6:] == [*STEPS, "/resume"] * 2
+            assert asked[-4:] == [*STEPS] * 2 and not engine.paused
 
     syncing(scenario)
+
+
+@pytest.mark.parametrize(
+    ("mode", "pause", "resume"),
+    [("keep", ("/sleep", {"level": "0", "mode": "keep"}), ("/wake_up", {"tags": "scheduling"})),
+     ("abort", ("/pause", {"mode": "abort"}), ("/resume", {}))],
+)  # fmt: skip
+def test_a_stock_server_that_keeps_its_requests_is_paused_by_its_sleep_of_level_0(
+    fake_stock_vllm, syncing, mode, pause, resume
+):
+    fake_stock_vllm.device = "cuda"
+    fake_stock_vllm.forget()
+
+    async def scenario(r):
+        for step in range(2):
+            report = await r.sync.sync(version(step))
+            assert report.failed == {}
+            assert_has(fake_stock_vllm, r.ranks, step)
+        asked = [(request.path, request.query) for request in fake_stock_vllm.requests if request.method == "POST"]
+        first = asked.index(pause)
+        assert asked[first : first + 7] == [
+            pause, ("/start_weight_update", {}), ("/update_weights", {}), ("/finish_weight_update", {}),
+            ("/reset_prefix_cache", {"reset_running_requests": "true"}), ("/reset_encoder_cache", {}), resume,
+        ]  # fmt: skip
+
+    syncing(scenario, engines=(fake_stock_vllm,), pause_mode=mode)
 
 
 def test_what_the_trainer_gave_up_half_way_never_becomes_a_version(two, syncing):

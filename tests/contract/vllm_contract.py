@@ -18,7 +18,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.lease import ask_lease
 from rltool.engines.types import Completion, EngineLoad, GenerateRequest, Holder, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected
-from rltool.weights.transport import transport
+from rltool.weights.transport import PausingControl, transport
+from rltool.weights.transports.nccl_vllm import STOCK
 from rltool.weights.transports.vllm import bucket_request
 
 PROMPT = (40, 41, 17, 90, 33, 5)
@@ -180,6 +181,26 @@ async def a_sleeping_engine_holds_requests_back_until_its_cache_is_awake(
     finally:
         await client.wake(engine, timeout=SECONDS)
     assert [sample.finish_reason for sample in await held_back] == ["length"]
+    assert (await client.probe(engine)).paused is False
+
+
+async def a_sleep_of_level_0_keeps_requests_until_the_scheduler_is_woken(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
+    """How a stock server is paused for weights over NCCL."""
+    control = STOCK.control
+    assert isinstance(control, PausingControl)
+    (kept,) = await at_work(client, engine, request(sampling=LONG))  # the real server has not ended it yet
+    await client.run(engine, control.pause(), timeout=SECONDS)
+    try:
+        assert (await client.probe(engine)).paused is True
+        (held_back,) = await at_work(client, engine, request(sampling=LONG))
+        assert not held_back.done()
+        await client.run(engine, control.finish("v")[1:], timeout=SECONDS)
+    finally:
+        await client.run(engine, control.resume(), timeout=SECONDS)
+    for (sample,) in await asyncio.gather(kept, held_back):
+        assert (sample.finish_reason, len(sample.token_ids)) == ("length", LONG["max_tokens"])
     assert (await client.probe(engine)).paused is False
 
 
@@ -370,6 +391,7 @@ CONTRACT = [
     a_probe_finds_what_the_engine_is,
     a_pause_is_seen_by_a_probe_and_ends_with_resume,
     a_sleeping_engine_holds_requests_back_until_its_cache_is_awake,
+    a_sleep_of_level_0_keeps_requests_until_the_scheduler_is_woken,
     an_abort_ends_our_own_requests_alone,
     an_aborted_sample_has_its_tokens_so_far,
     aborting_what_is_not_there_changes_nothing,

@@ -1,5 +1,5 @@
 """vLLM's own code at the receiving end of ours, in this process, on the CPU: its request types and its packed consumer,
-with the broadcast replaced, and its loaders, whose copies are recorded."""
+with the broadcast replaced, its loaders, whose copies are recorded, and its pool of KV blocks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
 from rltool.engines.plugin.replay import record_plan
 from rltool.engines.wire import meta_of, plan_buckets
 from rltool.weights.stream import fill_buckets
@@ -118,3 +119,58 @@ def test_the_copies_of_vllms_own_loaders_are_recorded_and_replayed(plain_model):
     model.load_weights(list(tensors.items()))
     assert len(replayed) < len(tensors), "some are fused"
     assert all(torch.equal(replayed[name], parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.fixture
+def block_pool(monkeypatch):
+    pools = import_module("vllm.v1.core.block_pool")
+    monkeypatch.setattr(pools.BlockPool, "reset_prefix_cache", pools.BlockPool.reset_prefix_cache)
+    reset_hashed_blocks({"RLTOOL_BOOT_ID": "boot"})
+    reset_hashed_blocks({"RLTOOL_BOOT_ID": "boot"})
+    return pools.BlockPool(1000, True, 16)
+
+
+def hashed(pool, count):
+    """So many blocks that hold hashes, every third the same one as the block before; they are free again."""
+    utils = import_module("vllm.v1.core.kv_cache_utils")
+    blocks = pool.get_new_blocks(count)
+    for number, block in enumerate(blocks):
+        digest = utils.BlockHash(str(number - (number % 3 == 2)).encode())
+        pool._insert_block_hash(utils.make_block_hash_with_group_id(digest, 0), block, num_tokens=16)
+    pool.free_blocks(blocks)
+    return blocks
+
+
+class Unlooked(list):
+    """Blocks, of which nobody may look at all."""
+
+    def __iter__(self):
+        raise AssertionError("every block of the KV cache was looked at")
+
+
+def test_a_prefix_cache_is_dropped_without_a_look_at_every_block(block_pool):
+    every = block_pool.blocks
+    block_pool.blocks = unlooked = Unlooked(every)
+    for count in (0, 1, 600):
+        blocks = hashed(block_pool, count)
+        assert all(block.block_hash is not None for block in blocks)
+        assert block_pool.reset_prefix_cache() is True and block_pool.blocks is unlooked
+        assert all(block.block_hash is None for block in every)
+        assert len(block_pool.cached_block_hash_to_block) == 0
+
+
+def test_blocks_that_are_held_keep_their_hashes(block_pool):
+    blocks = hashed(block_pool, 4)
+    block_pool.touch(blocks[:1])
+    assert block_pool.reset_prefix_cache() is False
+    assert all(block.block_hash is not None for block in blocks)
+    block_pool.free_blocks(blocks[:1])
+    assert block_pool.reset_prefix_cache() is True and blocks[0].block_hash is None
+
+
+def test_a_pool_that_looks_blocks_up_by_number_is_left_to_vllm(block_pool):
+    (block,) = hashed(block_pool, 1)
+    reused = []
+    block_pool._reuse_watchers = {block.block_id: reused.append}
+    assert block_pool.reset_prefix_cache() is True
+    assert reused == [block] and block.block_hash is None

@@ -17,7 +17,7 @@ from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.plugin.workers import ask_workers, hear_all_workers
 
 INFO = {"update_info": {"names": []}}
-VERSION = {"weight_version": "v"}
+VERSION = {"weight_version": "v", "resume": True}
 Step = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
 
 
@@ -58,6 +58,9 @@ class Engine:
         self._called("reset_prefix_cache", reset_running_requests)
         return self.dropped
 
+    async def resume_generation(self):
+        self._called("resume_generation")
+
     def _called(self, *call: Any) -> None:
         self.calls.append(call)
         if call[0] == self.fails:
@@ -69,7 +72,9 @@ def asked(step: Step, engine: Engine, body: Any) -> tuple[int, dict[str, Any]]:
 
 
 UPDATED = ("rltool_update_weights", {"names": []})
-FINISHED = [("rltool_finish_update",), ("update_weight_version", "v"), ("reset_prefix_cache", True)]
+FINISHED = [
+    ("rltool_finish_update",), ("update_weight_version", "v"), ("reset_prefix_cache", True), ("resume_generation",),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("another_vllm", [False, True])
@@ -84,11 +89,18 @@ def test_the_engine_is_paused_and_updated_and_then_named_and_its_cache_dropped(a
     assert engine.calls == FINISHED
 
 
+@pytest.mark.parametrize("body", [{"weight_version": "v"}, {"weight_version": "v", "resume": False}])
+def test_who_does_not_ask_for_it_gets_no_end_of_the_pause(body):
+    engine = Engine()
+    assert asked(finish_update, engine, body)[0] == 200
+    assert engine.calls == FINISHED[:-1]
+
+
 @pytest.mark.parametrize(("step", "body"), [(update_weights, INFO), (finish_update, VERSION)])
 def test_what_a_worker_of_any_replica_says_is_the_answer_and_the_version_stays(step, body):
     engine = Engine(["", "b is missing"], ["b is missing", "a is missing"])
     assert asked(step, engine, body) == (500, {"error": "a is missing; b is missing"})
-    assert ("update_weight_version", "v") not in engine.calls
+    assert not {"update_weight_version", "resume_generation"} & {call[0] for call in engine.calls}
 
 
 @pytest.mark.parametrize(

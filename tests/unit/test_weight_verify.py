@@ -73,7 +73,7 @@ def test_without_a_configured_tolerance_each_engine_has_that_of_its_dtype():
 
 
 def engine_info(dtype: str) -> EngineInfo:
-    return EngineInfo("vllm", "0.32.0", "policy", 1, 256, 100, dtype, "rltool", None, None, True)
+    return EngineInfo("vllm", "0.32.0", "policy", 1, 256, 100, dtype, "rltool", None, None, True, device="cpu")
 
 
 def test_the_probe_fits_vocabulary_and_context_and_is_tempered():

@@ -7,12 +7,14 @@ environment says so.
 
 from rltool.engines.plugin.idle import limit_busy_loop
 from rltool.engines.plugin.outputs import hold_outputs
+from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
 
 BACKEND = "rltool"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop and hold_outputs.
+    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop, hold_outputs and
+    reset_hashed_blocks.
 
     Idempotent; imports no receiver yet."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -21,3 +23,4 @@ def register() -> None:
         WeightTransferEngineFactory.register_engine(BACKEND, "rltool.engines.plugin.receiver", "WeightReceiver")
     limit_busy_loop()
     hold_outputs()
+    reset_hashed_blocks()

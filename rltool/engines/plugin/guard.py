@@ -23,6 +23,7 @@ CONTROL_ROUTES = frozenset(
     {
         ("POST", "/pause"),
         ("POST", "/resume"),
+        ("POST", "/reset_encoder_cache"),
         ("POST", "/reset_prefix_cache"),
         ("POST", "/sleep"),
         ("POST", "/release_kv_cache_memory"),

@@ -1,5 +1,5 @@
-"""POST /rltool/update_weights and /rltool/finish_weight_update: a pause and an update, and what makes it the engine's
-weights, as one request each. The engine stays paused.
+"""POST /rltool/update_weights and /rltool/finish_weight_update: a pause and an update; and what makes it the engine's
+weights, with the end of the pause; as one request each.
 
 Asked one by one these are six requests and nine calls of the engine core, 17 ms of a weight sync whose bytes take
 42 ms (two H200, a model of 7B). They are two because the trainer has the last word: what it had to give up half-way it
@@ -38,8 +38,9 @@ async def update_weights(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
 
 
 async def finish_update(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
-    """(status, JSON) of POST FINISH_PATH {"weight_version"}, as for vLLM's /finish_weight_update; then the prefix cache
-    is dropped. Requests that run are kept, and computed anew. 500 with the reason where a worker lacks tensors."""
+    """(status, JSON) of POST FINISH_PATH {"weight_version", "resume"}, as for vLLM's /finish_weight_update; then the
+    prefix cache is dropped, and with "resume": true generation goes on. Requests that run are kept, and computed anew.
+    500 with the reason, and the engine stays paused, where a worker lacks tensors."""
     version = body.get("weight_version") if isinstance(body, Mapping) else None
     if not isinstance(version, str) or not version:
         return 400, {"error": f"POST {FINISH_PATH}: 'weight_version' must be a non-empty text"}
@@ -50,6 +51,8 @@ async def finish_update(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
             _, dropped = await asyncio.gather(engine.update_weight_version(version), engine.reset_prefix_cache(True))
             if not dropped:
                 logger.warning("blocks of the prefix cache from before weights %s are held", version)
+            if body.get("resume") is True:
+                await engine.resume_generation()
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     return (500, {"error": failure}) if failure else (200, {"weight_version": version})

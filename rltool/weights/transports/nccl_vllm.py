@@ -31,7 +31,21 @@ class StockVllmSender(NcclSender):
 
 
 class StockVllmControl(vllm.VllmControl):
-    """The server's own weight-transfer API, packed."""
+    """The server's own weight-transfer API, packed.
+
+    Its /pause sleeps for 0.02 s when all is done (AsyncLLM.pause_generation). Sleep level 0 stops the scheduler as
+    well, at once, and leaves caches as they are: what holds values of the old weights goes with `finish`.
+    """
+
+    def pause(self) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/sleep", query={"level": "0", "mode": "keep"})]
+
+    def resume(self) -> list[HttpRequest]:
+        """/resume would do, and leave vllm:engine_sleep_state as it is."""
+        return [HttpRequest("POST", "/wake_up", query={"tags": "scheduling"})]
+
+    def finish(self, version: str) -> list[HttpRequest]:
+        return [*super().finish(version), HttpRequest("POST", "/reset_encoder_cache")]
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """vLLM cannot be told how long to wait for the trainer."""

@@ -53,7 +53,10 @@ class PluginUpdateControl(VllmControl, ABC):
         return HttpRequest("POST", "/rltool/update_weights", announced.body)
 
     def finish(self, version: str) -> list[HttpRequest]:
-        return [HttpRequest("POST", "/rltool/finish_weight_update", {"weight_version": version})]
+        return [_finish_request(version, resume=False)]
+
+    def finish_and_resume(self, version: str) -> HttpRequest:
+        return _finish_request(version, resume=True)
 
 
 class StagedControl(PluginUpdateControl):
@@ -91,6 +94,10 @@ def buckets_info(buckets: Sequence[Bucket]) -> dict[str, Any]:
 def fetched_request(buckets: Sequence[Bucket], version: str) -> tuple[HttpRequest, int]:
     """All buckets, which the engine has by now; and how many they are."""
     return HttpRequest("POST", "/update_weights", {"update_info": _info(()) | {"version": version}}), len(buckets)
+
+
+def _finish_request(version: str, *, resume: bool) -> HttpRequest:
+    return HttpRequest("POST", "/rltool/finish_weight_update", {"weight_version": version, "resume": resume})
 
 
 def _info(metas: Sequence[TensorMeta]) -> dict[str, Any]:

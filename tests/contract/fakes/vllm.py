@@ -161,6 +161,7 @@ class FakeVllm(FakeServer):
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/reset_prefix_cache"): self._reset_prefix_cache,
+            ("POST", "/reset_encoder_cache"): self._reset_encoder_cache,
             ("POST", "/sleep"): self._sleep,
             ("POST", "/release_kv_cache_memory"): self._release_cache,
             ("POST", "/wake_up"): self._wake_up,
@@ -454,8 +455,13 @@ class FakeVllm(FakeServer):
     async def _reset_prefix_cache(self, _) -> web.Response:
         return web.json_response({"success": True})
 
+    async def _reset_encoder_cache(self, _) -> web.Response:
+        return web.Response()
+
     async def _sleep(self, recorded: Recorded) -> web.Response:
         level = int(recorded.query.get("level", "1"))
+        if level == 0:
+            return await self._pause(recorded)
         self.batch.freeze()
         await self.batch.abort_all()
         self.asleep = frozenset(MEMORY_TAGS)
@@ -623,7 +629,9 @@ class FakeVllm(FakeServer):
 
     async def _finish_and_reset(self, recorded: Recorded) -> web.Response:
         reply = await self._finish_update(recorded)
-        return reply if reply.status != 200 else await self._reset_prefix_cache(recorded)
+        if reply.status == 200 and recorded.body["resume"]:
+            return await self._resume(recorded)
+        return reply
 
     async def _shutdown_transfer(self, _) -> web.Response:
         self._end_unfinished_update()
