@@ -15,13 +15,13 @@ from rltool.config.loader import load_config
 from rltool.config.serve import EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_process import engine_spec
 from rltool.engines.joining import join, leave, users_of_engines
 from rltool.engines.launch import (
     Order,
     check_order,
     dry_run,
     engine_flags,
-    engine_spec,
     launch_engines,
     order_of_file,
     order_of_flags,
@@ -106,6 +106,10 @@ def serve_engines(
         bool, typer.Option("--return-routed-experts", help="Replies can carry the experts that the router chose.")
     ] = False,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(help="How often an engine that dies is started again, without --detach (default: 5)."),
+    ] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")
@@ -137,8 +141,14 @@ def serve_engines(
         "weight_backend": ("--weight-backend", weight_backend),
         "return_routed_experts": ("--return-routed-experts", return_routed_experts or None),
         "ready_timeout": ("--ready-timeout", ready_timeout),
+        "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),
     }
+    if detach and max_restarts:
+        raise UsageError(
+            "--max-restarts and --detach: nobody watches engines that are detached; leave --detach out, and let this "
+            "command run on (under a service manager, say)"
+        )
     order = _order(config or [], flags)
     if dry:
         _print_dry_run(order, RunDirectory(runs_root() / (run or "NEW-RUN")))

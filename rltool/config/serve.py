@@ -166,6 +166,9 @@ class ServeConfig(Config):
     """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay)."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from its launch until an engine serves."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How often an engine that dies is started again, while serve-engines watches it. One that has lived for 10 minutes
+    since has all of them again; one that has none left stays dead. 0: the others end with it."""
     extra_args: tuple[str, ...] = ()
     """Passed to each engine's own command line untouched."""
 

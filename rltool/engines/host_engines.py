@@ -13,26 +13,23 @@ from dataclasses import dataclass
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_process import engine_spec
 from rltool.engines.engine_ready import process_role, wait_for_all
-from rltool.engines.launch import Release, check_processes, engine_spec, held_ports, start_here
-from rltool.engines.liveness import Liveness
+from rltool.engines.launch import Release, check_processes, held_ports, start_here
+from rltool.engines.liveness import Liveness, LivenessFromStart
 from rltool.engines.plan import PortNeeds, Ports
-from rltool.engines.sync_client import exchange
-from rltool.engines.types import HttpRequest
-from rltool.errors import EngineUnreachable, UsageError
+from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import RunningProcess, describe_exit
-from rltool.processes.supervise import SETTLE_SECONDS, ProcessGroup
-
-HEALTH_SECONDS = 1.0
+from rltool.processes.supervise import SETTLE_SECONDS, Check, ProcessGroup
 
 
 @dataclass
 class _Running:
     launch: EngineLaunch
     process: RunningProcess
-    liveness: Liveness | None = None
-    """None until it answers its health route: only then all of its own processes are there."""
+    check: Check | None = None
+    """None: of a part of an engine that serves from another host."""
     reported: bool = False
 
 
@@ -59,14 +56,14 @@ class HostEngines:
         with self._turn:
             self._refuse_closed()
             processes = start_here(launches, self._group, release=self._release)
-            self._running = {x.index: _Running(x, process) for x, process in zip(launches, processes, strict=True)}
+            self._running = {x.index: _running(x, process) for x, process in zip(launches, processes, strict=True)}
 
     async def ready(self, report: Callable[[str], None] = print) -> list[EngineEndpoint]:
         """The endpoints of those that serve from this host, once all do. ProcessFailed for one that died or is late."""
         mine = [running for running in self._running.values() if running.launch.node_rank == 0]
         endpoints = await wait_for_all([x.launch for x in mine], [x.process for x in mine], report)
         for running, endpoint in zip(mine, endpoints, strict=True):
-            running.liveness = Liveness(running.process.state.pid, endpoint.url)
+            running.check = Liveness(running.process.state.pid, endpoint.url)
         return endpoints
 
     def exits(self) -> dict[int, str]:
@@ -85,13 +82,7 @@ class HostEngines:
         code = running.process.exit_code()
         if code is not None:
             return describe_exit(code)
-        if running.launch.node_rank != 0:
-            return None
-        if running.liveness is None:
-            if _healthy(running.process.state.url):
-                running.liveness = Liveness(running.process.state.pid, running.process.state.url or "")
-            return None
-        wrong = running.liveness()
+        wrong = running.check() if running.check is not None else None
         if wrong is not None and (code := running.process.wait(SETTLE_SECONDS)) is not None:
             wrong = f"{wrong}; since then it {describe_exit(code)}"
         return wrong
@@ -111,7 +102,7 @@ class HostEngines:
             running = self._running[index]
             launch = running.launch.model_copy(update={"boot_id": boot_id})
             process = self._group.start(engine_spec(launch), log=running.process.log)
-            self._running[index] = _Running(launch, process)
+            self._running[index] = _running(launch, process)
 
     def close(self) -> None:
         """End them all; nothing is started any more. May be called twice."""
@@ -129,10 +120,6 @@ def _drawn(ports: Ports, node: str, address: str, count: int) -> tuple[int, ...]
     return tuple(ports(node, address) for _ in range(count))
 
 
-def _healthy(url: str | None) -> bool:
-    if url is None:
-        raise UsageError("an engine that serves has an address")
-    try:
-        return exchange(url, HttpRequest("GET", "/health"), timeout=HEALTH_SECONDS)[0] == 200
-    except EngineUnreachable:
-        return False
+def _running(launch: EngineLaunch, process: RunningProcess) -> _Running:
+    url = process.state.url
+    return _Running(launch, process, LivenessFromStart(process.state.pid, url) if url is not None else None)

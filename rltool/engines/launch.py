@@ -17,9 +17,9 @@ from pathlib import Path
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.classification import check_sglang_head
-from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
-from rltool.engines.engine_ready import process_role, wait_for_all
+from rltool.engines.engine_process import engine_spec
+from rltool.engines.engine_ready import wait_for_all
 from rltool.engines.interpreter import check_engine_python
 from rltool.engines.liveness import Liveness
 from rltool.engines.plan import (
@@ -36,16 +36,17 @@ from rltool.engines.plan import (
     ports_of,
     seat_slots,
     start_order,
-    url_of,
 )
+from rltool.engines.relaunch import EngineRelaunch
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
 from rltool.errors import UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
 from rltool.processes.gpus import gpus_in_use, visible_gpus
 from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
+from rltool.processes.restarts import RestartPolicy
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
+from rltool.processes.spawn import RunningProcess, describe_exit
 from rltool.processes.state import is_alive, read_state, read_states
 from rltool.processes.supervise import ProcessGroup
 
@@ -54,20 +55,24 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
 THIS_HOST = "this host"
 
+NO_RESTARTS = RestartPolicy(0)
+
 _ROLE = re.compile(r"engine-\d+")
 
 
 @dataclass(frozen=True)
 class Order:
-    """Groups of engines and the models that they serve, by name."""
+    """Groups of engines and the models that they serve, by name. restarts: of engines that are watched."""
 
     groups: tuple[EngineGroup, ...]
     models: Mapping[str, Model]
+    restarts: RestartPolicy = NO_RESTARTS
 
 
 def order_of_flags(config: ServeConfig) -> Order:
     """What the command line of serve-engines asks for."""
-    return Order((config.group,), {config.served_name: Model(config.model, config.update_weights, task=config.task)})
+    model = Model(config.model, config.update_weights, task=config.task)
+    return Order((config.group,), {config.served_name: model}, RestartPolicy(config.max_restarts))
 
 
 def order_of_file(config: TrainConfig) -> Order:
@@ -85,7 +90,8 @@ def order_of_file(config: TrainConfig) -> Order:
         for name, model in config.models.items()
         if model.path is not None
     }
-    return Order(groups, models)
+    engines = config.engines
+    return Order(groups, models, RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget))
 
 
 # -- the command line
@@ -262,20 +268,6 @@ def living_engines(run: RunDirectory) -> dict[int, str | None]:
     return {int(state.role.rpartition("-")[2]): state.url for state in states}
 
 
-def engine_spec(launch: EngineLaunch) -> ProcessSpec:
-    speaks = dialect(launch.engine)
-    return ProcessSpec(
-        role=process_role(launch),
-        argv=tuple(speaks.argv(launch)),
-        environment=speaks.environment(launch),
-        url=url_of(launch) if launch.node_rank == 0 else None,
-        gpus=launch.gpus,
-        # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
-        # package.
-        cwd=launch.work_dir,
-    )
-
-
 def start_here(
     launches: Sequence[EngineLaunch], group: ProcessGroup, *, release: Release = lambda _: None
 ) -> list[RunningProcess]:
@@ -301,6 +293,7 @@ def launch_engines(
     read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     living = living_engines(run)
     serve: dict[int, EngineEndpoint] = {}
+    relaunch = group.restarts = EngineRelaunch(group, order.restarts)
     with _planned(order, run, first=max(living, default=-1) + 1) as (plan, release):
         for launches in start_order(plan.launches):
             processes = start_here(launches, group, release=release)
@@ -310,6 +303,7 @@ def launch_engines(
             endpoints = asyncio.run(wait_for_all(launches, processes, report))
             for launch, process, endpoint in zip(launches, processes, endpoints, strict=True):
                 group.checks[process.role] = Liveness(process.state.pid, endpoint.url)
+                relaunch.watch(process, launch)
                 serve[launch.index] = endpoint
             for earlier in group.processes:  # one may have died while others on its GPU were loading
                 if (code := earlier.exit_code()) is not None:

@@ -6,6 +6,7 @@ them dies, the server that waits for it lives on for a minute, accepts connectio
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -22,6 +23,14 @@ HEALTH_SECONDS = 1.0
 """No answer within it is no verdict: a server may be busy."""
 ENGINE_IS_DEAD = 503
 """vLLM's answer on /health once its engine core has died, or has lost a worker."""
+
+
+def serves(url: str) -> bool:
+    """The server answers its health route, and all is well."""
+    try:
+        return exchange(url, HttpRequest("GET", "/health"), timeout=HEALTH_SECONDS)[0] == 200
+    except EngineUnreachable:
+        return False
 
 
 def says_dead(url: str) -> bool:
@@ -51,6 +60,27 @@ class Liveness:
         self._asked_at = self._clock()
         if says_dead(self._url):
             return f"answers {ENGINE_IS_DEAD} on /health: the server runs, and its engine is dead"
+        return None
+
+
+class LivenessFromStart:
+    """Of an engine that is still loading: only when it serves are all of its own processes there. Until then nothing is
+    wrong with it but that it takes longer than `seconds`."""
+
+    def __init__(
+        self, pid: int, url: str, *, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pid, self._url, self._seconds, self._clock = pid, url, seconds, clock
+        self._started = clock()
+        self._liveness: Liveness | None = None
+
+    def __call__(self) -> str | None:
+        if self._liveness is not None:
+            return self._liveness()
+        if serves(self._url):
+            self._liveness = Liveness(self._pid, self._url, clock=self._clock)
+        elif self._clock() - self._started > self._seconds:
+            return f"did not serve within {self._seconds:g} s"
         return None
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
@@ -18,6 +19,19 @@ from rltool.processes.state import is_alive, read_state, remove_state, state_of_
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
 Check = Callable[[], str | None]
+
+class Restarts(Protocol):
+    """Starts processes again that have ended by themselves, or are useless."""
+
+    def delay(self, process: RunningProcess) -> float | None:
+        """Seconds to wait, counting one restart; inf: it was started again too often, and the others go on without it;
+        None: it is none of those, and the others end with it."""
+        ...
+
+    def start(self, process: RunningProcess) -> RunningProcess:
+        """End what is left of it, and start another in its place, with a check of its own."""
+        ...
+
 
 SETTLE_SECONDS = 1.0
 """For a process that a check has found dead to end by itself, and to write why."""
@@ -32,6 +46,8 @@ class ProcessGroup:
         self.processes: list[RunningProcess] = []
         self.checks: dict[str, Check] = {}
         """Role -> what is wrong with a process that runs, or None; asked by `supervise`."""
+        self.restarts: Restarts | None = None
+        """What `supervise` does about processes that end by themselves."""
         self.before_stop: Callable[[], None] = lambda: None
         """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed."""
         self._grace = grace
@@ -89,8 +105,8 @@ def run_in_foreground(
     note: Callable[[str], None] = lambda _: None,
     orderly_seconds: float = 2 * GRACE_SECONDS,
 ) -> int:
-    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death; then stop all. The exit
-    code.
+    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death that `group.restarts` does
+    not mend; then stop all. The exit code.
 
     bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this
     command has a state of its own under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after
@@ -107,7 +123,7 @@ def run_in_foreground(
                     if detach:
                         group.detach()
                         return 0
-                    supervise(group.processes, checks=group.checks, note=note)
+                    supervise(group.processes, checks=group.checks, restarts=group.restarts, note=note)
                     return 0
             finally:
                 remove_state(run, own)
@@ -119,17 +135,23 @@ def supervise(
     processes: Sequence[RunningProcess],
     *,
     checks: Mapping[str, Check] | None = None,
+    restarts: Restarts | None = None,
     poll: float = 0.2,
     sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself, or the
-    check of its role finds it useless.
+    check of its role finds it useless, unless `restarts` has a word for it.
 
     Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
     """
-    watched = list(processes)
-    while watched:
+    watched, due = list(processes), list[tuple[float, RunningProcess]]()
+    while watched or due:
+        for at, process in list(due):
+            if clock() >= at and restarts is not None:
+                due.remove((at, process))
+                watched.append(restarts.start(process))
         for process in list(watched):
             code = process.exit_code()
             wrong = describe_exit(code) if code is not None else _found_by_check(process, checks or {})
@@ -138,7 +160,18 @@ def supervise(
             if not was_asked_to_stop(process):
                 if code is None and (code := process.wait(SETTLE_SECONDS)) is not None:
                     wrong = f"{wrong}; since then it {describe_exit(code)}"
-                raise process.failure(wrong)
+                delay = restarts.delay(process) if restarts is not None else None
+                if delay is None:
+                    raise process.failure(wrong)
+                watched.remove(process)
+                if delay < math.inf:
+                    due.append((clock() + delay, process))
+                    note(f"{process.role} {wrong}; it is started again in {delay:g} s (log: {process.log})")
+                elif not watched and not due:
+                    raise process.failure(wrong)
+                else:
+                    note(f"{process.role} {wrong}; it stays dead: too many restarts (log: {process.log})")
+                continue
             if code is not None:  # else it is being stopped, and its children went first
                 note(f"{process.role} was stopped")
                 watched.remove(process)

@@ -10,20 +10,17 @@ STARTING; it serves after its next weight sync.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from rltool.engines.fleet import Fleet, State
 from rltool.errors import RltoolError
+from rltool.processes.restarts import RestartBudget
 from rltool.rollout.fleet_monitor import FleetMonitor
 
 LOOK_SECONDS = 1.0
 """How often hosts are asked whether a process has ended."""
-LONGEST_PAUSE = 60.0
-"""Seconds before a restart, at most."""
 
 
 class EngineProcesses(Protocol):
@@ -42,41 +39,6 @@ class EngineProcesses(Protocol):
     async def end(self, url: str) -> None:
         """End what is left of it. Raises RltoolError where that cannot be."""
         ...
-
-
-@dataclass(frozen=True)
-class RestartPolicy:
-    """most: restarts of one engine; it has all of them again once it has lived for forget seconds since the last.
-    backoff: seconds before the first, doubled with each that follows, LONGEST_PAUSE at most."""
-
-    most: int
-    backoff: float
-    forget: float
-
-
-class RestartBudget:
-    """How long to wait before an engine is started again, and when not to any more. Pure but for its clock."""
-
-    def __init__(self, policy: RestartPolicy, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._policy, self._clock = policy, clock
-        self._used: dict[str, int] = {}
-        self._started_at: dict[str, float] = {}
-
-    def died(self, url: str) -> float | None:
-        """Seconds to wait, counting one restart; None: it has none left."""
-        if self._clock() - self._started_at.get(url, self._clock()) >= self._policy.forget:
-            self._used[url] = 0
-        used = self._used.get(url, 0)
-        if used >= self._policy.most:
-            return None
-        self._used[url] = used + 1
-        return min(LONGEST_PAUSE, self._policy.backoff * 2**used)
-
-    def started(self, url: str) -> None:
-        self._started_at[url] = self._clock()
-
-    def used(self, url: str) -> int:
-        return self._used.get(url, 0)
 
 
 class EngineRestarts:

@@ -104,10 +104,12 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def progress_line(waited: float, *, ready: int, needed: int, running: int) -> str:
+def progress_line(waited: float, *, ready: int, needed: int, running: int, serving: int) -> str:
     """Of a rollout that takes long. The time left is an extrapolation of the groups that are ready: too short where the
-    longest answers come last, and not given before the first."""
+    longest answers come last, and not given before the first. serving: engines that do."""
     line = f"rollout: {waited:.0f} s, {ready} of {needed} groups ready, {running} running"
-    if 0 < ready < needed:
+    if not serving:
+        line += ", no engine serves"
+    elif 0 < ready < needed:
         line += f", about {waited * (needed - ready) / ready:.0f} s left"
     return line

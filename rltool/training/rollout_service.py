@@ -24,11 +24,12 @@ from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
+from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.engine_guard import TooFewEngines
 from rltool.rollout.engine_rates import EngineRates
-from rltool.rollout.engine_restarts import EngineRestarts, RestartBudget, RestartPolicy
+from rltool.rollout.engine_restarts import EngineRestarts
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_metrics import OwnMetrics

@@ -13,6 +13,7 @@ from rich.console import Console
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
+from rltool.engines.fleet import State
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError
@@ -242,11 +243,11 @@ class Rollouts:
             if time.monotonic() - shown < PROGRESS_SECONDS:
                 return
             shown = time.monotonic()
-            counts = self._manager_status()["groups"]
-            needed = self.config.rollout.prompts_per_step
-            self.console.print(
-                progress_line(waited, ready=counts["ready"], needed=needed, running=counts["running"]), highlight=False
-            )
+            status, needed = self._manager_status(), self.config.rollout.prompts_per_step
+            ready, running = (status["groups"][name] for name in ("ready", "running"))
+            serving = sum(engine.get("state") == State.READY.value for engine in status["engines"])
+            line = progress_line(waited, ready=ready, needed=needed, running=running, serving=serving)
+            self.console.print(line, highlight=False)
             self._show_events()
 
         try:

@@ -1,4 +1,4 @@
-"""Whole syncs over NCCL (a fake one between threads, with real bytes): fake engines with rltool's plugin, a stock server."""
+"""Whole syncs over NCCL (a fake one between threads, real bytes) into fake engines, with rltool's plugin or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A real vLLM whose worker is killed: its server lives on for a while, and is not taken for an engine."""
+"""A real vLLM whose worker is killed: its server lives on for a while, and is not taken for an engine; and one whose
+server is killed."""
 
 from __future__ import annotations
 
@@ -15,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rltool.engines.endpoints import Endpoints
+from rltool.engines.liveness import serves
+from rltool.engines.sync_client import probe
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, read_states
 from rltool.processes.stop import process_tree
@@ -34,13 +38,13 @@ def until(condition: Callable[[], bool], what: str) -> None:
 class ServingEngines:
     """`rltool serve-engines` in the foreground, one vLLM on the CPU."""
 
-    def __init__(self, root: Path, model: Path) -> None:
+    def __init__(self, root: Path, model: Path, restarts: int) -> None:
         self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
         self.out = root / "out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rltool", "serve-engines", str(model), "--device", "cpu", "--run", "r",
-                 "--max-model-len", "64"],
+                 "--max-model-len", "64", "--max-restarts", str(restarts)],
                 env=self.environment, stdout=out, stderr=subprocess.STDOUT, cwd=root,
             )  # fmt: skip
         self.root = root
@@ -68,8 +72,8 @@ class ServingEngines:
 
 
 @pytest.fixture
-def serving(tmp_path, tiny_tied_dir):
-    engines = ServingEngines(tmp_path, tiny_tied_dir)
+def serving(tmp_path, tiny_tied_dir, request):
+    engines = ServingEngines(tmp_path, tiny_tied_dir, getattr(request, "param", 0))
     yield engines
     engines.close()
 
@@ -99,6 +103,27 @@ def test_an_engine_that_ends_because_its_worker_was_killed_quotes_that_and_no_le
     assert serving.process.wait(DEADLINE) == 1
     said = " ".join(serving.said().split())
     assert "VllmWorker-0 died unexpectedly" in said and "leaked" not in said
+
+
+@pytest.mark.parametrize("serving", [5], indirect=True)
+def test_a_killed_server_is_started_again_and_leaves_no_engine_core(serving):
+    """vLLM's engine core outlives a server that was killed, and with it what it holds of a GPU."""
+    before = read_state(serving.run, "engine-0")
+    os.kill(before.pid, signal.SIGKILL)
+    until(lambda: "it is started again" in serving.said(), serving.said())
+
+    def serves_again() -> bool:
+        state = read_state(serving.run, "engine-0")
+        return state is not None and state.pid != before.pid and serves(before.url)
+
+    until(serves_again, "the engine does not serve again")
+    assert not any(runs(process) for process in serving.tree), "what the killed server has left"
+    assert serving.status()["alive"] is True
+    (engine,) = Endpoints.load(serving.run.endpoints_file).models["policy"].engines
+    assert engine.url == before.url and probe(engine, timeout=10.0).boot_id == engine.boot_id
+    again = process_tree(read_state(serving.run, "engine-0"))
+    serving.process.send_signal(signal.SIGTERM)
+    assert serving.process.wait(DEADLINE) == 0 and not any(runs(process) for process in again)
 
 
 def runs(process: psutil.Process) -> bool:

@@ -8,8 +8,9 @@ import pytest
 
 from rltool.engines.fleet import Fleet, State
 from rltool.errors import RltoolError
+from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.rollout import engine_restarts
-from rltool.rollout.engine_restarts import EngineRestarts, RestartBudget, RestartPolicy
+from rltool.rollout.engine_restarts import EngineRestarts
 
 URL = "http://127.0.0.1:7001"
 

@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from rltool.config.serve import ServeConfig
+from rltool.engines.engine_process import engine_spec
 from rltool.engines.engine_ready import check_identity, check_version
 from rltool.engines.interpreter import check_engine_python
 from rltool.engines.launch import (
@@ -12,7 +13,6 @@ from rltool.engines.launch import (
     check_order,
     dry_run,
     engine_flags,
-    engine_spec,
     launch_engines,
     order_of_flags,
     parse_gpus,

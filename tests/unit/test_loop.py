@@ -548,9 +548,11 @@ def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):
 
 def test_a_long_rollout_says_how_long_it_will_take():
     line = "rollout: 30 s, 8 of 32 groups ready, 24 running, about 90 s left"
-    assert progress_line(30.0, ready=8, needed=32, running=24) == line
-    assert "left" not in progress_line(30.0, ready=0, needed=32, running=32)
-    assert "left" not in progress_line(30.0, ready=32, needed=32, running=0)
+    assert progress_line(30.0, ready=8, needed=32, running=24, serving=2) == line
+    assert "left" not in progress_line(30.0, ready=0, needed=32, running=32, serving=2)
+    assert "left" not in progress_line(30.0, ready=32, needed=32, running=0, serving=2)
+    alone = progress_line(30.0, ready=8, needed=32, running=24, serving=0)
+    assert "no engine serves" in alone and "left" not in alone
 
 
 def test_without_a_checkpoint_at_the_end_only_what_ends_a_run_early_writes_one(tmp_path):

@@ -1,0 +1,23 @@
+"""The process of one planned engine."""
+
+from __future__ import annotations
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.dialects import dialect
+from rltool.engines.engine_ready import process_role
+from rltool.engines.plan import url_of
+from rltool.processes.spawn import ProcessSpec
+
+
+def engine_spec(launch: EngineLaunch) -> ProcessSpec:
+    speaks = dialect(launch.engine)
+    return ProcessSpec(
+        role=process_role(launch),
+        argv=tuple(speaks.argv(launch)),
+        environment=speaks.environment(launch),
+        url=url_of(launch) if launch.node_rank == 0 else None,
+        gpus=launch.gpus,
+        # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
+        # package.
+        cwd=launch.work_dir,
+    )

@@ -1,0 +1,53 @@
+"""Engines of `serve-engines` that end by themselves are started again under their old address, while it watches them.
+
+A run that trains with them finds them there by its probes, and brings them to its weights.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+
+from rltool.config.serve import EngineLaunch
+from rltool.engines.endpoints import Endpoints, edit_endpoints
+from rltool.engines.engine_process import engine_spec
+from rltool.engines.liveness import LivenessFromStart
+from rltool.engines.plan import url_of
+from rltool.processes.restarts import RestartBudget, RestartPolicy
+from rltool.processes.spawn import RunningProcess
+from rltool.processes.supervise import ProcessGroup
+
+
+class EngineRelaunch:
+    """`Restarts` of the engines in a group."""
+
+    def __init__(self, group: ProcessGroup, policy: RestartPolicy) -> None:
+        self._group, self._policy, self._budget = group, policy, RestartBudget(policy)
+        self._launches: dict[str, EngineLaunch] = {}
+
+    def watch(self, process: RunningProcess, launch: EngineLaunch) -> None:
+        self._launches[process.role] = launch
+
+    def delay(self, process: RunningProcess) -> float | None:
+        if self._policy.most == 0 or process.role not in self._launches:
+            return None
+        delay = self._budget.died(process.role)
+        return math.inf if delay is None else delay
+
+    def start(self, process: RunningProcess) -> RunningProcess:
+        self._group.stop([process])  # a server that was killed leaves its engine core, and that its GPU memory
+        launch = self._launches[process.role].model_copy(update={"boot_id": uuid.uuid4().hex})
+        started = self._group.start(engine_spec(launch), log=process.log)
+        self._budget.started(process.role)
+        url = url_of(launch)
+        self._group.checks[process.role] = LivenessFromStart(started.state.pid, url, seconds=launch.ready_timeout)
+        edit_endpoints(self._group.run.endpoints_file, lambda file: _rebooted(file, url, launch.boot_id))
+        return started
+
+
+def _rebooted(file: Endpoints, url: str, boot_id: str) -> Endpoints:
+    models = {}
+    for name, entry in file.models.items():
+        engines = tuple(e.model_copy(update={"boot_id": boot_id}) if e.url == url else e for e in entry.engines)
+        models[name] = entry.model_copy(update={"engines": engines})
+    return Endpoints(models=models)

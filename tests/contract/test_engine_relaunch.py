@@ -1,0 +1,145 @@
+"""What serve-engines does, while it watches, about engines that die: real processes of a fake vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rltool.config.serve import EngineGroup
+from rltool.engines.endpoints import Endpoints, EngineEndpoint
+from rltool.engines.launch import Order, launch_engines
+from rltool.engines.liveness import serves
+from rltool.engines.plan import Model
+from rltool.engines.sync_client import probe
+from rltool.processes.restarts import RestartPolicy
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.spawn import ProcessFailed
+from rltool.processes.state import ProcessState, is_alive, read_state
+from rltool.processes.stop_run import stop_run
+from rltool.processes.supervise import ProcessGroup, supervise
+from tests.contract.fakes.engine_process import write_python
+
+SECONDS = 60.0
+Scenario = Callable[[], Iterator[Callable[[], bool]]]
+
+
+class Over(Exception):
+    """The scenario was played."""
+
+
+class Serving:
+    """Two engines in a group of their own; `play` watches them while a scenario goes on."""
+
+    def __init__(self, run: RunDirectory, model: Path, python: Path, group: ProcessGroup, most: int) -> None:
+        self.run, self.group = run, group
+        self.said: list[str] = []
+        engines = EngineGroup(device="cpu", count=2, engine_python=python, ready_timeout=SECONDS)
+        order = Order((engines,), {"policy": Model(model)}, RestartPolicy(most, backoff=0.05))
+        self.first = launch_engines(order, group)["policy"]
+
+    def state(self, number: int) -> ProcessState:
+        state = read_state(self.run, f"engine-{number}")
+        assert state is not None
+        return state
+
+    def listed(self) -> list[EngineEndpoint]:
+        return list(Endpoints.load(self.run.endpoints_file).models["policy"].engines)
+
+    def serves_again(self, number: int, before: ProcessState) -> Callable[[], bool]:
+        def there() -> bool:
+            state = read_state(self.run, f"engine-{number}")
+            return state is not None and state.pid != before.pid and serves(self.first[number].url)
+
+        return there
+
+    def kill(self, number: int) -> ProcessState:
+        state = self.state(number)
+        os.kill(state.pid, signal.SIGKILL)
+        return state
+
+    def play(self, scenario: Scenario) -> None:
+        """The scenario yields what is waited for."""
+        waits, ends = scenario(), time.monotonic() + SECONDS
+        until: Callable[[], bool] = lambda: True  # noqa: E731
+
+        def sleep(_seconds: float) -> None:
+            nonlocal until
+            time.sleep(0.02)
+            assert time.monotonic() < ends, f"never happened; said: {self.said}"
+            while until():
+                following = next(waits, None)
+                if following is None:
+                    raise Over
+                until = following
+
+        group = self.group
+        supervise(group.processes, checks=group.checks, restarts=group.restarts, sleep=sleep, note=self.said.append)
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
+    run, model = open_run("demo", create=True, root=tmp_path / "runs"), tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    (model / "pytorch_model.bin").touch()
+    with ProcessGroup(run) as group:
+        yield lambda most: Serving(run, model, write_python(tmp_path), group, most)
+
+
+def test_an_engine_that_is_killed_serves_again_at_its_address_and_the_other_goes_on(serving):
+    engines = serving(5)
+    other = engines.state(1)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        for _ in range(2):
+            yield engines.serves_again(0, engines.kill(0))
+
+    with pytest.raises(Over):
+        engines.play(scenario)
+    assert engines.state(1) == other and is_alive(other)
+    now = engines.listed()
+    assert [e.url for e in now] == [e.url for e in engines.first]
+    assert now[1] == engines.first[1] and now[0].boot_id != engines.first[0].boot_id
+    assert probe(now[0], timeout=5.0).boot_id == now[0].boot_id
+    first, second = engines.said
+    assert "engine-0 was killed by signal 9; it is started again in 0.05 s" in first and "in 0.1 s" in second
+
+
+def test_one_that_has_no_restart_left_stays_dead_and_the_last_one_is_a_failure(serving):
+    engines = serving(1)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        yield engines.serves_again(0, engines.kill(0))
+        engines.kill(0)
+        yield lambda: any("stays dead" in line for line in engines.said)
+        yield engines.serves_again(1, engines.kill(1))
+        engines.kill(1)
+        yield lambda: False
+
+    with pytest.raises(ProcessFailed, match="engine-1 was killed by signal 9"):
+        engines.play(scenario)
+
+
+def test_without_restarts_the_end_of_one_is_the_end_of_all(serving):
+    engines = serving(0)
+    engines.kill(1)
+    with pytest.raises(ProcessFailed, match="engine-1 was killed by signal 9"):
+        engines.play(lambda: iter([lambda: False]))
+
+
+def test_one_that_is_stopped_by_hand_is_not_started_again(serving):
+    engines = serving(5)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        stop_run(engines.run, ["engine-0"], grace=5.0)
+        yield lambda: "engine-0 was stopped" in engines.said
+
+    with pytest.raises(Over):
+        engines.play(scenario)
+    assert read_state(engines.run, "engine-0") is None
