@@ -44,6 +44,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.processes import garbage
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.transport import Backend, OneRequestControl, PausingControl, Receiver, Rendezvous, transport
@@ -205,14 +206,15 @@ class Link:
             await timed("resume", self.run((pausing or self.speaks).resume()))
             return time.perf_counter() - started
 
-        if self.control.staged:
-            asked = self.control.prefetch(buckets, rendezvous, version=version, seconds=DEADLINE)
-            async with sent():
-                await timed("prefetch", self.run(asked))
-            total, moved = await paused(load()), seconds["prefetch"]
-        else:
-            total = await paused(transfer())
-            moved = seconds.get("transfer", total)
+        with garbage.paused():  # as WeightSync does
+            if self.control.staged:
+                asked = self.control.prefetch(buckets, rendezvous, version=version, seconds=DEADLINE)
+                async with sent():
+                    await timed("prefetch", self.run(asked))
+                total, moved = await paused(load()), seconds["prefetch"]
+            else:
+                total = await paused(transfer())
+                moved = seconds.get("transfer", total)
         return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / moved}
 
 

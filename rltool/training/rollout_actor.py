@@ -12,6 +12,7 @@ from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import ComparedWeights, EngineStatus
+from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
@@ -36,7 +37,9 @@ class RolloutActor:
 
     async def start(self) -> str:
         self._service = RolloutService(*self._arguments, **self._options, log=lambda line: print(line, flush=True))
-        return await self._service.start()
+        summary = await self._service.start()
+        garbage.settle()
+        return summary
 
     async def next_batch(self, step: int) -> Rollout:
         return await self._service.next_batch(step)

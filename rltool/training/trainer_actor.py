@@ -17,6 +17,7 @@ from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.megatron.offload import Part
+from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
@@ -84,6 +85,7 @@ class TrainerActor:
             rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
             largest_bucket=max(map(bucket_bytes, self.buckets), default=0),
         )  # fmt: skip
+        garbage.settle()
         return self.trainer.coordinates
 
     def load_weights(self) -> None:

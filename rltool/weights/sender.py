@@ -19,6 +19,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
+from rltool.processes import garbage
 from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers, Taking
 from rltool.weights.channel import Call, Channel
 from rltool.weights.delta_encoder import DeltaEncoder
@@ -104,6 +105,7 @@ class WeightSender:
             channel.wait(call)
         return self._drop_failed(hosted)
 
+    @garbage.paused()
     def send(self, stream: Stream, buckets: Sequence[Bucket], version: str, urls: Collection[str]) -> SendReport:
         """Send every bucket to these engines. Other engines' connections stay as they are.
 

@@ -35,6 +35,7 @@ from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
+from rltool.processes import garbage
 from rltool.weights.connections import STEP_SHARE, Connections, Ranks
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
@@ -97,15 +98,16 @@ class WeightSync:
         engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
         rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
         """
-        self._asleep = {member.url for member in self.fleet.members() if member.state is State.ASLEEP}
-        if self.gpus is None:
-            return await self._sync(version, check_all=check_all, only=only)
-        async with self.gpus.parameters():
-            try:
+        with garbage.paused():
+            self._asleep = {member.url for member in self.fleet.members() if member.state is State.ASLEEP}
+            if self.gpus is None:
                 return await self._sync(version, check_all=check_all, only=only)
-            finally:
-                for url in self._asleep:
-                    await self.gpus.end(url, "it did not wake up")
+            async with self.gpus.parameters():
+                try:
+                    return await self._sync(version, check_all=check_all, only=only)
+                finally:
+                    for url in self._asleep:
+                        await self.gpus.end(url, "it did not wake up")
 
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started = time.perf_counter()

@@ -1,0 +1,81 @@
+"""No search for cycles while engines stand still."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from rltool.processes import garbage
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    assert gc.isenabled()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_it_is_paused_until_the_last_of_several_blocks_ends():
+    first, second = garbage.paused(), garbage.paused()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_a_block_that_raises_ends_it_and_a_collector_that_was_off_stays_off():
+    with pytest.raises(ValueError, match="planned"), garbage.paused():
+        raise ValueError("planned")
+    assert gc.isenabled()
+    gc.disable()
+    with garbage.paused():
+        pass
+    assert not gc.isenabled()
+
+
+def test_a_function_can_be_such_a_block_every_time():
+    looked = []
+
+    @garbage.paused()
+    def work() -> None:
+        looked.append(gc.isenabled())
+
+    work()
+    work()
+    assert looked == [False, False] and gc.isenabled()
+
+
+def test_what_was_there_is_not_looked_at_again_and_what_comes_is():
+    old = Cycle()
+    garbage.settle()
+    assert gc.get_freeze_count() > 0 and not any(found is old for found in gc.get_objects())
+    new = Cycle()
+    gone = weakref.ref(new)
+    del new
+    gc.collect()
+    assert gone() is None
+
+
+def test_syncs_and_what_the_ranks_send_are_such_blocks(monkeypatch):
+    """Of the two that matter: neither a method renamed nor a decorator lost goes unnoticed."""
+    from rltool.weights.sender import WeightSender
+    from rltool.weights.sync import WeightSync
+
+    entered = []
+    monkeypatch.setattr(gc, "disable", lambda: entered.append("paused"))
+    with pytest.raises(AttributeError):
+        WeightSender.send(object(), [], [], "v", [])  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        asyncio.run(WeightSync.sync(object(), "v"))  # type: ignore[arg-type]
+    assert entered == ["paused", "paused"]
