@@ -125,8 +125,8 @@ def test_the_copies_of_vllms_own_loaders_are_recorded_and_replayed(plain_model):
 def block_pool(monkeypatch):
     pools = import_module("vllm.v1.core.block_pool")
     monkeypatch.setattr(pools.BlockPool, "reset_prefix_cache", pools.BlockPool.reset_prefix_cache)
-    reset_hashed_blocks({"RLTOOL_BOOT_ID": "boot"})
-    reset_hashed_blocks({"RLTOOL_BOOT_ID": "boot"})
+    reset_hashed_blocks({"RLTOOL_KEY_FILE": "key"})
+    reset_hashed_blocks({"RLTOOL_KEY_FILE": "key"})
     return pools.BlockPool(1000, True, 16)
 
 

@@ -12,13 +12,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, cast
 
-VARIABLE = "RLTOOL_BOOT_ID"
-"""Set for servers that rltool starts: others keep vLLM's own way."""
+from rltool.engines.plugin.guard import KEY_FILE_VARIABLE
 
 
 def reset_hashed_blocks(environment: Mapping[str, str] = os.environ) -> None:
-    """Let the block pools of this process reset the blocks that hold a hash alone. Idempotent."""
-    if VARIABLE not in environment:
+    """Let the block pools of this process reset the blocks that hold a hash alone. Idempotent. Servers without the
+    guard keep vLLM's own way."""
+    if KEY_FILE_VARIABLE not in environment:
         return
     try:
         from vllm.v1.core.block_pool import BlockPool
