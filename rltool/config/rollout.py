@@ -40,10 +40,10 @@ class EnginesConfig(Config):
     start_router: bool = False
     """managed, colocate, serve-engines --config: start a router in front of the policy's engines."""
     max_restarts: int = Field(default=5, ge=0)
-    """managed, colocate: how often an engine that has died is started again. One that has served for
-    engines.restart_forget seconds since has all of them again; one that has none left stays dead."""
+    """managed, colocate, serve-engines --config: how often an engine that has died is started again. One that has
+    served for engines.restart_forget seconds since has all of them again; one that has none left stays dead."""
     restart_backoff: float = Field(default=1.0, gt=0)
-    """managed, colocate: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
+    """See max_restarts: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
     restart_forget: float = Field(default=600.0, gt=0)
     """See max_restarts."""
     groups: tuple[EngineGroup, ...] = ()

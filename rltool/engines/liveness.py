@@ -68,9 +68,10 @@ class LivenessFromStart:
     wrong with it but that it takes longer than `seconds`."""
 
     def __init__(
-        self, pid: int, url: str, *, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pid, self._url, self._seconds, self._clock = pid, url, seconds, clock
+        self, pid: int, url: str, *, seconds: float = math.inf, on_serving: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._pid, self._url, self._seconds, self._on_serving, self._clock = pid, url, seconds, on_serving, clock
         self._started = clock()
         self._liveness: Liveness | None = None
 
@@ -79,6 +80,7 @@ class LivenessFromStart:
             return self._liveness()
         if serves(self._url):
             self._liveness = Liveness(self._pid, self._url, clock=self._clock)
+            self._on_serving()
         elif self._clock() - self._started > self._seconds:
             return f"did not serve within {self._seconds:g} s"
         return None

@@ -14,6 +14,7 @@ from rltool.engines.engine_process import engine_spec
 from rltool.engines.liveness import LivenessFromStart
 from rltool.engines.plan import url_of
 from rltool.processes.restarts import RestartBudget, RestartPolicy
+from rltool.processes.signals import deferred_interrupts
 from rltool.processes.spawn import RunningProcess
 from rltool.processes.supervise import ProcessGroup
 
@@ -28,19 +29,26 @@ class EngineRelaunch:
     def watch(self, process: RunningProcess, launch: EngineLaunch) -> None:
         self._launches[process.role] = launch
 
-    def delay(self, process: RunningProcess) -> float | None:
-        if self._policy.most == 0 or process.role not in self._launches:
-            return None
+    def owns(self, process: RunningProcess) -> bool:
+        return self._policy.most > 0 and process.role in self._launches
+
+    def delay(self, process: RunningProcess) -> float:
         delay = self._budget.died(process.role)
         return math.inf if delay is None else delay
 
+    def end(self, process: RunningProcess) -> None:
+        """A server that was killed leaves its engine core, and that its GPU memory."""
+        with deferred_interrupts():  # which stopping would take for impatience
+            self._group.stop([process])
+
     def start(self, process: RunningProcess) -> RunningProcess:
-        self._group.stop([process])  # a server that was killed leaves its engine core, and that its GPU memory
+        self.end(process)
         launch = self._launches[process.role].model_copy(update={"boot_id": uuid.uuid4().hex})
         started = self._group.start(engine_spec(launch), log=process.log)
-        self._budget.started(process.role)
         url = url_of(launch)
-        self._group.checks[process.role] = LivenessFromStart(started.state.pid, url, seconds=launch.ready_timeout)
+        self._group.checks[process.role] = LivenessFromStart(
+            started.state.pid, url, seconds=launch.ready_timeout, on_serving=lambda: self._budget.started(process.role)
+        )
         edit_endpoints(self._group.run.endpoints_file, lambda file: _rebooted(file, url, launch.boot_id))
         return started
 

@@ -37,9 +37,11 @@ class RestartBudget:
         if used >= self._policy.most:
             return None
         self._used[name] = used + 1
+        self._started_at.pop(name, None)  # it does not live again before `started` says so
         return min(LONGEST_PAUSE, self._policy.backoff * 2**used)
 
     def started(self, name: str) -> None:
+        """It lives from now on."""
         self._started_at[name] = self._clock()
 
     def used(self, name: str) -> int:

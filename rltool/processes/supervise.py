@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts, termination_interrupts
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, start
@@ -23,14 +25,32 @@ Check = Callable[[], str | None]
 class Restarts(Protocol):
     """Starts processes again that have ended by themselves, or are useless."""
 
-    def delay(self, process: RunningProcess) -> float | None:
-        """Seconds to wait, counting one restart; inf: it was started again too often, and the others go on without it;
-        None: it is none of those, and the others end with it."""
+    def owns(self, process: RunningProcess) -> bool:
+        """False: the others end with it."""
+        ...
+
+    def delay(self, process: RunningProcess) -> float:
+        """Seconds to wait, counting one restart; inf: it was started again too often, and the others go on without
+        it."""
+        ...
+
+    def end(self, process: RunningProcess) -> None:
+        """End what is left of it. Raises RltoolError."""
         ...
 
     def start(self, process: RunningProcess) -> RunningProcess:
-        """End what is left of it, and start another in its place, with a check of its own."""
+        """End what is left of it, and start another in its place, with a check of its own. Raises RltoolError,
+        OSError."""
         ...
+
+
+@dataclass(frozen=True)
+class _Due:
+    """at: when it is started again. was_stopped: what was left of it has been ended here already."""
+
+    at: float
+    process: RunningProcess
+    was_stopped: bool
 
 
 SETTLE_SECONDS = 1.0
@@ -146,12 +166,33 @@ def supervise(
 
     Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
     """
-    watched, due = list(processes), list[tuple[float, RunningProcess]]()
+    watched, due = list(processes), list[_Due]()
+
+    def mourn(process: RunningProcess, wrong: str, *, was_stopped: bool = False) -> None:
+        if restarts is None or not restarts.owns(process):
+            raise process.failure(wrong)
+        delay = restarts.delay(process)
+        if delay < math.inf:
+            due.append(_Due(clock() + delay, process, was_stopped))
+            note(f"{process.role} {wrong}; it is started again in {delay:g} s (log: {process.log})")
+        elif not due and not any(map(restarts.owns, watched)):
+            raise process.failure(wrong)
+        else:
+            note(f"{process.role} {wrong}; it stays dead: too many restarts (log: {process.log})")
+            with suppress(RltoolError):  # what cannot be ended is no reason to end the others
+                restarts.end(process)
+
     while watched or due:
-        for at, process in list(due):
-            if clock() >= at and restarts is not None:
-                due.remove((at, process))
-                watched.append(restarts.start(process))
+        for one in [one for one in due if clock() >= one.at]:
+            assert restarts is not None
+            due.remove(one)
+            if not one.was_stopped and was_asked_to_stop(one.process):
+                note(f"{one.process.role} was stopped")
+                continue
+            try:
+                watched.append(restarts.start(one.process))
+            except (RltoolError, OSError) as error:
+                mourn(one.process, f"could not be started again: {error}", was_stopped=True)
         for process in list(watched):
             code = process.exit_code()
             wrong = describe_exit(code) if code is not None else _found_by_check(process, checks or {})
@@ -160,19 +201,9 @@ def supervise(
             if not was_asked_to_stop(process):
                 if code is None and (code := process.wait(SETTLE_SECONDS)) is not None:
                     wrong = f"{wrong}; since then it {describe_exit(code)}"
-                delay = restarts.delay(process) if restarts is not None else None
-                if delay is None:
-                    raise process.failure(wrong)
                 watched.remove(process)
-                if delay < math.inf:
-                    due.append((clock() + delay, process))
-                    note(f"{process.role} {wrong}; it is started again in {delay:g} s (log: {process.log})")
-                elif not watched and not due:
-                    raise process.failure(wrong)
-                else:
-                    note(f"{process.role} {wrong}; it stays dead: too many restarts (log: {process.log})")
-                continue
-            if code is not None:  # else it is being stopped, and its children went first
+                mourn(process, wrong)
+            elif code is not None:  # else it is being stopped, and its children went first
                 note(f"{process.role} was stopped")
                 watched.remove(process)
         sleep(poll)

@@ -20,7 +20,7 @@ from tests.chaos.weights import FROM_DISK, weights_of
 OTHER_RUN = "d" * 32
 SYNC_ROUTES = (
     "/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume", "/reset_prefix_cache",
-    "/reset_encoder_cache",
+    "/reset_encoder_cache", "/sleep", "/wake_up",
     "/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/rltool/update_weights",
     "/rltool/finish_weight_update",
 )  # fmt: skip

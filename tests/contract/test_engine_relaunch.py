@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineGroup
+from rltool.engines import liveness, relaunch
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.launch import Order, launch_engines
 from rltool.engines.liveness import serves
 from rltool.engines.plan import Model
 from rltool.engines.sync_client import probe
+from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartPolicy
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.spawn import ProcessFailed
@@ -36,11 +38,13 @@ class Over(Exception):
 class Serving:
     """Two engines in a group of their own; `play` watches them while a scenario goes on."""
 
-    def __init__(self, run: RunDirectory, model: Path, python: Path, group: ProcessGroup, most: int) -> None:
-        self.run, self.group = run, group
+    def __init__(
+        self, run: RunDirectory, model: Path, python: Path, group: ProcessGroup, most: int, backoff: float
+    ) -> None:
+        self.run, self.group, self.now = run, group, 0.0
         self.said: list[str] = []
         engines = EngineGroup(device="cpu", count=2, engine_python=python, ready_timeout=SECONDS)
-        order = Order((engines,), {"policy": Model(model)}, RestartPolicy(most, backoff=0.05))
+        order = Order((engines,), {"policy": Model(model)}, RestartPolicy(most, backoff))
         self.first = launch_engines(order, group)["policy"]
 
     def state(self, number: int) -> ProcessState:
@@ -57,6 +61,14 @@ class Serving:
             return state is not None and state.pid != before.pid and serves(self.first[number].url)
 
         return there
+
+    def hangs(self, number: int) -> bool:
+        """True once it was started again; from now on it has been loading for too long."""
+        check = self.group.checks[f"engine-{number}"]
+        if not isinstance(check, liveness.LivenessFromStart):
+            return False
+        check._seconds = -1.0
+        return True
 
     def kill(self, number: int) -> ProcessState:
         state = self.state(number)
@@ -78,18 +90,21 @@ class Serving:
                     raise Over
                 until = following
 
-        group = self.group
-        supervise(group.processes, checks=group.checks, restarts=group.restarts, sleep=sleep, note=self.said.append)
+        group, began = self.group, time.monotonic()
+        supervise(
+            group.processes, checks=group.checks, restarts=group.restarts, sleep=sleep, note=self.said.append,
+            clock=lambda: time.monotonic() - began + self.now,
+        )  # fmt: skip
 
 
 @pytest.fixture
-def serving(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
+def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     run, model = open_run("demo", create=True, root=tmp_path / "runs"), tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (model / "pytorch_model.bin").touch()
     with ProcessGroup(run) as group:
-        yield lambda most: Serving(run, model, write_python(tmp_path), group, most)
+        yield lambda most, backoff=0.05: Serving(run, model, write_python(tmp_path), group, most, backoff)
 
 
 def test_an_engine_that_is_killed_serves_again_at_its_address_and_the_other_goes_on(serving):
@@ -131,6 +146,60 @@ def test_without_restarts_the_end_of_one_is_the_end_of_all(serving):
     engines.kill(1)
     with pytest.raises(ProcessFailed, match="engine-1 was killed by signal 9"):
         engines.play(lambda: iter([lambda: False]))
+
+
+def test_one_that_is_stopped_while_it_waits_for_its_restart_is_not_started_again(serving):
+    engines = serving(5, backoff=30.0)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        engines.kill(0)
+        yield lambda: len(engines.said) == 1
+        engines.now += 20
+        stop_run(engines.run, ["engine-0"], grace=5.0)
+        yield lambda: len(engines.said) == 1
+        engines.now += 20
+        yield lambda: engines.said[1:] == ["engine-0 was stopped"]
+
+    with pytest.raises(Over):
+        engines.play(scenario)
+    assert read_state(engines.run, "engine-0") is None
+
+
+def test_a_restart_that_fails_is_tried_again_and_counted(serving, monkeypatch):
+    engines, fails = serving(2), [OSError("no space left"), RltoolError("planned")]
+    start = relaunch.engine_spec
+
+    def failing(launch):
+        if fails:
+            raise fails.pop(0)
+        return start(launch)
+
+    monkeypatch.setattr(relaunch, "engine_spec", failing)
+    other = engines.state(1)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        engines.kill(0)
+        yield lambda: any("stays dead" in line for line in engines.said)
+
+    with pytest.raises(Over):
+        engines.play(scenario)
+    assert "could not be started again: no space left" in engines.said[1]
+    assert "could not be started again: planned; it stays dead" in engines.said[2] and is_alive(other)
+
+
+def test_one_that_never_serves_uses_its_restarts_up_and_is_ended(serving, monkeypatch):
+    engines = serving(1, backoff=0.0)
+    monkeypatch.setattr(liveness, "serves", lambda url: False)
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        engines.kill(0)
+        yield lambda: read_state(engines.run, "engine-0") is not None and len(engines.said) == 1
+        yield lambda: engines.hangs(0)
+        yield lambda: "did not serve within" in engines.said[-1] and "stays dead" in engines.said[-1]
+
+    with pytest.raises(Over):
+        engines.play(scenario)
+    assert read_state(engines.run, "engine-0") is None, "it does not hold its GPU any more"
 
 
 def test_one_that_is_stopped_by_hand_is_not_started_again(serving):

@@ -102,7 +102,8 @@ def test_a_stock_server_that_keeps_its_requests_is_paused_by_its_sleep_of_level_
         first = asked.index(pause)
         assert asked[first : first + 7] == [
             pause, ("/start_weight_update", {}), ("/update_weights", {}), ("/finish_weight_update", {}),
-            ("/reset_prefix_cache", {"reset_running_requests": "true"}), ("/reset_encoder_cache", {}), resume,
+            ("/reset_prefix_cache", {"reset_running_requests": "true", "reset_external": "true"}),
+            ("/reset_encoder_cache", {}), resume,
         ]  # fmt: skip
 
     syncing(scenario, engines=(fake_stock_vllm,), pause_mode=mode)

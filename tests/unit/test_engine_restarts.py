@@ -225,3 +225,16 @@ def test_an_engine_that_is_ended_counts_as_one_that_died_and_is_ended_twice_with
         assert rig.restarts.owns(URL) and not rig.restarts.owns("http://127.0.0.1:7009")
 
     rig.run(body)
+
+
+def test_one_that_was_started_and_never_lived_gets_nothing_back():
+    now = [0.0]
+    it = budget(lambda: now[0], most=2)
+    assert it.died(URL) == 1.0
+    it.started(URL)
+    now[0] = 700.0
+    assert it.died(URL) == 1.0, "it has lived for long enough"
+    now[0] = 1400.0
+    assert it.died(URL) == 2.0
+    now[0] = 2100.0
+    assert it.died(URL) is None

@@ -202,14 +202,16 @@ def test_what_vllm_keeps_of_aborted_requests_is_dropped_and_no_more():
 
 
 @pytest.mark.parametrize(
-    "path", ["/start_weight_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/resume"]
+    "path",
+    ["/start_weight_update", "/shutdown_weight_transfer_engine", "/init_weight_transfer_engine", "/resume", "/wake_up"],
 )
 def test_an_update_left_open_is_ended_before_the_next_step(path):
     app = App(mixed=True)
     ask(app, "POST", path)
     assert app.engine_calls == ["rltool_end_unfinished_update"]
     assert app.versions == ["incomplete"]
-    assert ("collective_rpc" in vars(app)) == (path != "/resume"), "vLLM's weight methods: see hear_all_workers"
+    is_of_weights = path not in ("/resume", "/wake_up")
+    assert ("collective_rpc" in vars(app)) == is_of_weights, "vLLM's weight methods: see hear_all_workers"
 
 
 @pytest.mark.parametrize("path", ["/update_weights", "/finish_weight_update"])

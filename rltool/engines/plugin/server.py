@@ -44,10 +44,10 @@ INCOMPLETE_VERSION = "incomplete"
 """The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
 
 ENDS_UNFINISHED_UPDATE = frozenset(
-    {"/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine", "/resume"}
+    {"/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine", "/resume", "/wake_up"}
 )
-"""Before these an update that is still open (its trainer died) is ended; vLLM would refuse them, or run on meta
-tensors."""
+"""Before these an update that is still open (its trainer died, or gave it up) is ended; vLLM would refuse them, or run
+on meta tensors."""
 MAY_FAIL_HALFWAY = frozenset({"/update_weights", "/finish_weight_update"})
 
 

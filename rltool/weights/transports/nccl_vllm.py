@@ -10,6 +10,7 @@ Source: vllm/distributed/weight_transfer/{nccl_common,nccl_engine,packed_tensor}
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -45,7 +46,9 @@ class StockVllmControl(vllm.VllmControl):
         return [HttpRequest("POST", "/wake_up", query={"tags": "scheduling"})]
 
     def finish(self, version: str) -> list[HttpRequest]:
-        return [*super().finish(version), HttpRequest("POST", "/reset_encoder_cache")]
+        finish, reset = super().finish(version)
+        everything = {**reset.query, "reset_external": "true"}  # caches of a KV connector
+        return [finish, replace(reset, query=everything), HttpRequest("POST", "/reset_encoder_cache")]
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """vLLM cannot be told how long to wait for the trainer."""
