@@ -10,6 +10,7 @@ from rltool.processes.spawn import ProcessSpec
 
 
 def engine_spec(launch: EngineLaunch) -> ProcessSpec:
+    """Argv and environment by the engine's dialect; the address of the part that serves alone."""
     speaks = dialect(launch.engine)
     return ProcessSpec(
         role=process_role(launch),

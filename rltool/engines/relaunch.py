@@ -44,12 +44,13 @@ class EngineRelaunch:
     def start(self, process: RunningProcess) -> RunningProcess:
         self.end(process)
         launch = self._launches[process.role].model_copy(update={"boot_id": uuid.uuid4().hex})
-        started = self._group.start(engine_spec(launch), log=process.log)
         url = url_of(launch)
+        # First, for what may fail is not to leave a process behind that nobody watches.
+        edit_endpoints(self._group.run.endpoints_file, lambda file: _rebooted(file, url, launch.boot_id))
+        started = self._group.start(engine_spec(launch), log=process.log)
         self._group.checks[process.role] = LivenessFromStart(
             started.state.pid, url, seconds=launch.ready_timeout, on_serving=lambda: self._budget.started(process.role)
         )
-        edit_endpoints(self._group.run.endpoints_file, lambda file: _rebooted(file, url, launch.boot_id))
         return started
 
 

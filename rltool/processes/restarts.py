@@ -12,7 +12,7 @@ LONGEST_PAUSE = 60.0
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """most: restarts of one process; it has all of them again once it has lived for forget seconds since the last.
+    """most: restarts of one process; it has all of them again once it has lived for `forget` seconds since the last.
     backoff: seconds before the first, doubled with each that follows, LONGEST_PAUSE at most."""
 
     most: int

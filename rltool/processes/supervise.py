@@ -168,7 +168,7 @@ def supervise(
     """
     watched, due = list(processes), list[_Due]()
 
-    def mourn(process: RunningProcess, wrong: str, *, was_stopped: bool = False) -> None:
+    def ended(process: RunningProcess, wrong: str, *, was_stopped: bool = False) -> None:
         if restarts is None or not restarts.owns(process):
             raise process.failure(wrong)
         delay = restarts.delay(process)
@@ -192,7 +192,7 @@ def supervise(
             try:
                 watched.append(restarts.start(one.process))
             except (RltoolError, OSError) as error:
-                mourn(one.process, f"could not be started again: {error}", was_stopped=True)
+                ended(one.process, f"could not be started again: {error}", was_stopped=True)
         for process in list(watched):
             code = process.exit_code()
             wrong = describe_exit(code) if code is not None else _found_by_check(process, checks or {})
@@ -202,7 +202,7 @@ def supervise(
                 if code is None and (code := process.wait(SETTLE_SECONDS)) is not None:
                     wrong = f"{wrong}; since then it {describe_exit(code)}"
                 watched.remove(process)
-                mourn(process, wrong)
+                ended(process, wrong)
             elif code is not None:  # else it is being stopped, and its children went first
                 note(f"{process.role} was stopped")
                 watched.remove(process)
