@@ -1,3 +1,5 @@
+import contextlib
+import random
 import socket
 
 import pytest
@@ -28,20 +30,26 @@ def test_a_port_in_use_is_a_usage_error_that_names_the_flag():
             reserve_ports(1, first=port, flag="--router-port")
 
 
+def pair_of_free_ports() -> int:
+    """The first of two neighbours that nobody listens on: a free port's neighbour may well be another test's."""
+    for port in random.sample(FREE_RANGE, 100):
+        with contextlib.suppress(OSError):
+            with socket.create_server(("127.0.0.1", port)), socket.create_server(("127.0.0.1", port + 1)):
+                pass
+            return port
+    raise AssertionError("no two neighbouring ports are free")
+
+
 def test_when_the_second_port_is_taken_the_first_is_given_back():
-    with reserved_ports(2) as reservation:
-        low, high = sorted(reservation.ports)
-    if high != low + 1:
-        high = low + 1
-    with socket.create_server(("127.0.0.1", high)):
+    low = pair_of_free_ports()
+    with socket.create_server(("127.0.0.1", low + 1)):
         with pytest.raises(UsageError):
             reserve_ports(2, first=low)
         reserve_ports(1, first=low).release()
 
 
 def test_following_ports_are_counted_from_the_first():
-    with reserved_ports(1) as free:
-        first = free.ports[0]
+    first = pair_of_free_ports()
     with reserved_ports(2, first=first) as reservation:
         assert reservation.ports == (first, first + 1)
 
