@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
+from rltool.engines.plugin.info import PLUGIN_PROTOCOL
+
 Version = tuple[int, ...]
 
 OLDEST: dict[str, Version] = {"vllm": (0, 29), "sglang": (0, 5, 17)}
@@ -64,6 +66,16 @@ def refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
     if (found is None or found[: len(newest)] > newest) and not newer:
         return f"is {name} {version}, and {known}; engines.newer_versions = true tries it all the same"
     return None
+
+
+def plugin_refusal(protocol: int | None) -> str | None:
+    """Why rltool does not work with an engine whose plugin is of this protocol, None if it does."""
+    if protocol == PLUGIN_PROTOCOL:
+        return None
+    return (
+        f"runs the plugin of {'an older' if (protocol or 0) < PLUGIN_PROTOCOL else 'a newer'} rltool: install this one "
+        "in its environment, and start it anew (an engine keeps the plugin that it was started with)"
+    )
 
 
 def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:

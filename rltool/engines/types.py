@@ -235,6 +235,8 @@ class EngineInfo:
     """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
     max_logprobs: int | None = None
     """How many tokens of one place a vLLM server gives the log-probabilities of, -1: of all."""
+    plugin_protocol: int | None = None
+    """rltool.engines.plugin.info.PLUGIN_PROTOCOL there; None without the plugin, or with one that tells none."""
 
 
 BOOT_ID_HEADER = "x-rltool-boot-id"

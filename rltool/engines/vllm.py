@@ -184,6 +184,7 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
             max_logprobs=facts.get("max_logprobs"),
             task=facts.get("task"),
             routed_experts=facts.get("routed_experts"),
+            plugin_protocol=facts.get("plugin_protocol"),
         )
 
     def health(self) -> HttpRequest:

@@ -31,7 +31,8 @@ disk
 
 Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
 succeeds. Where one update info stands for all buckets, POST /rltool/update_weights {update_info} is the pause, the
-start and the update, and POST /rltool/finish_weight_update {weight_version} the finish and the end of the prefix cache.
+start and the update, and POST /rltool/finish_weight_update {weight_version, resume} the finish, the end of the prefix
+cache and, where told so, of the pause. What is changed here is counted in rltool.engines.plugin.info.PLUGIN_PROTOCOL.
 """
 
 from __future__ import annotations

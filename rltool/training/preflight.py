@@ -273,6 +273,8 @@ def engine_problems(
     """Everything that makes one engine unfit, as sentences; empty if it fits. Pure. trainer_device None: it is sent no
     weights."""
     too_old_or_new = supported.refusal(info.dialect, info.engine_version, newer=config.engines.newer_versions)
+    if too_old_or_new is None and info.plugin:
+        too_old_or_new = supported.plugin_refusal(info.plugin_protocol)
     if too_old_or_new is not None:
         return [too_old_or_new]
     problems = []

@@ -189,6 +189,13 @@ def test_a_vllm_whose_samples_name_no_version_is_good_for_rollouts_alone(configu
         check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
 
 
+def test_an_engine_with_the_plugin_of_another_rltool_is_refused_before_anything_is_asked_of_it(configure, fake_vllm):
+    fake_vllm.plugin_protocol = None
+    with pytest.raises(UsageError, match=rf"{fake_vllm.url}.*plugin of an older rltool.*start it anew"):
+        preflight(configure(fake_vllm.url))
+    assert {request.method for request in fake_vllm.requests} == {"GET"}
+
+
 def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_vllm, sglang):
     for top_k, refused in (("12", False), ("13", True)):
         config = configure(fake_vllm.url, sets=(f"sampling.top_k={top_k}", "sampling.top_p=0.9"))

@@ -5,6 +5,7 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
 from rltool.training.preflight import engine_problems
@@ -121,7 +122,7 @@ def info(**changes) -> EngineInfo:
     values = dict(
         dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128,
         dtype="float32", weight_backend="rltool", weight_version=None, boot_id="b", plugin=True,
-        model_config=dict(MODEL),
+        model_config=dict(MODEL), plugin_protocol=PLUGIN_PROTOCOL,
     )  # fmt: skip
     return EngineInfo(**{**values, **changes})
 
@@ -137,6 +138,9 @@ def info(**changes) -> EngineInfo:
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
         ({"weight_backend": "rltool"}, "nccl", "cannot be sent weights over nccl"),
         ({"max_model_len": 100}, "gloo", "--max-model-len 2048"),
+        ({"plugin_protocol": None}, "gloo", "the plugin of an older rltool: install this one in its environment, and"),
+        ({"plugin_protocol": PLUGIN_PROTOCOL - 1}, "gloo", "the plugin of an older rltool"),
+        ({"plugin_protocol": PLUGIN_PROTOCOL + 1}, "gloo", "the plugin of a newer rltool"),
     ],
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, transport, message):
@@ -151,6 +155,7 @@ def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_tra
     config = load_config(TrainConfig, [], base).config
     assert not engine_problems(info(), MODEL, config, "cpu")
     assert not engine_problems(info(weight_backend=None), MODEL, config, None)
+    assert not engine_problems(info(plugin=False, plugin_protocol=None), MODEL, config, None)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,10 @@ from typing import Any
 
 import rltool
 
+PLUGIN_PROTOCOL = 2
+"""Of the requests that trainer and plugin exchange, counted up by whoever changes what one of them has to know of the
+other. 1, which tells no number: /rltool/finish_weight_update leaves the engine paused."""
+
 
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
     """`state` is the FastAPI app's. Keys are those that rltool.engines.vllm reads; model_config is the HF config of the
@@ -17,6 +21,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
     model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
     return {
         "rltool_version": rltool.__version__,
+        "plugin_protocol": PLUGIN_PROTOCOL,
         "vllm_version": vllm_version,
         "boot_id": boot_id,
         "model_path": model.model,

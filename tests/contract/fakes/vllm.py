@@ -24,6 +24,7 @@ from rltool.engines import arrays, wire
 from rltool.engines.dialect import MEMORY_TAGS
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
+from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
@@ -43,11 +44,11 @@ END_TOKEN = 1
 class FakeVllm(FakeServer):
     """Knobs are attributes, to be set at any time.
 
-    model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version: what probes find. plugin:
-    False is a stock server in development mode, which has no /generate, /rltool/info or boot id. missing_logprobs:
-    replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a missing value. role:
-    that of its endpoint; kv_connector: it keeps KV caches for others; fetched: where those that it was told to fetch
-    lie. routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts).
+    model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version, plugin_protocol: what probes
+    find. plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id.
+    missing_logprobs: replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a
+    missing value. role: that of its endpoint; kv_connector: it keeps KV caches for others; fetched: where those that it
+    was told to fetch lie. routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts).
     logprob_shift: what it adds to the log-probabilities of given tokens; those are taken for samples after a prompt of
     `scored_after`. hours_later: what its leases take the time to be. sleep_mode: what it says of itself; asleep: the
     tags of the memory that it has given back. task: "classify" is a pooling server of a model with num_labels.
@@ -77,6 +78,7 @@ class FakeVllm(FakeServer):
         self.fetched: list[dict[str, Any]] = []
         self.scored_after = 8
         self.routing: Routing | None = None
+        self.plugin_protocol: int | None = PLUGIN_PROTOCOL
         self.logprob_shift = 0.0
         self.max_logprobs = 20
         self.raw_logprobs = False
@@ -240,6 +242,7 @@ class FakeVllm(FakeServer):
         lease = self.leases.lease()
         return web.json_response(
             {
+                "plugin_protocol": self.plugin_protocol,
                 "boot_id": self.boot_id,
                 "vocab_size": self.vocab_size,
                 "dtype": self.dtype,
