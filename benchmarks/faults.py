@@ -67,7 +67,7 @@ class Bench:
     def serve(self, port: int) -> None:
         self.rltool(
             "serve-engines", str(self.model), "--device", "cpu", "--max-model-len", "256", "--port", str(port),
-            "--detach", "--no-join",
+            "--detach", "--no-join", "--max-restarts", "0",
         )  # fmt: skip
 
     def start_router(self) -> None:

@@ -14,8 +14,7 @@ from rich.console import Console
 from recipes.tool_use.task import make_data, make_model
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.signals import termination_interrupts
-from rltool.processes.state import read_states
-from rltool.processes.stop import stop_processes
+from rltool.processes.stop_run import stop_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.stages import Stages
 from rltool.report.page import write_report
@@ -37,7 +36,7 @@ def run_recipe(
             _stages(Stages(run, group, console, 5), run, warm_up, how, seed, steps, warm_up_steps)
         finally:
             for directory in (run, warm_up):
-                stop_processes(read_states(directory))
+                stop_run(directory)
     return run
 
 

@@ -94,8 +94,7 @@ def evaluate(
 def _engines(checkpoint: Path | None, serve_flags: str, external: list[str] | None) -> Iterator[list[str] | None]:
     """The addresses that were given, or those of engines that serve the checkpoint while the block runs."""
     from rltool.processes.run_directory import open_run
-    from rltool.processes.state import read_states
-    from rltool.processes.stop import stop_processes
+    from rltool.processes.stop_run import stop_run
 
     if checkpoint is None:
         yield external
@@ -112,7 +111,7 @@ def _engines(checkpoint: Path | None, serve_flags: str, external: list[str] | No
             raise RltoolError(f"the engines did not start (see above, and `rltool logs --run {run.name}`)")
         yield [f"@{run.endpoints_file}"]
     finally:
-        stop_processes(read_states(run))
+        stop_run(run)
 
 
 def _write(path: Path, text: str) -> None:

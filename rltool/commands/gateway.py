@@ -14,7 +14,7 @@ from rltool.config.loader import load_config
 from rltool.errors import UsageError
 from rltool.gateway.launch import plan_gateway, start_gateway
 from rltool.processes.hosts import is_loopback
-from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.processes.supervise import ProcessGroup, run_command
 
 console = Console()
 
@@ -95,7 +95,7 @@ def gateway(
         _say(f'open a session: curl -X POST {url}/sessions -H "Authorization: Bearer $(cat {parts.key_file})"')
         _say(f"detached; end it with: rltool stop --run {plan.run.name}" if detach else "Ctrl-C ends it")
 
-    raise typer.Exit(run_in_foreground("gateway-command", plan.run, bring_up, detach=detach, note=console.print))
+    raise typer.Exit(run_command("gateway-command", plan.run, bring_up, detach=detach, note=console.print))
 
 
 def _json_object(text: str) -> dict[str, Any]:

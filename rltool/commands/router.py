@@ -19,7 +19,7 @@ from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import free_role
-from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.processes.supervise import ProcessGroup, run_command
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
 from rltool.router.workers import add_worker, list_workers, remove_worker
 
@@ -93,9 +93,9 @@ def start(
 
     try:
         role = free_role("router-command", plan.run)
-        code = run_in_foreground(role, plan.run, bring_up, detach=detach, note=console.print)
+        code = run_command(role, plan.run, bring_up, detach=detach, note=console.print)
     finally:
-        if started and not detach and plan.endpoints_file is not None:
+        if started and plan.endpoints_file is not None:
             forget_router(plan.endpoints_file, started[0])
     raise typer.Exit(code)
 

@@ -34,7 +34,7 @@ from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, open_run, runs_root
 from rltool.processes.state import free_role
-from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.processes.supervise import ProcessGroup, run_command
 from rltool.router.launch import start_planned_routers
 
 console = Console()
@@ -108,11 +108,12 @@ def serve_engines(
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(help="How often an engine that dies is started again, without --detach (default: 5)."),
+        typer.Option(help="How often an engine that dies is started again (default: 5)."),
     ] = None,
     run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Return when they serve; they live on until `rltool stop`.")
+        bool,
+        typer.Option("--detach", help="Return when they serve; they live on, and are watched, until `rltool stop`."),
     ] = False,
     no_join: Annotated[
         bool, typer.Option("--no-join", help="Do not join a run that is training with this run's engines.")
@@ -144,11 +145,6 @@ def serve_engines(
         "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),
     }
-    if detach and max_restarts:
-        raise UsageError(
-            "--max-restarts and --detach: nobody watches engines that are detached; leave --detach out, and let this "
-            "command run on (under a service manager, say)"
-        )
     order = _order(config or [], flags)
     if dry:
         _print_dry_run(order, RunDirectory(runs_root() / (run or "NEW-RUN")))
@@ -174,7 +170,7 @@ def serve_engines(
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
     role = free_role("serve-engines", directory)
-    code = run_in_foreground(
+    code = run_command(
         role, directory, bring_up, detach=detach, note=console.print, orderly_seconds=ORDERLY_SECONDS
     )
     raise typer.Exit(code)

@@ -16,8 +16,9 @@ from rltool.processes.stop import GRACE_SECONDS, process_tree, stop_processes
 
 
 def stop_order(states: Sequence[ProcessState]) -> list[ProcessState]:
-    """Whoever needs longest for an orderly end goes first: a trainer resumes its engines before it leaves them."""
-    return sorted(states, key=lambda state: -state.orderly_seconds)
+    """Whoever needs longest for an orderly end goes first, a trainer before those who watch its engines, for it resumes
+    them before it leaves them."""
+    return sorted(states, key=lambda state: (-state.orderly_seconds, state.role.split("-")[0] != TRAINER_ROLE))
 
 
 def stop_run(

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.background import in_background
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts, termination_interrupts
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, start
@@ -58,8 +59,7 @@ SETTLE_SECONDS = 1.0
 
 
 class ProcessGroup:
-    """Processes of one run that live no longer than this `with` block, whichever way it is left, unless detach() was
-    called."""
+    """Processes of one run that live no longer than this `with` block, whichever way it is left."""
 
     def __init__(self, run: RunDirectory, *, grace: float = GRACE_SECONDS) -> None:
         self.run = run
@@ -85,10 +85,6 @@ class ProcessGroup:
         """End these alone, with their trees."""
         stop_all(processes, self._grace)
         self.processes = [process for process in self.processes if process not in processes]
-
-    def detach(self) -> None:
-        """Let all live on after the block; `rltool stop` ends them then."""
-        self.processes.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -116,7 +112,7 @@ def refuse_living(run: RunDirectory, role: str) -> None:
         )
 
 
-def run_in_foreground(
+def run_command(
     role: str,
     run: RunDirectory,
     bring_up: Callable[[ProcessGroup], None],
@@ -125,24 +121,47 @@ def run_in_foreground(
     note: Callable[[str], None] = lambda _: None,
     orderly_seconds: float = 2 * GRACE_SECONDS,
 ) -> int:
-    """Bring processes up and, unless `detach`, stay until Ctrl-C, SIGTERM or the first death that `group.restarts` does
-    not mend; then stop all. The exit code.
+    """run_in_foreground; with `detach` in a process of its own, whose output goes to the log of `role` once
+    everything serves, and this one returns then."""
+    if not detach:
+        return run_in_foreground(role, run, bring_up, note=note, orderly_seconds=orderly_seconds)
+    refuse_living(run, role)  # before it gets a log
+    log = run.new_log(role)
 
-    bring_up starts processes in the group it is given and returns when they serve. While in the foreground, this
-    command has a state of its own under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after
-    Ctrl-C, 0 after SIGTERM or `rltool stop`; a process that dies raises ProcessFailed.
+    def watched(ready: Callable[[], None]) -> int:
+        def bring_up_and_leave(group: ProcessGroup) -> None:
+            bring_up(group)
+            ready()
+
+        return run_in_foreground(role, run, bring_up_and_leave, note=note, orderly_seconds=orderly_seconds, log=log)
+
+    return in_background(watched, log)
+
+
+def run_in_foreground(
+    role: str,
+    run: RunDirectory,
+    bring_up: Callable[[ProcessGroup], None],
+    *,
+    note: Callable[[str], None] = lambda _: None,
+    orderly_seconds: float = 2 * GRACE_SECONDS,
+    log: Path | None = None,
+) -> int:
+    """Bring processes up and stay until Ctrl-C, SIGTERM or the first death that `group.restarts` does not mend; then
+    stop all. The exit code.
+
+    bring_up starts processes in the group it is given and returns when they serve. This command has a state of its own
+    under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after Ctrl-C, 0 after SIGTERM or
+    `rltool stop`; a process that dies raises ProcessFailed. log: where its output goes, if not to a terminal.
     """
     refuse_living(run, role)
     with termination_interrupts() as ending:
         try:
-            own = state_of_this_process(role, argv=sys.argv, orderly_seconds=orderly_seconds)
+            own = state_of_this_process(role, argv=sys.argv, log=log, orderly_seconds=orderly_seconds)
             write_state(run, own)
             try:
                 with ProcessGroup(run) as group:
                     bring_up(group)
-                    if detach:
-                        group.detach()
-                        return 0
                     supervise(group.processes, checks=group.checks, restarts=group.restarts, note=note)
                     return 0
             finally:

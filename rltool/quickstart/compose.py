@@ -14,8 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rltool.processes.run_directory import RunDirectory, open_run
-from rltool.processes.state import read_states
-from rltool.processes.stop import stop_processes
+from rltool.processes.stop_run import stop_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.stages import Stages
 from rltool.quickstart.task import TaskFiles, make_task
@@ -147,10 +146,10 @@ def run_quickstart(
         try:
             return _stages(Stages(run, group, console, STAGES), run, warm_up, seed, steps, warm_up_steps, num_engines)
         finally:
-            # Engines and router were detached from the verbs that started them: they end with the quickstart.
+            # Engines and router live on without the verbs that started them: they end with the quickstart.
             with console.status("stopping engines and router"):
                 for directory in (run, warm_up):
-                    stop_processes(read_states(directory))
+                    stop_run(directory)
 
 
 def _stages(

@@ -184,15 +184,6 @@ def test_engines_leave_before_an_orderly_end_and_not_after_a_failure(runs, error
     assert events == (["leave", "stopped"] if called else ["stopped"])
 
 
-def test_a_detached_group_leaves_nobody(runs):
-    events = []
-    with ProcessGroup(runs("demo")) as group:
-        group.processes.append(_Child(events))  # pyright: ignore[reportArgumentType]
-        group.before_stop = lambda: events.append("leave")
-        group.detach()
-    assert events == []
-
-
 class _Child:
     """A process that has ended, as ProcessGroup stops it."""
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessSpec
-from rltool.processes.supervise import run_in_foreground
+from rltool.processes.supervise import run_command
 
 LONELY = "import time; print('up', flush=True); time.sleep(600)"
 FAMILY = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); " + LONELY
@@ -40,7 +40,7 @@ def bring_up(group):
 run = open_run("r", create=True, root=Path(sys.argv[1]))
 try:
     note = lambda text: print(text, flush=True)
-    sys.exit(run_in_foreground("serve-engines", run, bring_up, detach=bool(sys.argv[2]), note=note))
+    sys.exit(run_command("serve-engines", run, bring_up, detach=bool(sys.argv[2]), note=note))
 except RltoolError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -60,10 +60,13 @@ class Foreground:
         self.run = open_run("r", create=False, root=root)
         self.states = {state.role: state for state in read_states(self.run)}
         deadline = time.monotonic() + DEADLINE
-        while any(state.log is not None and "up" not in state.log.read_text() for state in self.states.values()):
+        children = [state.log for role, state in self.states.items() if role != "serve-engines"]
+        while any("up" not in log.read_text() for log in children):
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        self.trees = [process for state in self.states.values() if state.log for process in process_tree(state)]
+        self.trees = [
+            process for role, state in self.states.items() if role != "serve-engines" for process in process_tree(state)
+        ]
 
     def end(self):
         output, _ = self.process.communicate(timeout=DEADLINE)
@@ -115,13 +118,74 @@ def test_the_first_death_ends_all_and_is_reported(start):
     assert read_states(foreground.run) == []
 
 
-def test_detached_children_outlive_the_command_and_are_stopped_from_another_process(start):
-    foreground = start(detach="1")
-    assert foreground.end()[0] == 0
-    assert len(foreground.left()) == 3
-    assert set(state.role for state in stop_run(foreground.run)) == {"engine-0", "engine-1"}
-    assert foreground.left() == []
-    assert read_states(foreground.run) == []
+def test_detached_children_outlive_the_command_are_watched_and_stopped_from_another_process(start):
+    detached = start(detach="1")
+    assert detached.end()[0] == 0, "also its pipe was let go of"
+    assert len(detached.left()) == 3
+    watcher = detached.states["serve-engines"]
+    assert is_alive(watcher) and watcher.pid != detached.process.pid
+    assert [os.getsid(watcher.pid), os.readlink(f"/proc/{watcher.pid}/fd/0")] == [watcher.pid, os.devnull]
+    assert set(state.role for state in stop_run(detached.run)) == {"serve-engines", "engine-0", "engine-1"}
+    assert detached.left() == []
+    assert read_states(detached.run) == []
+
+
+def test_what_a_detached_command_says_later_is_in_its_log(start):
+    detached = start(detach="1")
+    assert detached.end() == (0, "")
+    os.kill(detached.states["engine-1"].pid, signal.SIGKILL)
+    ended_by(detached.states["serve-engines"])
+    log = detached.states["serve-engines"].log.read_text()
+    assert "engine-1 was killed by signal 9" in log
+    assert detached.left() == [] and read_states(detached.run) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        ("raise SystemExit(7)", 7, ""),
+        ("raise ProcessFailed('engine-0 died')", 1, "engine-0 died"),
+        ("os.kill(os.getpid(), 9)", 128 + 9, ""),
+    ],
+)
+def test_a_detached_command_that_fails_before_all_serves_ends_with_its_code(tmp_path, what, code, said):
+    script = FOREGROUND.replace('print("brought up", flush=True)', what)
+    script = "import os\nfrom rltool.processes.spawn import ProcessFailed\n" + script
+    run = open_run("r", create=True, root=tmp_path)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path), "1"], capture_output=True, text=True, timeout=DEADLINE
+        )
+        assert (done.returncode, done.stdout.strip()) == (code, said)
+        assert code > 128 or read_states(run) == []
+    finally:
+        stop_run(run)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
+def test_a_signal_before_all_serves_ends_a_detached_command_with_all_children(tmp_path, number, code):
+    script = FOREGROUND.replace('print("brought up", flush=True)', "print('starting', flush=True); time.sleep(600)")
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time\n" + script, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "starting\n"
+        trees = [p for state in read_states(open_run("r", create=False, root=tmp_path)) for p in process_tree(state)]
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == code
+        assert len(trees) >= 4 and not [p for p in trees if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert read_states(open_run("r", create=False, root=tmp_path)) == []
+    finally:
+        process.kill()
+        process.wait()
+        stop_run(open_run("r", create=False, root=tmp_path))
+
+
+def ended_by(state):
+    deadline = time.monotonic() + DEADLINE
+    while is_alive(state):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_stopping_one_role_from_another_process_leaves_the_others_in_the_foreground(start):
@@ -159,7 +223,7 @@ def test_a_process_is_marked_as_stopping_before_it_is_signalled(tmp_path, monkey
 def test_a_role_that_the_run_does_not_have_is_refused_and_nothing_is_stopped(start):
     foreground = start(detach="1")
     foreground.end()
-    with pytest.raises(UsageError, match=r"engine-7; it has: engine-0, engine-1"):
+    with pytest.raises(UsageError, match=r"engine-7; it has: engine-0, engine-1, serve-engines"):
         stop_run(foreground.run, ["engine-0", "engine-7"])
     assert len(foreground.left()) == 3
 
@@ -195,14 +259,14 @@ def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
 def test_a_second_foreground_command_of_a_role_is_refused_and_the_first_stays_known_to_stop(start):
     foreground = start()
     with pytest.raises(UsageError, match="has a living serve-engines"):
-        run_in_foreground("serve-engines", foreground.run, lambda _: None, detach=False)
+        run_in_foreground("serve-engines", foreground.run, lambda _: None)
     assert {state.role: state for state in read_states(foreground.run)} == foreground.states
 
 
 def test_a_foreground_command_that_was_recorded_by_whoever_started_it_is_not_in_its_own_way(tmp_path):
     run = open_run("r", create=True, root=tmp_path)
     write_state(run, state_of_this_process("serve-engines", argv=()))
-    assert run_in_foreground("serve-engines", run, lambda _: None, detach=True) == 0
+    assert run_in_foreground("serve-engines", run, lambda _: None) == 0
 
 
 def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are_touched(tmp_path):

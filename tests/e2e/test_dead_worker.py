@@ -22,6 +22,7 @@ from rltool.engines.sync_client import probe
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, read_states
 from rltool.processes.stop import process_tree
+from rltool.processes.stop_run import stop_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -36,25 +37,26 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 class ServingEngines:
-    """`rltool serve-engines` in the foreground, one vLLM on the CPU."""
+    """`rltool serve-engines`, one vLLM on the CPU."""
 
-    def __init__(self, root: Path, model: Path, restarts: int) -> None:
+    def __init__(self, root: Path, model: Path, *flags: str) -> None:
         self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
         self.out = root / "out"
         with self.out.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rltool", "serve-engines", str(model), "--device", "cpu", "--run", "r",
-                 "--max-model-len", "64", "--max-restarts", str(restarts)],
+                 "--max-model-len", "64", *flags],
                 env=self.environment, stdout=out, stderr=subprocess.STDOUT, cwd=root,
             )  # fmt: skip
         self.root = root
-        until(lambda: "Ctrl-C ends them" in self.said() or self.process.poll() is not None, self.said())
-        assert self.process.poll() is None, self.said()
+        last = "end them with" if "--detach" in flags else "Ctrl-C ends them"
+        until(lambda: last in self.out.read_text() or self.process.poll() not in (None, 0), self.out.read_text())
         self.run = open_run("r", create=False, root=root / "runs")
         self.tree = process_tree(read_state(self.run, "engine-0"))
 
     def said(self) -> str:
-        return self.out.read_text()
+        state = read_state(self.run, "serve-engines")
+        return self.out.read_text() + (state.log.read_text() if state is not None and state.log is not None else "")
 
     def status(self) -> dict:
         done = subprocess.run(
@@ -73,7 +75,7 @@ class ServingEngines:
 
 @pytest.fixture
 def serving(tmp_path, tiny_tied_dir, request):
-    engines = ServingEngines(tmp_path, tiny_tied_dir, getattr(request, "param", 0))
+    engines = ServingEngines(tmp_path, tiny_tied_dir, *getattr(request, "param", ("--max-restarts", "0")))
     yield engines
     engines.close()
 
@@ -105,9 +107,10 @@ def test_an_engine_that_ends_because_its_worker_was_killed_quotes_that_and_no_le
     assert "VllmWorker-0 died unexpectedly" in said and "leaked" not in said
 
 
-@pytest.mark.parametrize("serving", [5], indirect=True)
+@pytest.mark.parametrize("serving", [("--detach",)], indirect=True)
 def test_a_killed_server_is_started_again_and_leaves_no_engine_core(serving):
     """vLLM's engine core outlives a server that was killed, and with it what it holds of a GPU."""
+    assert serving.process.wait(DEADLINE) == 0
     before = read_state(serving.run, "engine-0")
     os.kill(before.pid, signal.SIGKILL)
     until(lambda: "it is started again" in serving.said(), serving.said())
@@ -122,8 +125,8 @@ def test_a_killed_server_is_started_again_and_leaves_no_engine_core(serving):
     (engine,) = Endpoints.load(serving.run.endpoints_file).models["policy"].engines
     assert engine.url == before.url and probe(engine, timeout=10.0).boot_id == engine.boot_id
     again = process_tree(read_state(serving.run, "engine-0"))
-    serving.process.send_signal(signal.SIGTERM)
-    assert serving.process.wait(DEADLINE) == 0 and not any(runs(process) for process in again)
+    stop_run(serving.run)
+    assert not any(runs(process) for process in again) and read_states(serving.run) == []
 
 
 def runs(process: psutil.Process) -> bool:
