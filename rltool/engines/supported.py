@@ -72,9 +72,11 @@ def plugin_refusal(protocol: int | None) -> str | None:
     """Why rltool does not work with an engine whose plugin is of this protocol, None if it does."""
     if protocol == PLUGIN_PROTOCOL:
         return None
+    is_older = protocol is None or protocol < PLUGIN_PROTOCOL
+    what = "runs the plugin of an older rltool" if is_older else "runs the plugin of a newer rltool"
     return (
-        f"runs the plugin of {'an older' if (protocol or 0) < PLUGIN_PROTOCOL else 'a newer'} rltool: install this one "
-        "in its environment, and start it anew (an engine keeps the plugin that it was started with)"
+        f"{what}: install this one in its environment, and start it anew (an engine keeps the plugin that it was "
+        "started with)"
     )
 
 

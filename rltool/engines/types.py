@@ -239,6 +239,9 @@ class EngineInfo:
     """rltool.engines.plugin.info.PLUGIN_PROTOCOL there; None without the plugin, or with one that tells none."""
 
 
+INCOMPLETE_VERSION = "incomplete"
+"""The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
+
 BOOT_ID_HEADER = "x-rltool-boot-id"
 """Response header of servers with rltool's plugin: which process answered, also behind a router."""
 

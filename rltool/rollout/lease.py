@@ -107,10 +107,10 @@ class Ownership:
         await asyncio.gather(*(self.release(url) for url in self._held - self.ceded))
 
     async def admit(self, url: str) -> None:
-        """An engine that joins while the run trains. EngineConflict, and it is out of the fleet, if it is another's."""
-        refusal = await self._acquire(url) if url in self._leasable() else None
+        """An engine that is about to join while the run trains. EngineConflict if it is another's."""
+        is_leased = self._terms is not None and self._endpoints[url].takes_weights and self._infos[url].plugin
+        refusal = await self._acquire(url) if is_leased else None
         if refusal is not None:
-            self._fleet.remove(url, refusal)
             raise EngineConflict(refusal)
 
     async def release(self, url: str) -> None:

@@ -62,7 +62,7 @@ class _Departure:
 class FleetMembership:
     """endpoints, infos: of the members by URL, shared with monitor, data plane and sync. router: None or the address
     that generation goes through. trainer_device: cpu or cuda; None: nobody sends weights. lock: held while a weight
-    sync runs. admit: leases an engine that has joined, or takes it out of the fleet again with EngineConflict.
+    sync runs. admit: leases an engine that is about to join; EngineConflict if it is another's.
     leave_group: takes an engine out of its transfer group (and what else it holds for this run); EngineError is
     reported. log: one line for the user."""
 
@@ -201,21 +201,20 @@ class FleetMembership:
         alone = ModelEndpoints(engines=(endpoint,), data_url=self._router.url if self._router else None)
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         check_rollout_engines(self._config, {url: info}, router=alone.data_url)
-        if self._is_member(url):  # meanwhile
-            raise EngineConflict(f"{url} is an engine of this run already")
+        self._refuse_member(url)  # meanwhile
         self._endpoints[url], self._infos[url] = endpoint, info
-        self._fleet.add(url, takes_weights=self._trainer_device is not None and endpoint.takes_weights)
-        self._fleet.probe_succeeded(
-            url, sent_at=self._fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
-        )
         try:
-            await self._admit(url)
+            await self._admit(url)  # first: a member is brought to the run's weights by whichever sync comes next
         except EngineConflict:
             for facts in (self._endpoints, self._infos):
                 facts.pop(url, None)
             raise
-        finally:
-            await self._monitor.carry_out()
+        self._refuse_member(url)
+        self._fleet.add(url, takes_weights=self._trainer_device is not None and endpoint.takes_weights)
+        self._fleet.probe_succeeded(
+            url, sent_at=self._fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
+        )
+        await self._monitor.carry_out()
 
     # -- leaving
 
@@ -292,7 +291,12 @@ class FleetMembership:
         return task
 
     def _refuse_twice(self, url: str) -> None:
-        if url in self._candidates or self._is_member(url):
+        if url in self._candidates:
+            raise EngineConflict(f"{url} is an engine of this run already")
+        self._refuse_member(url)
+
+    def _refuse_member(self, url: str) -> None:
+        if self._is_member(url):
             raise EngineConflict(f"{url} is an engine of this run already")
 
     def _is_member(self, url: str) -> bool:

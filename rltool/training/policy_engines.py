@@ -124,6 +124,7 @@ class PolicyEngines:
             self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, config.weights, check,
             trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
             bucket_deadline=config.deadlines.bucket, directory=syncing.directory, gpus=gpus,
+            withdraw=self.plane.changed,
         )  # fmt: skip
         comparison = Comparison(
             self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, check,

@@ -17,13 +17,21 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import EngineInfo, TensorMeta
+from rltool.engines.types import EngineInfo, HttpRequest, TensorMeta
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.offload import Part
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
-from rltool.weights.transport import Receiver, ReceiverControl, Rendezvous, Transport, choose, transport
+from rltool.weights.transport import (
+    PausingControl,
+    Receiver,
+    ReceiverControl,
+    Rendezvous,
+    Transport,
+    choose,
+    transport,
+)
 
 NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
 STEP_SHARE = 2
@@ -109,7 +117,7 @@ class Connections:
         meeting = await self._ranks.host(list(receivers.values()), GROUP, self._directory)
         joining = asyncio.ensure_future(self._ranks.join())
         try:
-            answered = await self._calls.gather(list(meeting), self._join(receivers, meeting))
+            answered = await self._calls.gather(list(meeting), self._join(receivers, meeting, joining))
         finally:
             joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
@@ -128,14 +136,14 @@ class Connections:
         self._left.add(url)
         connection = self._connected.pop(url, None)
         if connection is not None:
-            await self._calls.run_briefly(self._calls.endpoints[url], connection.control.leave(GROUP))
+            await self._calls.run_briefly(self._calls.endpoints[url], _leaving(connection.control))
 
     async def leave(self, ceded: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
         calls, urls = self._calls, [url for url in self._connected if url not in ceded and url in self._calls.endpoints]
 
         async def leave(endpoint: EngineEndpoint) -> None:
-            await calls.run(endpoint, self._connected[endpoint.url].control.leave(GROUP))
+            await calls.run(endpoint, _leaving(self._connected[endpoint.url].control))
 
         async def resume(endpoint: EngineEndpoint) -> None:
             await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
@@ -179,13 +187,17 @@ class Connections:
             receivers[url] = Receiver(url, info.dialect, backend, info.world_size, self._calls.endpoints[url].gpu_uuids)
         return receivers, refused
 
-    def _join(self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous]) -> Act:
+    def _join(
+        self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous], joining: asyncio.Future[Failures]
+    ) -> Act:
         async def join(endpoint: EngineEndpoint) -> None:
             url = endpoint.url
             control = self._transport(receivers[url]).control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
-                await self._calls.run(endpoint, control.leave(GROUP))
+                await self._calls.run_briefly(endpoint, _leaving(control))
+            if joining.done() and url in joining.result():  # there are engines that wait half an hour for a trainer
+                raise EngineError(joining.result()[url])
             seconds = STEP_SHARE * self._calls.deadline
             try:
                 await self._calls.run(endpoint, control.init(meeting[url], rank_offset=1, timeout_seconds=seconds))
@@ -194,3 +206,8 @@ class Connections:
                 raise
 
         return join
+
+
+def _leaving(control: ReceiverControl) -> list[HttpRequest]:
+    """Of an engine that generates, or may."""
+    return control.leave_generating(GROUP) if isinstance(control, PausingControl) else control.leave(GROUP)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
-from rltool.weights.transport import OneRequestControl, PausingControl, Rendezvous
+from rltool.weights.transport import OneRequestControl, PausingControl, ReceiverControl, Rendezvous
 from rltool.weights.verify import ValueCheck
 
 REASON_SECONDS = 5.0
@@ -54,7 +54,8 @@ class WeightSync:
 
     trainer_device: cpu or cuda; step_deadline, bucket_deadline: seconds for each step, and for an engine to take one
     bucket (deadlines.sync_step, deadlines.bucket); directory: of this run alone, for transports that leave files; gpus:
-    that engines and ranks use in turns, None: each has its own.
+    that engines and ranks use in turns, None: each has its own. withdraw: takes back the requests at engines that have
+    left service, before those whose update failed go on with what they have kept.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class WeightSync:
         bucket_deadline: float,
         directory: Path,
         gpus: SharedGpus | None = None,
+        withdraw: Callable[[], None] = lambda: None,
     ) -> None:
         self.client, self.fleet, self.endpoints, self.ranks = client, fleet, endpoints, ranks
         self.config, self.check, self.bucket_deadline, self.gpus = config, check, bucket_deadline, gpus
+        self._withdraw = withdraw
         self.calls = EngineCalls(client, endpoints, step_deadline)
         self.connections = Connections(
             self.calls, fleet, infos, ranks, config, trainer_device=trainer_device, directory=directory,
@@ -84,7 +87,8 @@ class WeightSync:
         self._differing: set[str] = set()  # engines whose values differed, in this sync
         self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
         self._resumed: set[str] = set()  # of these: they generate again
-        self._paused_by: dict[str, PausingControl] = {}  # of these: which did not pause by their dialect
+        self._controls: dict[str, ReceiverControl] = {}  # of these, also when their connections are lost
+        self._begun: set[str] = set()  # of these: whose weights are a mixture until their update is finished
         self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
         self._has_weights: set[str] = set()  # of these: there is room for their weights again
         self._patch_bytes: int | None = None  # of this sync
@@ -114,7 +118,7 @@ class WeightSync:
         phases: dict[str, float] = {}
         self._patch_bytes = None
         self.calls.silent, self._differing, self._has_weights = set(), set(), set()
-        self._pauses, self._paused_by, self._resumed = {}, {}, set()
+        self._pauses, self._controls, self._begun, self._resumed = {}, {}, set(), set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -142,16 +146,19 @@ class WeightSync:
                     failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
                 if self._paused(paused):
                     self.fleet.advance(version)
+            except BaseException as error:
+                self._lost_all(paused, error)
+                raise
             finally:
+                self._withdraw()
                 with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
                     failures = await self._resume([u for u in self._pauses if u not in self._resumed]) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
-        except BaseException as error:  # of a rank, or a bug: these engines serve on nobody's word
-            for url in self._paused(paused):
-                self._lost(url, f"the sync ended with {type(error).__name__}: {error}")
+        except BaseException as error:
+            self._lost_all(paused, error)
             raise
         failures |= checked
         updated = tuple(self._paused(paused))
@@ -180,14 +187,20 @@ class WeightSync:
     # -- steps
 
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
-        self._pauses[endpoint.url] = -time.perf_counter()
-        if self._in_one_request(endpoint.url) is not None:  # which `_take` sends
-            self.fleet.update_began(endpoint.url)
+        url = endpoint.url
+        self._pauses[url], self._controls[url] = -time.perf_counter(), self.connections[url].control
+        if self._in_one_request(url) is not None:  # which `_take` sends
+            self._begin(url)
             return
         await self.calls.run(endpoint, self._stop(endpoint))
-        self._has_weights.add(endpoint.url)
-        self.fleet.update_began(endpoint.url)
-        await self.calls.run(endpoint, self.connections[endpoint.url].control.begin())
+        self._has_weights.add(url)
+        self._require_paused(url)
+        self._begin(url)
+        await self.calls.run(endpoint, self._controls[url].begin())
+
+    def _begin(self, url: str) -> None:
+        self.fleet.update_began(url)
+        self._begun.add(url)
 
     async def _transfer(self, version: str, urls: Sequence[str]) -> Failures:
         """The ranks send, and each engine receives at its own pace."""
@@ -289,7 +302,9 @@ class WeightSync:
             self._resumed.add(url)
             self._pauses[url] += time.perf_counter()
         else:
-            await self.calls.run(endpoint, self.connections[url].control.finish(str(version)))
+            await self.calls.run(endpoint, self._controls[url].finish(str(version)))
+        self._begun.discard(url)
+        self._require_paused(url)
         self.fleet.update_finished(url, version)
 
     async def _resume(self, urls: Sequence[str]) -> Failures:
@@ -314,18 +329,23 @@ class WeightSync:
         """Before an update: an engine that is asleep stands still already."""
         if self.gpus is not None and endpoint.url in self._asleep:
             return self.gpus.residency(endpoint.url).weights_back()
-        control = self.connections[endpoint.url].control
-        if self.config.pause_mode == "keep" and isinstance(control, PausingControl):
-            self._paused_by[endpoint.url] = control
+        if (control := self._pausing_control(endpoint.url)) is not None:
             return control.pause()
         return dialect(endpoint.dialect or "").pause(self.config.pause_mode)
 
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """After it, whatever became of the update: half awake an engine is of no use to anybody."""
-        resume = (self._paused_by.get(endpoint.url) or dialect(endpoint.dialect or "")).resume()
-        if self.gpus is not None and endpoint.url in self._asleep:
-            return [*self.gpus.residency(endpoint.url).caches_back(), *resume]
-        return resume
+        url = endpoint.url
+        requests = self._controls[url].abandon() if url in self._begun else []
+        if self.gpus is not None and url in self._asleep:
+            requests += self.gpus.residency(url).caches_back()
+        return [*requests, *(self._pausing_control(url) or dialect(endpoint.dialect or "")).resume()]
+
+    def _pausing_control(self, url: str) -> PausingControl | None:
+        """Of an engine that does not pause by its dialect."""
+        control = self._controls[url]
+        is_apt = self.config.pause_mode == "keep" and url not in self._asleep
+        return control if is_apt and isinstance(control, PausingControl) else None
 
     async def _verify(self, urls: Sequence[str]) -> tuple[Failures, float | None]:
         """The value check: engines sample, the ranks score. An engine that differs is that engine's failure."""
@@ -356,13 +376,24 @@ class WeightSync:
         """Those of `urls` that this sync still has in its hands."""
         return [member.url for member in self.fleet.members() if member.url in urls and member.state is State.PAUSED]
 
+    def _require_paused(self, url: str) -> None:
+        """Raises EngineError for an engine of which the fleet learned something else while it was asked."""
+        if url not in self._paused([url]):
+            reasons = [member.reason for member in self.fleet.members() if member.url == url]
+            raise EngineError(f"it cannot be updated now: {reasons[0] if reasons else 'it has left the run'}")
+
+    def _lost_all(self, urls: Sequence[str], error: BaseException) -> None:
+        """Of a rank, or a bug: these engines serve on nobody's word."""
+        for url in self._paused(urls):
+            self._lost(url, f"the sync ended with {type(error).__name__}: {error}")
+
     def _lost(self, url: str, reason: str) -> None:
         """An engine that failed in this sync: STALE, and to be connected anew.
 
         One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync.
         """
         self.connections.lost(url)
-        if self.fleet.member(url).state is State.PAUSED:
+        if url in self._paused([url]):
             self.fleet.update_failed(url, reason)
         if url in self.calls.silent:
             self.fleet.fell_silent(url, reason, checks=CHECKS_MISSED)

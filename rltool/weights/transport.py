@@ -190,6 +190,10 @@ class ReceiverControl(Protocol):
         """The update is complete: the engine drops its prefix cache and bears the version."""
         ...
 
+    def abandon(self) -> list[HttpRequest]:
+        """Before an engine goes on whose update failed: what it samples from now on is of no version."""
+        ...
+
     def leave(self, group: str) -> list[HttpRequest]:
         """Leave the group and close an update that was left open. Neither need be there."""
         ...
@@ -215,6 +219,10 @@ class PausingControl(ReceiverControl, Protocol):
     def pause(self) -> list[HttpRequest]: ...
 
     def resume(self) -> list[HttpRequest]: ...
+
+    def leave_generating(self, group: str) -> list[HttpRequest]:
+        """`leave`, of an engine that is not paused."""
+        ...
 
 
 Located = Callable[[str, Rendezvous, str, float], Rendezvous]

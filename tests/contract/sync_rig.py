@@ -49,6 +49,7 @@ class Rig(Generic[R]):
         self._key.write_text(KEY)
         (directory / "config.json").write_text("{}")
         self.engines: list[Any] = []
+        self.withdraw: Callable[[], object] = lambda: None
         self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
         self.restart()
 
@@ -61,6 +62,7 @@ class Rig(Generic[R]):
             trainer_device=self.trainer_device, step_deadline=self.deadline, bucket_deadline=self.deadline,
             directory=self.directory / "weights",
             gpus=SharedGpus(self.ranks, self.infos, self.trainer_device, self._end) if self.shares_gpus else None,
+            withdraw=lambda: self.withdraw(),
         )  # fmt: skip
 
     async def _end(self, url: str, why: str) -> None:

@@ -253,8 +253,14 @@ def test_an_engine_that_joins_must_not_be_another_runs(run_as, spellers):  # noq
     async def run():
         async with run_as(A, [ours]) as service:
             await asked(theirs, "acquire", B)
+            theirs.delay("/rltool/lease", 0.3)
+            joining = asyncio.create_task(service.add_engine(endpoint_of(theirs, None)))
+            while not joining.done():  # a sync would take a member along
+                assert [member.url for member in service.fleet.members()] == [ours.url]
+                await asyncio.sleep(0.01)
             with pytest.raises(EngineConflict, match="leased by run run-b"):
-                await service.add_engine(endpoint_of(theirs, None))
+                await joining
+            theirs.heal()
             assert [member.url for member in service.fleet.members()] == [ours.url]
             await asked(theirs, "release", B)
             await service.add_engine(endpoint_of(theirs, None))

@@ -1252,7 +1252,7 @@ def test_eval_of_a_checkpoint_starts_engines_on_it_and_ends_what_it_started(
 
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setattr("rltool.commands.evaluate.subprocess.run", serve_engines)
-    monkeypatch.setattr("rltool.processes.stop.stop_processes", stopped.append)
+    monkeypatch.setattr("rltool.processes.stop_run.stop_run", stopped.append)
     words = ["--config", str(config_file), "--checkpoint", str(model_dir), "--serve-flags", "--device cpu"]
     with pytest.raises(SystemExit) as ended:
         main(["eval", *words])

@@ -36,12 +36,9 @@ from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
 from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, hear_all_workers
-from rltool.engines.types import BOOT_ID_HEADER
+from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
 
 logger = logging.getLogger(__name__)
-
-INCOMPLETE_VERSION = "incomplete"
-"""The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
 
 ENDS_UNFINISHED_UPDATE = frozenset(
     {"/init_weight_transfer_engine", "/start_weight_update", "/shutdown_weight_transfer_engine", "/resume", "/wake_up"}

@@ -6,6 +6,7 @@ reader of the layout, takes the directory as a whole.
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import bucket_bytes, split_flat
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 
 VERSIONS_KEPT = 2
@@ -60,13 +62,19 @@ class DiskSender:
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         self._version, self._buckets, self._written = version, buckets, 0
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        # Also of earlier versions that could not be written: each is as large as the model.
+        for left in self.options.directory.glob(f".{glob.escape(version.split(':')[0])}-*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
         self._temporary.mkdir(parents=True)
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Written:
         # safetensors refuses tensors that share memory, as views of one bucket do.
         tensors = {name: tensor.clone() for name, tensor in split_flat(flat, bucket)}
-        save_file(tensors, bucket_file(self._temporary, self._written, len(self._buckets)), metadata={"format": "pt"})
+        file = bucket_file(self._temporary, self._written, len(self._buckets))
+        try:
+            save_file(tensors, file, metadata={"format": "pt"})
+        except SafetensorError as error:  # a full disk is one
+            raise TransportError(f"{file}: {error}") from error
         self._written += 1
         return _Written()
 

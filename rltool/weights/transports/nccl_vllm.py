@@ -90,11 +90,17 @@ class StockVllmControl(vllm.VllmControl):
         refused inside an update, and `finish` then ends that one; either way vLLM forgets what it has half loaded. It
         warns of layers without weights, which keep theirs.
         """
-        return [
-            HttpRequest("POST", "/start_weight_update", tolerate=(500,)),
-            HttpRequest("POST", "/finish_weight_update", tolerate=(500,)),
-            HttpRequest("POST", "/shutdown_weight_transfer_engine"),
-        ]
+        return [*_EMPTY_UPDATE, *super().leave(group)]
+
+    def leave_generating(self, group: str) -> list[HttpRequest]:
+        """Between `start` and `finish` the layers have no weights, and vLLM would compute without."""
+        return [*self.pause(), *_EMPTY_UPDATE, *self.resume(), *super().leave(group)]
+
+
+_EMPTY_UPDATE = (
+    HttpRequest("POST", "/start_weight_update", tolerate=(500,)),
+    HttpRequest("POST", "/finish_weight_update", tolerate=(500,)),
+)
 
 
 class PluginControl(vllm.PluginUpdateControl):

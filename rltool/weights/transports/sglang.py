@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rltool.engines.dialects import dialect
 from rltool.engines.inspection import NO_SUCH_ROUTE
-from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.engines.types import INCOMPLETE_VERSION, Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import dtype_of, tensor_bytes
 from rltool.errors import EngineError
 from rltool.weights.transport import Rendezvous
@@ -37,11 +38,19 @@ class SglangControl:
             # not.
             HttpRequest("POST", "/flush_cache"),
             # abort_all_requests is true by default, which would throw away what a pause with `keep` has kept.
-            HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+            _version_request(version),
         ]
+
+    def abandon(self) -> list[HttpRequest]:
+        # An engine that refuses even that is to go on all the same.
+        return [replace(_version_request(INCOMPLETE_VERSION), tolerate=(400, NO_SUCH_ROUTE, 500))]
 
     def leave(self, group: str) -> list[HttpRequest]:
         return dialect("sglang").leave_transfer(group)
+
+
+def _version_request(version: str) -> HttpRequest:
+    return HttpRequest("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
 
 def join_request(rendezvous: Rendezvous, rank_offset: int, backend: str) -> HttpRequest:

@@ -36,6 +36,11 @@ class VllmControl:
             HttpRequest("POST", "/reset_prefix_cache", query={"reset_running_requests": "true"}),
         ]
 
+    def abandon(self) -> list[HttpRequest]:
+        """The plugin sees to it (rltool.engines.plugin.server). A stock server is behind no router, so that requests at
+        it are withdrawn."""
+        return []
+
     def leave(self, group: str) -> list[HttpRequest]:
         return dialect("vllm").leave_transfer(group)
 
