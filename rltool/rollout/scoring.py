@@ -75,7 +75,8 @@ def load_hook(config: RolloutConfig) -> GroupHook | None:
 
 
 class Scorer:
-    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` of them."""
+    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` >= 1 of
+    them."""
 
     def __init__(
         self,
@@ -185,20 +186,19 @@ class Scorer:
         return await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
 
     def take_stats(self) -> ScoreStats:
-        """Counts since the last call. TrainingStopped as in `finish`, judged over all of them."""
+        """Counts since the last call."""
         stats, self.stats = self.stats, ScoreStats()
-        self._judge(stats, stats.scored)
         return stats
 
     def check(self) -> None:
-        """TrainingStopped as soon as a whole batch cannot come below the limit any more."""
-        self._judge(self.stats, max(self.stats.scored, self._batch_samples))
+        """TrainingStopped as soon as a whole batch cannot come below the limit any more.
 
-    def _judge(self, stats: ScoreStats, of: int) -> None:
-        if of and stats.failed / of > self._max_failure_fraction:
+        The share is of a batch at least: an asynchronous run may have scored a single group since the last one.
+        """
+        if self.stats.failed / max(self.stats.scored, self._batch_samples) > self._max_failure_fraction:
             raise TrainingStopped(
-                f"{stats.describe()}. That is above reward.max_failure_fraction = {self._max_failure_fraction:g}: "
-                f"check {self._function}"
+                f"{self.stats.describe()}. That is above reward.max_failure_fraction = "
+                f"{self._max_failure_fraction:g}: check {self._function}"
             )
 
     def _add(self, more: ScoreStats) -> None:
