@@ -19,7 +19,9 @@ from rltool.rollout.collector import CollectionInterrupted, Collector, Collector
 from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
+from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import SampleStatus
+from rltool.rollout.scoring import Scorer
 from rltool.rollout.snapshot import restore, snapshot
 
 RUN = "a" * 32
@@ -306,6 +308,40 @@ def test_a_batch_in_hand_is_kept_until_its_step_is_done_and_not_after_it(policy)
             assert [g.id for g in ready if g.id < 3] == expected
             assert resumed.ledger.trained == 3 - len(expected)
         assert numbers([batch]) == [[0, 1, 2]]
+
+    asyncio.run(run())
+
+
+class Rewards:
+    def __init__(self, broken):
+        self.broken = broken
+
+    async def score(self, samples, texts):
+        return [RewardFailure("HTTP 503") if self.broken else 1.0 for _ in samples]
+
+
+@dataclass
+class ScoredWork(Work):
+    broken: bool = False
+
+    def __post_init__(self):
+        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", max_failure_fraction=0.1, batch_samples=8)
+
+    async def finish(self, group):
+        return await self.scorer.finish(group.samples)
+
+
+def test_a_run_that_failing_rewards_have_stopped_goes_on_where_it_was_once_they_work():
+    async def run():
+        stopped = make(ScoredWork(Versions(), broken=True), policy := AdmissionPolicy(batch=4))
+        with pytest.raises(TrainingStopped, match="HTTP 503"):
+            await batches(stopped, 1)
+        resumed = make(work := ScoredWork(Versions()), policy)
+        taken_up(resumed, snapshot(stopped, 0, keeps_partial=True))
+        kept = {g.id: [s.response_ids for s in g.samples] for g in resumed.ledger.groups() if g.samples[0].response_ids}
+        [batch] = await batches(resumed, 1)
+        assert kept and kept.items() <= {g.id: [s.response_ids for s in g.samples] for g in batch.groups}.items()
+        assert [g.id for g in batch.groups] == [0, 1, 2, 3] and work.scorer.take_stats().failed == 0
 
     asyncio.run(run())
 
