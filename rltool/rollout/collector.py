@@ -364,18 +364,19 @@ class Collector:
     def _put_aside(self, groups: Sequence[Group]) -> None:
         for group in groups:
             group.put_aside_at = self.versions.published
-        running = [group.id for group in groups if group.id in self._tasks]
+        running = {group.id: self._tasks[group.id] for group in groups if group.id in self._tasks}
         self._since.interrupted += len(running)
         self._putting_aside.update(running)
-        self._helper(self._interrupt_groups(running))
+        if running:
+            self._helper(self._interrupt_groups(running))
 
-    async def _interrupt_groups(self, numbers: Sequence[int]) -> None:
-        await self._work.abort(numbers)
-        tasks = [self._tasks[number] for number in numbers if number in self._tasks]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=INTERRUPT_SECONDS)
-            for task in late:  # its request waits for an engine, or its own function for something else
-                task.cancel()
+    async def _interrupt_groups(self, running: Mapping[int, asyncio.Task[None]]) -> None:
+        """running: their tasks when they were put aside. While the abort is waited for, a group may have been started
+        again, and its new task is none of these."""
+        await self._work.abort(running.keys())
+        _, late = await asyncio.wait(running.values(), timeout=INTERRUPT_SECONDS)
+        for task in late:  # its request waits for an engine, or its environment for something else
+            task.cancel()
 
     def _helper(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)

@@ -14,6 +14,7 @@ import pytest
 
 from rltool.engines.types import Completion, VersionSpan
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
+from rltool.rollout import collector as collector_module
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.data import Prompt, PromptSource
@@ -274,6 +275,36 @@ def test_partial_groups_keep_their_tokens_and_go_on_under_the_next_weights():
         found = {g.id: g for g in second.groups}[0]
         versions = [[span.version[-1] for span in sample.versions] for sample in found.samples]
         assert versions == [["0", "1"], ["0", "1"]], "one token of each version"
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
+def test_a_group_that_goes_on_is_not_cut_off_by_an_abort_that_an_engine_answers_late(monkeypatch):
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
+    cancelled = []
+
+    class Slow(Work):
+        async def generate(self, group, interrupted):
+            try:
+                await super().generate(group, interrupted)
+            except asyncio.CancelledError:
+                cancelled.append(group.id)
+                raise
+
+        async def abort(self, groups):
+            await super().abort(groups)
+            await asyncio.sleep(0.1)
+
+    async def run():
+        work = Slow(Versions(), delay=lambda g: (0.04 if work.generated[0] == 1 else 0.4) if g.id == 0 else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=1, partial_rollout=True))
+        [first] = await batches(collector, 1)
+        while not collector.ledger.groups(GroupState.PARTIAL):
+            await asyncio.sleep(0.005)
+        [second] = await batches(collector, 1, first=1)
+        assert [[g.id for g in batch.groups] for batch in (first, second)] == [[1, 2], [0, 3]]
+        assert work.generated[0] == 2 and not cancelled
         await collector.interrupt()
 
     asyncio.run(run())
