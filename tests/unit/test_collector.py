@@ -280,6 +280,47 @@ def test_partial_groups_keep_their_tokens_and_go_on_under_the_next_weights():
     asyncio.run(run())
 
 
+@dataclass
+class Judged(Work):
+    """Scoring group 0 takes long. until_put_aside: so does generating it, which then comes to its end nevertheless."""
+
+    until_put_aside: bool = False
+    begun: Counter = field(default_factory=Counter)
+
+    async def generate(self, group, interrupted):
+        while self.until_put_aside and group.id == 0 and not interrupted():
+            await asyncio.sleep(0.001)
+        await super().generate(group, lambda: False)
+
+    async def abort(self, groups):
+        self.aborted += groups
+
+    async def finish(self, group):
+        self.begun[group.id] += 1
+        await asyncio.sleep(0.3 if group.id == 0 else 0.0)
+        return await super().finish(group)
+
+
+@pytest.mark.parametrize("until_put_aside", [False, True])
+def test_a_group_that_is_only_being_scored_is_left_to_finish(monkeypatch, until_put_aside):
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
+
+    async def run():
+        work = Judged(Versions(), delay=lambda g: 0.02 if g.id else 0.0, until_put_aside=until_put_aside)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=4, partial_rollout=True))
+        found = []
+        for step in range(5):
+            found += await batches(collector, 1, first=step)
+            await asyncio.sleep(0.1)  # the trainer
+        trained = [group.id for batch in found for group in batch.groups]
+        assert 0 not in trained[:2] and 0 in trained
+        assert work.begun[0] == work.generated[0] == 1, "neither is done again"
+        assert work.aborted.count(0) == int(until_put_aside)
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
 def test_a_group_that_goes_on_is_not_cut_off_by_an_abort_that_an_engine_answers_late(monkeypatch):
     monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
     cancelled = []
