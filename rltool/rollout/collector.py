@@ -279,8 +279,9 @@ class Collector:
             self._admit()
 
     def _set_back(self, group: Group) -> None:
-        """Not generated to its end: what a state of a custom function holds cannot be taken up again."""
-        if not self._work.keeps_partial_groups() and not is_complete(group.samples):
+        """Its task ended early. Where it was still generated, what a function or an environment holds cannot be taken
+        up again, whatever its samples say: between two turns they are COMPLETED, as the last reply was."""
+        if not self._work.keeps_partial_groups() and group.id not in self._scoring:
             self._restart(group)
         if group.state is GroupState.RUNNING:
             self._move(group, GroupState.PARTIAL)

@@ -321,6 +321,34 @@ def test_a_group_that_is_only_being_scored_is_left_to_finish(monkeypatch, until_
     asyncio.run(run())
 
 
+def test_episodes_that_are_cut_off_between_two_turns_start_over(monkeypatch):
+    """Their samples are COMPLETED, as the engine's last reply was, and wait for an environment."""
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.02)
+
+    class TwoTurns(Work):
+        async def generate(self, group, interrupted):
+            if all(sample.status is SampleStatus.COMPLETED for sample in group.samples):
+                return  # as environments.Episodes: nothing is left to do
+            await super().generate(group, lambda: False)
+            if group.id == 0 and self.generated[0] == 1:
+                await asyncio.sleep(60.0)  # a step of the environment
+            for sample in group.samples:
+                sample.append_response_tokens(Completion((6,), (-1.0,), "stop", (VersionSpan(f"{RUN}:0:1", 0, 1),)))
+
+    async def run():
+        work = TwoTurns(Versions(), partial=False)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=2, partial_rollout=True))
+        found = []
+        for step in range(3):
+            found += await batches(collector, 1, first=step)
+            await asyncio.sleep(0.05)
+        samples = [sample for batch in found for group in batch.groups if group.id == 0 for sample in group.samples]
+        assert [sample.response_ids for sample in samples] == [[5, 5, 6], [5, 5, 6]]
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
 def test_a_group_that_goes_on_is_not_cut_off_by_an_abort_that_an_engine_answers_late(monkeypatch):
     monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
     cancelled = []
