@@ -121,7 +121,8 @@ class RolloutConfig(Config):
     partial_rollout: bool = False
     """Groups that still run when a batch is complete are aborted and kept: they are finished for a later batch, each
     token with the version it was sampled from. Needs max_staleness of at least 1, or
-    algorithm.mask_tokens_older_than."""
+    algorithm.mask_tokens_older_than. Not with generate_function or agent, which cannot go on where they were; of an
+    environment the episodes that were cut off start over."""
     group_filter: Literal["none", "equal_rewards"] | OwnFunction = "none"
     """Groups that are not trained on. equal_rewards: groups whose rewards are all equal (DAPO's dynamic sampling).
     `package.module:function`: f(group: list[Sample]) -> str | None, the reason for dropping the group, or None. Another

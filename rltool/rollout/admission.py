@@ -88,11 +88,12 @@ class AdmissionPolicy:
 @dataclass(frozen=True)
 class Candidate:
     """A live group as `choose` sees it. oldest: training steps of the oldest weights behind its tokens,
-    None without a token."""
+    None without a token. scoring: its tokens are complete, and it waits for its rewards alone."""
 
     id: int
     ready: bool
     oldest: int | None
+    scoring: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Choice:
     """What becomes of the live groups, by number. batch is None while it is not complete.
 
     too_old: ready groups that may no longer be trained on; surplus: groups that lost the race for this batch and are
-    not kept as they are; interrupt: running ones that are kept, partial.
+    not kept as they are; interrupt: those that are being generated or wait for it, and are kept, partial.
     """
 
     batch: tuple[int, ...] | None = None
@@ -143,14 +144,16 @@ def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: 
 
 def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], choice: Choice, step: int) -> Choice:
     """Groups that competed and did not win: kept while the next batch may still train on them,
-    else interrupted or dropped."""
+    else interrupted or dropped. With partial_rollout none is dropped that still runs, and those that are being scored
+    go on: rewards that were given up would be asked for again from the start, batch after batch."""
     surplus, interrupt = [], []
     batch = set(choice.batch or ())
     for candidate in competing:
         if candidate.id in batch:
             continue
         if policy.partial_rollout and not candidate.ready:
-            interrupt.append(candidate.id)
+            if not candidate.scoring:
+                interrupt.append(candidate.id)
         elif policy.is_too_old(candidate.oldest, step + 1):
             surplus.append(candidate.id)
     return replace(choice, surplus=tuple(surplus), interrupt=tuple(interrupt))

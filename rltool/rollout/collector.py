@@ -21,8 +21,8 @@ from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
 
 INTERRUPT_SECONDS = 10.0
-"""How long a group that is put aside may take to hand over what it has;
-then its task is cancelled and its open requests are lost."""
+"""How long a group that is put aside may take to hand over what it has; then, if it is still being generated,
+its task is cancelled and its open requests are lost."""
 
 
 class CollectionInterrupted(RltoolError):
@@ -120,6 +120,7 @@ class Collector:
         self.delivered = 0
         self._work, self._judges_age, self._on_event, self._clock = work, judges_age, on_event, clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._scoring: set[int] = set()  # of the groups with a task those whose generation has ended
         self._putting_aside: set[int] = set()
         self._helpers: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -249,6 +250,7 @@ class Collector:
             if group.id in self._putting_aside and not is_complete(group.samples):
                 self._move(group, GroupState.PARTIAL)
                 return
+            self._scoring.add(group.id)
             reason = await self._work.finish(group)
             if reason is not None:
                 self._since.dropped[reason] += 1
@@ -271,13 +273,15 @@ class Collector:
             self._fail(error)
         finally:
             del self._tasks[group.id]
+            self._scoring.discard(group.id)
             self._putting_aside.discard(group.id)
             self._changed.set()
             self._admit()
 
     def _set_back(self, group: Group) -> None:
-        """Not generated to its end: what a state of a custom function holds cannot be taken up again."""
-        if not self._work.keeps_partial_groups() and not is_complete(group.samples):
+        """Its task ended early. Where it was still generated, what a function or an environment holds cannot be taken
+        up again, whatever its samples say: between two turns they are COMPLETED, as the last reply was."""
+        if not self._work.keeps_partial_groups() and group.id not in self._scoring:
             self._restart(group)
         if group.state is GroupState.RUNNING:
             self._move(group, GroupState.PARTIAL)
@@ -330,7 +334,9 @@ class Collector:
         self._ages_due = False
         live = {g.id: g for g in self.ledger.groups(GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY)}
         oldest = (lambda group: group.oldest_version) if self._judges_age else (lambda group: None)
-        candidates = [Candidate(g.id, g.state is GroupState.READY, oldest(g)) for g in live.values()]
+        candidates = [
+            Candidate(g.id, g.state is GroupState.READY, oldest(g), g.id in self._scoring) for g in live.values()
+        ]
         choice = choose(self.policy, candidates, step)
         for number in choice.too_old:
             group = live[number]
@@ -364,17 +370,21 @@ class Collector:
     def _put_aside(self, groups: Sequence[Group]) -> None:
         for group in groups:
             group.put_aside_at = self.versions.published
-        running = [group.id for group in groups if group.id in self._tasks]
+        running = {group.id: self._tasks[group.id] for group in groups if group.id in self._tasks}
         self._since.interrupted += len(running)
         self._putting_aside.update(running)
-        self._helper(self._interrupt_groups(running))
+        if running:
+            self._helper(self._interrupt_groups(running))
 
-    async def _interrupt_groups(self, numbers: Sequence[int]) -> None:
-        await self._work.abort(numbers)
-        tasks = [self._tasks[number] for number in numbers if number in self._tasks]
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=INTERRUPT_SECONDS)
-            for task in late:  # its request waits for an engine, or its own function for something else
+    async def _interrupt_groups(self, running: Mapping[int, asyncio.Task[None]]) -> None:
+        """running: their tasks when they were put aside. While the abort is waited for, a group may have been started
+        again, and its new task is none of these."""
+        await self._work.abort(running.keys())
+        await asyncio.wait(running.values(), timeout=INTERRUPT_SECONDS)
+        for number, task in running.items():
+            # Its request waits for an engine, or its environment for something else. One that was generated to its end
+            # meanwhile is only scored.
+            if not task.done() and number not in self._scoring:
                 task.cancel()
 
     def _helper(self, work: Awaitable[None]) -> None:

@@ -45,23 +45,23 @@ def eval_metrics(
     their 95 % interval (eval_statistics.estimate).
 
     A sample whose reward failed counts 0, has not passed, and is reported as well. All prompts have the same number of
-    samples.
+    samples. Lengths are of all trajectories, as those of a batch.
     """
-    samples = [sample for sample in samples if sample.trajectory == 0]
+    episodes = [sample for sample in samples if sample.trajectory == 0]
     groups: dict[int, list[Sample]] = defaultdict(list)
-    for sample in samples:
+    for sample in episodes:
         groups[sample.group_id].append(sample)
     estimates = {"accuracy": estimate([_mean([s.reward or 0.0 for s in group]) for group in groups.values()])}
     for k in pass_at:
         passed = [(len(group), sum((s.reward or 0.0) >= pass_reward for s in group)) for group in groups.values()]
         estimates[f"pass_at_{k}"] = estimate([pass_at_k(n, c, k) for n, c in passed])
-    failed = sum(sample.reward is None for sample in samples)
+    failed = sum(sample.reward is None for sample in episodes)
     return {
         **{f"eval/{name}/{metric}": found.mean for metric, found in estimates.items()},
         **{f"eval/{name}/{metric}_low": found.low for metric, found in estimates.items()},
         **{f"eval/{name}/{metric}_high": found.high for metric, found in estimates.items()},
         f"eval/{name}/prompts": float(len(groups)),
-        f"eval/{name}/samples": float(len(samples)),
+        f"eval/{name}/samples": float(len(episodes)),
         f"eval/{name}/failed": float(failed),
         **_lengths(f"eval/{name}", samples),
     }

@@ -75,7 +75,8 @@ def load_hook(config: RolloutConfig) -> GroupHook | None:
 
 
 class Scorer:
-    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` of them."""
+    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` >= 1 of
+    them."""
 
     def __init__(
         self,
@@ -138,20 +139,23 @@ class Scorer:
         """Score a group, take failed and aborted samples out of the list, apply group reward, hook and filter.
 
         Returns why the group is dropped: "aborted" or "reward_failed" where no sample is left, the filter's reason, or
-        None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch; UsageError for
-        train_metadata that is no JSON, on which the next checkpoint would fail.
+        None. TrainingStopped when rewards fail for more than reward.max_failure_fraction of a batch: the samples are
+        then as they were, for the run that resumes to score them again. UsageError for train_metadata that is no JSON,
+        on which the next checkpoint would fail.
         """
         finished = [sample for sample in samples if sample.status is not SampleStatus.ABORTED]
         self.stats.aborted += len(samples) - len(finished)
         samples[:] = finished
         if not samples:
             return "aborted"
-        self._add(await self.rewards_of(samples))
-        self.check()
-        samples[:] = [sample for sample in samples if sample.status is not SampleStatus.FAILED]
-        if samples and self._group_reward is not None:
-            self._add(await self._reward_together(samples, self._group_reward))
-            self.check()
+        statuses = [sample.status for sample in finished]
+        try:
+            await self._score(samples)
+        except TrainingStopped:
+            samples[:] = finished
+            for sample, status in zip(finished, statuses, strict=True):
+                sample.status = status
+            raise
         if not samples:
             return "reward_failed"
         if self._hook is not None:
@@ -167,6 +171,15 @@ class Scorer:
                 "expected the reason for dropping the group, or None"
             )
         return reason
+
+    async def _score(self, samples: list[Sample]) -> None:
+        """Rewards, then that of the group; samples without one are taken out."""
+        self._add(await self.rewards_of(samples))
+        self.check()
+        samples[:] = [sample for sample in samples if sample.status is not SampleStatus.FAILED]
+        if samples and self._group_reward is not None:
+            self._add(await self._reward_together(samples, self._group_reward))
+            self.check()
 
     async def _reward_together(self, samples: list[Sample], group_reward: RewardsTogether) -> ScoreStats:
         """A failure is that of all samples: they are FAILED and taken out."""
@@ -185,20 +198,19 @@ class Scorer:
         return await asyncio.to_thread(lambda: [self._decode(sample.response_ids) for sample in samples])
 
     def take_stats(self) -> ScoreStats:
-        """Counts since the last call. TrainingStopped as in `finish`, judged over all of them."""
+        """Counts since the last call."""
         stats, self.stats = self.stats, ScoreStats()
-        self._judge(stats, stats.scored)
         return stats
 
     def check(self) -> None:
-        """TrainingStopped as soon as a whole batch cannot come below the limit any more."""
-        self._judge(self.stats, max(self.stats.scored, self._batch_samples))
+        """TrainingStopped as soon as a whole batch cannot come below the limit any more.
 
-    def _judge(self, stats: ScoreStats, of: int) -> None:
-        if of and stats.failed / of > self._max_failure_fraction:
+        The share is of a batch at least: an asynchronous run may have scored a single group since the last one.
+        """
+        if self.stats.failed / max(self.stats.scored, self._batch_samples) > self._max_failure_fraction:
             raise TrainingStopped(
-                f"{stats.describe()}. That is above reward.max_failure_fraction = {self._max_failure_fraction:g}: "
-                f"check {self._function}"
+                f"{self.stats.describe()}. That is above reward.max_failure_fraction = "
+                f"{self._max_failure_fraction:g}: check {self._function}"
             )
 
     def _add(self, more: ScoreStats) -> None:

@@ -112,6 +112,13 @@ def check_generation(config: TrainConfig) -> None:
         raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
     if rollout.simulate_step_seconds and rollout.environment is None:
         raise UsageError("rollout.simulate_step_seconds has no effect without rollout.environment")
+    for name in ("generate_function", "agent"):
+        if rollout.partial_rollout and getattr(rollout, name) is not None:
+            raise UsageError(
+                f"rollout.partial_rollout = true does not go with rollout.{name}: what it has begun cannot be taken up "
+                "where it was, and would start over for every batch; leave it out: with rollout.max_staleness of 1 or "
+                "more, groups that lose the race run on for the next batch"
+            )
     if rollout.agent is None:
         if rollout.gateway is not None:
             raise UsageError("rollout.gateway has no effect without rollout.agent")
@@ -125,11 +132,6 @@ def check_generation(config: TrainConfig) -> None:
         )
     if (rollout.gateway is None) != (rollout.gateway_key_file is None):
         raise UsageError("rollout.gateway and rollout.gateway_key_file go together: its URL, and its key for sessions")
-    if rollout.partial_rollout:
-        raise UsageError(
-            "rollout.partial_rollout = true has no effect on agents: one that is interrupted cannot be taken up where "
-            "it was; leave it out"
-        )
     for name in config.eval.sets:
         settings = eval_settings(config.eval, config.sampling, name, pass_reward=config.monitor.pass_reward)
         for key in ("temperature", "top_p", "top_k"):

@@ -62,6 +62,13 @@ def test_partial_rollout_interrupts_what_still_runs_and_keeps_it():
     assert choice.batch == (1, 2) and choice.interrupt == (0,) and choice.surplus == ()
 
 
+def test_partial_rollout_leaves_groups_that_are_being_scored_alone():
+    policy = AdmissionPolicy(batch=2, oversampling=2, max_staleness=1, partial_rollout=True)
+    scored = Candidate(0, False, 0, scoring=True)
+    choice = choose(policy, [scored, *groups(True, True, False, oldest=1, first=1)], 0)
+    assert choice.batch == (1, 2) and choice.interrupt == (3,) and choice.surplus == ()
+
+
 def test_a_ready_group_that_is_too_old_is_never_part_of_a_batch():
     policy = AdmissionPolicy(batch=2, max_staleness=1)
     old, young = groups(True, True, oldest=0), groups(True, True, oldest=2, first=2)

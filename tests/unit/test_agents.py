@@ -223,6 +223,15 @@ def test_an_evaluation_counts_each_episode_once():
     assert (metrics["eval/a/accuracy"], metrics["eval/a/samples"]) == (0.5, 2.0)
 
 
+def test_the_lengths_of_an_evaluation_are_of_all_trajectories():
+    samples = scored((0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.0))
+    samples[1].append_environment_tokens([1] * 3)
+    samples[1].status = SampleStatus.TRUNCATED
+    metrics = eval_metrics("a", samples)
+    assert (metrics["eval/a/response_length_mean"], metrics["eval/a/response_length_max"]) == (3.0, 5.0)
+    assert metrics["eval/a/truncated_fraction"] == pytest.approx(1 / 3)
+
+
 class Rewards:
     def __init__(self) -> None:
         self.asked: list[str] = []

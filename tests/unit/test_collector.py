@@ -14,12 +14,15 @@ import pytest
 
 from rltool.engines.types import Completion, VersionSpan
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
+from rltool.rollout import collector as collector_module
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig
 from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
+from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import SampleStatus
+from rltool.rollout.scoring import Scorer
 from rltool.rollout.snapshot import restore, snapshot
 
 RUN = "a" * 32
@@ -277,6 +280,105 @@ def test_partial_groups_keep_their_tokens_and_go_on_under_the_next_weights():
     asyncio.run(run())
 
 
+@dataclass
+class Judged(Work):
+    """Scoring group 0 takes long. until_put_aside: so does generating it, which then comes to its end nevertheless."""
+
+    until_put_aside: bool = False
+    begun: Counter = field(default_factory=Counter)
+
+    async def generate(self, group, interrupted):
+        while self.until_put_aside and group.id == 0 and not interrupted():
+            await asyncio.sleep(0.001)
+        await super().generate(group, lambda: False)
+
+    async def abort(self, groups):
+        self.aborted += groups
+
+    async def finish(self, group):
+        self.begun[group.id] += 1
+        await asyncio.sleep(0.3 if group.id == 0 else 0.0)
+        return await super().finish(group)
+
+
+@pytest.mark.parametrize("until_put_aside", [False, True])
+def test_a_group_that_is_only_being_scored_is_left_to_finish(monkeypatch, until_put_aside):
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
+
+    async def run():
+        work = Judged(Versions(), delay=lambda g: 0.02 if g.id else 0.0, until_put_aside=until_put_aside)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=4, partial_rollout=True))
+        found = []
+        for step in range(5):
+            found += await batches(collector, 1, first=step)
+            await asyncio.sleep(0.1)  # the trainer
+        trained = [group.id for batch in found for group in batch.groups]
+        assert 0 not in trained[:2] and 0 in trained
+        assert work.begun[0] == work.generated[0] == 1, "neither is done again"
+        assert work.aborted.count(0) == int(until_put_aside)
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
+def test_episodes_that_are_cut_off_between_two_turns_start_over(monkeypatch):
+    """Their samples are COMPLETED, as the engine's last reply was, and wait for an environment."""
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.02)
+
+    class TwoTurns(Work):
+        async def generate(self, group, interrupted):
+            if all(sample.status is SampleStatus.COMPLETED for sample in group.samples):
+                return  # as environments.Episodes: nothing is left to do
+            await super().generate(group, lambda: False)
+            if group.id == 0 and self.generated[0] == 1:
+                await asyncio.sleep(60.0)  # a step of the environment
+            for sample in group.samples:
+                sample.append_response_tokens(Completion((6,), (-1.0,), "stop", (VersionSpan(f"{RUN}:0:1", 0, 1),)))
+
+    async def run():
+        work = TwoTurns(Versions(), partial=False)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=2, partial_rollout=True))
+        found = []
+        for step in range(3):
+            found += await batches(collector, 1, first=step)
+            await asyncio.sleep(0.05)
+        samples = [sample for batch in found for group in batch.groups if group.id == 0 for sample in group.samples]
+        assert [sample.response_ids for sample in samples] == [[5, 5, 6], [5, 5, 6]]
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
+def test_a_group_that_goes_on_is_not_cut_off_by_an_abort_that_an_engine_answers_late(monkeypatch):
+    monkeypatch.setattr(collector_module, "INTERRUPT_SECONDS", 0.05)
+    cancelled = []
+
+    class Slow(Work):
+        async def generate(self, group, interrupted):
+            try:
+                await super().generate(group, interrupted)
+            except asyncio.CancelledError:
+                cancelled.append(group.id)
+                raise
+
+        async def abort(self, groups):
+            await super().abort(groups)
+            await asyncio.sleep(0.1)
+
+    async def run():
+        work = Slow(Versions(), delay=lambda g: (0.04 if work.generated[0] == 1 else 0.4) if g.id == 0 else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=1, partial_rollout=True))
+        [first] = await batches(collector, 1)
+        while not collector.ledger.groups(GroupState.PARTIAL):
+            await asyncio.sleep(0.005)
+        [second] = await batches(collector, 1, first=1)
+        assert [[g.id for g in batch.groups] for batch in (first, second)] == [[1, 2], [0, 3]]
+        assert work.generated[0] == 2 and not cancelled
+        await collector.interrupt()
+
+    asyncio.run(run())
+
+
 def test_a_ready_group_that_has_become_too_old_is_sampled_again_and_counted():
     async def run():
         work = Work(Versions(), delay=lambda g: 0.02 if g.id == 0 else 0.0)
@@ -306,6 +408,40 @@ def test_a_batch_in_hand_is_kept_until_its_step_is_done_and_not_after_it(policy)
             assert [g.id for g in ready if g.id < 3] == expected
             assert resumed.ledger.trained == 3 - len(expected)
         assert numbers([batch]) == [[0, 1, 2]]
+
+    asyncio.run(run())
+
+
+class Rewards:
+    def __init__(self, broken):
+        self.broken = broken
+
+    async def score(self, samples, texts):
+        return [RewardFailure("HTTP 503") if self.broken else 1.0 for _ in samples]
+
+
+@dataclass
+class ScoredWork(Work):
+    broken: bool = False
+
+    def __post_init__(self):
+        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", max_failure_fraction=0.1, batch_samples=8)
+
+    async def finish(self, group):
+        return await self.scorer.finish(group.samples)
+
+
+def test_a_run_that_failing_rewards_have_stopped_goes_on_where_it_was_once_they_work():
+    async def run():
+        stopped = make(ScoredWork(Versions(), broken=True), policy := AdmissionPolicy(batch=4))
+        with pytest.raises(TrainingStopped, match="HTTP 503"):
+            await batches(stopped, 1)
+        resumed = make(work := ScoredWork(Versions()), policy)
+        taken_up(resumed, snapshot(stopped, 0, keeps_partial=True))
+        kept = {g.id: [s.response_ids for s in g.samples] for g in resumed.ledger.groups() if g.samples[0].response_ids}
+        [batch] = await batches(resumed, 1)
+        assert kept and kept.items() <= {g.id: [s.response_ids for s in g.samples] for g in batch.groups}.items()
+        assert [g.id for g in batch.groups] == [0, 1, 2, 3] and work.scorer.take_stats().failed == 0
 
     asyncio.run(run())
 

@@ -177,9 +177,12 @@ def test_settings_of_the_collector_that_go_together_pass(base):
     check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "rollout.max_staleness=1")
     check(base, "rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0")
     check(base, "rollout.max_staleness=2", 'rollout.on_stale="resample"')
+    check(base, *PARTIAL_ROLLOUT, 'rollout.environment="a:B"')
+    check(base, *PARTIAL_ROLLOUT[1:], 'rollout.generate_function="a:f"')
 
 
 AGENT = 'rollout.agent="a:run"'
+PARTIAL_ROLLOUT = ("rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1")
 
 
 @pytest.mark.parametrize(
@@ -190,9 +193,10 @@ AGENT = 'rollout.agent="a:run"'
         (['rollout.gateway="http://h:1"'], "no effect without rollout.agent"),
         (["rollout.agent=[]"], "words of a command line"),
         ([AGENT, 'rollout.gateway="http://h:1"'], "gateway_key_file go together"),
+        ([AGENT, *PARTIAL_ROLLOUT], "does not go with rollout.agent: what it has begun cannot be taken up"),
         (
-            [AGENT, "rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1"],
-            "cannot be taken up where it was",
+            ['rollout.generate_function="a:f"', *PARTIAL_ROLLOUT],
+            "does not go with rollout.generate_function: what it has begun cannot be taken up",
         ),
         ([AGENT, 'eval.sets.a="{base}"', "eval.sampling.temperature=0"], "set both to one value"),
     ],
