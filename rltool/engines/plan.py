@@ -268,11 +268,11 @@ def _processes(
             node=seat.node, node_rank=rank, nodes=len(seats), dist_init=meeting, bootstrap_port=bootstrap,
             address=seat.address if settings.spread and group.host in (None, "0.0.0.0", "::") else "",
             pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
-            model=model.path, host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
+            model=model.path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
             trust_remote_code=group.trust_remote_code,
-            # Absolute, because engines run in another directory; not resolved, for the reason given at
+            # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.
             python=group.engine_python.absolute() if group.engine_python else default_engine_python(),
             key_file=settings.key_file, boot_id=boot_id, weight_backend=group.weight_backend,

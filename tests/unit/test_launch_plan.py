@@ -1,5 +1,6 @@
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -59,6 +60,13 @@ def test_gpus_are_given_to_engines_in_order_tp_at_a_time(model, run, no_gpus):
 def test_without_gpus_the_first_of_the_host_are_taken(model, run, no_gpus):
     assert [launch.gpus for launch in plan(model, run, num_engines=2, tp=2)] == [(0, 1), (2, 3)]
     assert [launch.gpus for launch in plan(model, run, num_engines=2, device="cpu")] == [(), ()]
+
+
+def test_a_relative_model_is_the_callers_for_engines_run_in_another_directory(model, run, no_gpus, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    [launch] = plan(Path(model.name), run)
+    assert launch.model == model and str(model) in engine_spec(launch).argv
+    assert not any(word == model.name for word in engine_spec(launch).argv)
 
 
 def test_replicas_have_different_seeds_and_boot_ids(model, run):
