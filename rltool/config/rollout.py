@@ -257,14 +257,15 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
-    staged: bool = False
+    staged: bool | Literal["auto"] = False
     """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
     vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
-    --gpu-memory-utilization."""
-    delta: bool = False
+    --gpu-memory-utilization. auto: so at the engines that can, which true demands of all."""
+    delta: bool | Literal["auto"] = False
     """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's
-    memory; over nccl a bucket of each engine lies on the trainer's GPU besides."""
+    memory; over nccl a bucket of each engine lies on the trainer's GPU besides. auto: so to the engines that can, whole
+    weights to the others, which true refuses."""
     store: str | None = None
     """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
     One run at a time."""
@@ -286,11 +287,11 @@ class WeightsConfig(Config):
     def _delta(self) -> WeightsConfig:
         if self.delta and self.transport not in ("auto", "nccl", "gloo"):
             raise ValueError(
-                f'delta = true and transport = "{self.transport}" contradict each other: it sends patches over nccl or '
+                f'delta and transport = "{self.transport}" contradict each other: it sends patches over nccl or '
                 'gloo; leave transport at "auto", or leave delta out (transport = "delta" sends them through a store)'
             )
         if self.delta and self.staged:
-            raise ValueError("staged has no effect with delta = true, whose patches arrive while the engine generates")
+            raise ValueError("staged has no effect with delta, whose patches arrive while the engine generates")
         return self
 
     @model_validator(mode="after")

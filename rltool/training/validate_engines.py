@@ -50,12 +50,12 @@ def check_turns(config: TrainConfig) -> None:
         )
     if config.weights.staged:
         raise UsageError(
-            'weights.staged = true and engines.mode = "colocate" contradict each other: engines that sleep generate '
+            'weights.staged and engines.mode = "colocate" contradict each other: engines that sleep generate '
             "nothing while weights arrive; leave it out"
         )
     if config.weights.delta:
         raise UsageError(
-            'weights.delta = true and engines.mode = "colocate" contradict each other: it is for engines that generate '
+            'weights.delta and engines.mode = "colocate" contradict each other: it is for engines that generate '
             "while patches arrive; leave it out"
         )
     if config.weights.transport == "nccl":

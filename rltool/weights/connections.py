@@ -166,9 +166,8 @@ class Connections:
 
     def _transport(self, receiver: Receiver) -> Transport:
         kind = transport(receiver.dialect, receiver.backend)
-        if not self._config.staged:
+        if not self._config.staged or kind.staged is None:  # which `choose` refuses unless that is "auto"
             return kind
-        assert kind.staged is not None, "choose refuses it"
         return replace(kind, control=kind.staged)
 
     def _boot_id(self, url: str) -> str | None:

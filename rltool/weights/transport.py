@@ -294,7 +294,7 @@ ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: 
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
 NO_DELTA = (
     "cannot take patches over a transfer group (weights.delta), which needs a vLLM with rltool's plugin: set "
-    'weights.delta to false, or use weights.transport = "delta" with a weights.store and a follower beside it'
+    'weights.delta to "auto" or false, or use weights.transport = "delta" with a weights.store and a follower beside it'
 )
 
 
@@ -311,7 +311,8 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     sentence without the engine's name, where none can.
     """
     reasons = []
-    for backend in (DELTA_CANDIDATES if config.delta else CANDIDATES)[config.transport]:
+    whole = () if config.delta is True else CANDIDATES[config.transport]
+    for backend in (*(DELTA_CANDIDATES[config.transport] if config.delta else ()), *whole):
         if shares_gpus and backend in BETWEEN_GPUS:
             why = ON_ONE_GPU
         elif backend == "ipc" and not shares_gpus:
@@ -319,17 +320,17 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
         else:
             why = obstacle(info, backend, trainer_device)
         if why is None:
-            if config.staged and transport(info.dialect, backend).staged is None:
+            if config.staged is True and transport(info.dialect, backend).staged is None:
                 raise UsageError(
                     "cannot take staged weights: that needs a vLLM with rltool's plugin, over gloo or nccl; set "
-                    "weights.staged to false, or start it with `rltool serve-engines --weight-backend rltool`"
+                    'weights.staged to "auto" or false, or start it with `rltool serve-engines --weight-backend rltool`'
                 )
             return backend
         reasons.append(why)
-    if config.delta:
+    if config.delta is True:
         raise UsageError(reasons[-1])
     if config.transport != "auto":
-        raise UsageError(reasons[0])
+        raise UsageError(reasons[-len(whole)])
     if info.weight_backend is None:
         raise UsageError(NO_TRANSFER)
     raise UsageError(

@@ -68,6 +68,28 @@ def test_engines_are_paused_when_they_have_every_bucket(two, tmp_path):
     syncing(two, tmp_path, scenario)
 
 
+@pytest.mark.parametrize("how", ["staged", "delta"])
+def test_with_auto_each_engine_of_a_mixed_fleet_gets_what_it_can(two, tmp_path, how):
+    """In one sync, from one gather: those with our plugin are paused when they have every bucket, SGLang before."""
+
+    async def scenario(r):
+        for step in range(3):
+            report = await r.sync.sync(version(step))
+            assert report.failed == {} and len(report.updated) == 3
+            for engine in two:
+                assert_has(engine, r.ranks, step)
+            assert sglang.weight_version == str(version(step))
+            assert torch.frombuffer(bytearray(sglang.weights["c"]), dtype=torch.float32)[0] == 1.0 + step
+        for engine in two:
+            asked = [path for path in engine.paths() if path in ("/rltool/prefetch", *PLUGIN_STEPS)]
+            assert asked == ["/rltool/prefetch", *PLUGIN_STEPS] * 3
+        assert sglang.seen["/pause_generation"] == 3
+
+    config = WeightsConfig(bucket_bytes=40, transport="gloo", **{how: "auto"})
+    with FakeSglang() as sglang:
+        syncing([*two, sglang], tmp_path, scenario, config)
+
+
 def test_an_engine_that_takes_no_bucket_fails_unpaused_and_the_others_go_on(two, tmp_path):
     async def scenario(r):
         await r.sync.sync(version(0))

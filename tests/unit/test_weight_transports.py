@@ -292,7 +292,7 @@ def test_patches_go_over_the_group_that_whole_weights_would_take(changes, wanted
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (SGLANG, 'needs a vLLM with rltool\'s plugin: set weights.delta to false, or use weights.transport = "delta"'),
+        (SGLANG, "needs a vLLM with rltool's plugin: set weights.delta to \"auto\" or false, or use weights.transport"),
         ({"weight_backend": "nccl"}, r"\(weights.delta\): its backend is 'nccl'; start it with `rltool serve-engines"),
         ({"weight_backend": None}, "has no weight transfer"),
     ],
@@ -300,6 +300,26 @@ def test_patches_go_over_the_group_that_whole_weights_would_take(changes, wanted
 def test_an_engine_that_cannot_take_patches_is_refused(changes, message, wanted):
     with pytest.raises(UsageError, match=message):
         choose(info(**changes), WeightsConfig(transport=wanted, delta=True), "cuda")
+
+
+@pytest.mark.parametrize("how", ["delta", "staged"])
+@pytest.mark.parametrize(
+    ("changes", "wanted", "chosen"),
+    [
+        ({}, "auto", {"delta": "nccl-delta", "staged": "nccl"}),
+        ({"weight_backend": "nccl"}, "auto", {"delta": "vllm-nccl", "staged": "vllm-nccl"}),
+        (SGLANG, "auto", {"delta": "nccl", "staged": "nccl"}),
+        (SGLANG, "gloo", {"delta": "gloo", "staged": "gloo"}),
+        ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
+    ],
+)
+def test_with_auto_an_engine_gets_what_it_can(changes, wanted, chosen, how):
+    config = WeightsConfig(transport=wanted, **{how: "auto"})
+    if isinstance(chosen, dict):
+        assert choose(info(**changes), config, "cuda") == chosen[how]
+    else:
+        with pytest.raises(UsageError, match=chosen):
+            choose(info(**changes), config, "cuda")
 
 
 def test_patches_over_nccl_need_a_gpu_on_both_sides():
@@ -313,10 +333,10 @@ def test_patches_over_nccl_need_a_gpu_on_both_sides():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"transport": "ipc"}, 'delta = true and transport = "ipc" contradict each other'),
-        ({"transport": "disk"}, 'delta = true and transport = "disk" contradict each other'),
-        ({"transport": "delta", "store": "/w"}, 'delta = true and transport = "delta" contradict.*leave delta out'),
-        ({"staged": True}, "staged has no effect with delta = true"),
+        ({"transport": "ipc"}, 'delta and transport = "ipc" contradict each other'),
+        ({"transport": "disk"}, 'delta and transport = "disk" contradict each other'),
+        ({"transport": "delta", "store": "/w"}, 'delta and transport = "delta" contradict.*leave delta out'),
+        ({"staged": True}, "staged has no effect with delta"),
         ({"store": "/w"}, "for patches without a store leave both out, and set delta = true"),
     ],
 )
