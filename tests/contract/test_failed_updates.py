@@ -1,5 +1,5 @@
-"""What an update that fails, or whose engine is lost meanwhile, leaves behind: nothing that passes for whole weights, and
-no other engine's failure."""
+"""What an update that fails, or whose engine is lost meanwhile, leaves behind: nothing that passes for whole weights,
+and no other engine's failure."""
 
 from __future__ import annotations
 
