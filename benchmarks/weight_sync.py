@@ -5,10 +5,11 @@
     python -m benchmarks.weight_sync --size 7B --engines plugin --engine-gpu 0,1 --backends ipc gloo --gpu-share 0.4
 
 Starts each engine with no weights of its own, and sends it random ones in the shape of a real model, through the
-classes with which the trainer does it. vllm is a stock server, plugin one with rltool's; backends are those of
-rltool.weights.transport that fit. --reference measures a bare NCCL broadcast of the same bytes as well, and vLLM's own
-sender into the stock server. One line of JSON for each round; after each backend the engine's weights are checked: by
-its own checksums where it has them (vLLM on a GPU), and by log-probabilities; both must be the same over every backend.
+classes with which the trainer does it; --source megatron: out of a Megatron model. vllm is a stock server, plugin one
+with rltool's; backends are those of rltool.weights.transport that fit. --reference measures a bare NCCL broadcast of
+the same bytes as well, and vLLM's own sender into the stock server. One line of JSON for each round; after each backend
+the engine's weights are checked: by its own checksums where it has them (vLLM on a GPU), and by log-probabilities; both
+must be the same over every backend.
 The first rounds of the plugin on a GPU go through vLLM's reload, the others are replayed. With ipc the trainer has a
 rank on each of the engine's GPUs (--engine-gpu), all in one process, and the engine does not sleep.
 """
@@ -23,7 +24,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -31,11 +32,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 
 from benchmarks import weight_sync_reference as reference
 from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
-from benchmarks.weight_sync_models import SIZES, parameter_shapes, random_weights, vllm_checksums, write_model
+from benchmarks.weight_sync_models import SIZES, parameter_shapes, vllm_checksums, write_model
+from benchmarks.weight_sync_weights import SOURCES, Weights, make_weights
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.checksums import of_one_rank
 from rltool.engines.client import EngineClient
@@ -43,7 +44,7 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
-from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.processes import garbage
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
@@ -72,14 +73,13 @@ Seen = tuple[dict[str, str], list[float]]
 
 
 @contextmanager
-def negated(copies: Sequence[Mapping[str, Tensor]]) -> Iterator[None]:
+def negated(copies: Sequence[Weights]) -> Iterator[None]:
     """Other weights without the room for them: every bit is as it was afterwards."""
 
     def negate() -> None:
         for weights in copies:
-            for tensor in weights.values():
-                tensor.neg_()
-        for device in {tensor.device for weights in copies for tensor in weights.values() if tensor.is_cuda}:
+            weights.negate()
+        for device in {tensor.device for weights in copies for tensor in weights.held() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
 
     negate()
@@ -135,17 +135,16 @@ class Link:
         if reasons:
             raise RuntimeError(reasons[0])
 
-    async def sync(self, copies: Sequence[Mapping[str, Tensor]], version: str) -> dict[str, float]:
+    async def sync(self, copies: Sequence[Weights], version: str) -> dict[str, float]:
         """copies: the weights, as each rank has them. Seconds of each phase, and in all from the pause to the
         resume."""
-        metas = [meta_of(name, tensor) for name, tensor in copies[0].items()]
-        buckets = plan_buckets(metas, self.senders[0].config.bucket_bytes)
+        buckets = plan_buckets(copies[0].metas, self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
         rendezvous = self.rendezvous
         loop = asyncio.get_running_loop()
 
         def send() -> asyncio.Future[list[SendReport]]:
-            streams = [zip(metas, weights.values(), strict=True) for weights in copies]
+            streams = [weights.stream() for weights in copies]
             return asyncio.gather(
                 *(
                     loop.run_in_executor(None, sender.send, stream, buckets, version, [self.server.url])
@@ -230,9 +229,10 @@ class Benchmark:
         self.failed = False
 
     @cached_property
-    def weights(self) -> list[dict[str, Tensor]]:
+    def weights(self) -> list[Weights]:
         """Made when the first engine is ready: what runs on the trainer's GPU until then has it to itself."""
-        return [random_weights(self.args.size, 1, device, self.dtype) for device in self.devices]
+        args = self.args
+        return [make_weights(args.source, args.size, self.model, device, self.dtype) for device in self.devices]
 
     def run(self) -> int:
         shapes = [shape for _, shape in parameter_shapes(self.args.size)]
@@ -300,7 +300,7 @@ class Benchmark:
 
     def _senders(self, backend: Backend) -> list[WeightSender]:
         config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)
-        buckets = plan_buckets([meta_of(*pair) for pair in self.weights[0].items()], config.bucket_bytes)
+        buckets = plan_buckets(self.weights[0].metas, config.bucket_bytes)
         return [
             WeightSender(
                 config, device=device, deadline=DEADLINE, model_files=self.model, rank=rank,
@@ -321,7 +321,10 @@ class Benchmark:
                     with negated([] if number == self.args.rounds - 1 else self.weights):
                         rows.append(await link.sync(self.weights[: len(senders)], f"v{number}"))
                     show(engine=kind, backend=name, round=number, **rows[-1])
-                await link.run(link.control.leave(GROUP))
+                leave = link.control
+                await link.run(
+                    leave.leave_generating(GROUP) if isinstance(leave, PausingControl) else leave.leave(GROUP)
+                )
             return rows
 
         try:
@@ -346,7 +349,7 @@ class Benchmark:
     def _check(self, server: Server, kind: str, backend: str, seen: dict[str, Seen]) -> None:
         held = checksums(server) if KINDS[kind].dialect == "vllm" and not self.args.cpu else {}
         if (found := of_one_rank(held)) is not None:  # else they are compared over the backends alone
-            wanted = vllm_checksums(self.weights[0])
+            wanted = vllm_checksums(self.weights[0].tensors())
             wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
             show(engine=kind, backend=backend, tensors=len(wanted), differ=len(wrong), first=wrong[:3])
             self.failed |= bool(wrong)
@@ -371,6 +374,12 @@ def main() -> int:
         "--rounds", type=int, default=7, help="syncs of each backend; the first two are not in the median"
     )
     parser.add_argument("--bucket-mib", type=int, default=1024, help="weights.bucket_bytes")
+    parser.add_argument(
+        "--source",
+        choices=SOURCES,
+        default="tensors",
+        help="megatron: a Megatron model, whose parameters are merged and cut for each sync as in the trainer",
+    )
     parser.add_argument("--cpu", action="store_true", help="trainer and engines on the CPU, without NCCL")
     parser.add_argument(
         "--engine-gpu", default="1",
