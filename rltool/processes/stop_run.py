@@ -43,7 +43,11 @@ def stop_run(
     chosen = [state for state in recorded if not roles or state.role in roles]
     running = [state for state in chosen if process_tree(state)]
     for state in running:
-        write_state(run, state.model_copy(update={"stopping": True}))
+        try:
+            write_state(run, state.model_copy(update={"stopping": True}))
+        except OSError as error:
+            why = f"cannot be marked as stopping ({error.strerror}): who watches it takes its end for a failure"
+            report(f"{state.role} (pid {state.pid}) {why}")
     for state in stop_order(running):
         if state.orderly_seconds > 0:
             _ask_and_wait(state, report)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessSpec
 from rltool.processes.state import is_alive, read_states, state_of_this_process, write_state
@@ -244,6 +244,44 @@ def test_a_second_interrupt_while_stopping_still_leaves_no_process(tmp_path, mon
     assert calls[1] == 0
     assert not is_alive(process.state)
     assert read_states(run) == []
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def test_a_state_that_cannot_be_marked_keeps_no_process_alive(tmp_path, monkeypatch):
+    run = open_run("r", create=True, root=tmp_path)
+    with pytest.raises(KeyboardInterrupt), ProcessGroup(run) as group:
+        process = group.start(ProcessSpec(role="router", argv=SLEEP))
+        monkeypatch.setattr("rltool.processes.supervise.write_state", full_disk)
+        raise KeyboardInterrupt
+    assert not is_alive(process.state) and read_states(run) == []
+
+
+def test_a_damaged_state_keeps_no_process_alive(tmp_path):
+    run = open_run("r", create=True, root=tmp_path)
+    with pytest.raises(RltoolError, match=r"router\.json is not a process state"), ProcessGroup(run) as group:
+        processes = [group.start(ProcessSpec(role=role, argv=SLEEP)) for role in ("router", "engine-0")]
+        (run.state_dir / "router.json").write_text("{")
+    assert not [process for process in processes if is_alive(process.state) or process.popen.returncode is None]
+
+
+def test_stop_ends_what_it_cannot_mark_and_says_so(tmp_path, monkeypatch):
+    run = open_run("r", create=True, root=tmp_path)
+    said = []
+    with ProcessGroup(run) as group:
+        process = group.start(ProcessSpec(role="router", argv=SLEEP))
+        monkeypatch.setattr("rltool.processes.stop_run.write_state", full_disk)
+        stop_run(run, report=said.append)
+        assert not is_alive(process.state)
+    assert said == [
+        f"router (pid {process.state.pid}) cannot be marked as stopping (No space left on device): "
+        "who watches it takes its end for a failure"
+    ]
 
 
 def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
