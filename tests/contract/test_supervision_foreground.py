@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -179,6 +180,40 @@ def test_a_signal_before_all_serves_ends_a_detached_command_with_all_children(tm
         process.kill()
         process.wait()
         stop_run(open_run("r", create=False, root=tmp_path))
+
+
+FORK = """
+import os, signal, sys, time
+from pathlib import Path
+from rltool.processes.background import in_background
+
+def fork(real=os.fork):
+    pid = real()
+    if pid:
+        print(pid, flush=True)
+        signal.raise_signal(int(sys.argv[1]))
+    return pid
+
+def work(ready):
+    time.sleep(600)
+
+os.fork = fork
+sys.exit(in_background(work, Path("log")))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_moment_of_the_fork_ends_a_detached_command_and_not_its_parent_alone(tmp_path, number):
+    argv = [sys.executable, "-c", FORK, str(int(number))]
+    parent = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pid = int(parent.stdout.readline())
+    try:
+        assert parent.wait(DEADLINE) == 128 + number, "it says how the other one ended"
+        assert not psutil.pid_exists(pid), "which it has waited for"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        parent.communicate()
 
 
 def ended_by(state):
