@@ -13,7 +13,7 @@ from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts
-from rltool.processes.state import ProcessState, boot, start_time, write_state
+from rltool.processes.state import ProcessState, boot, pid_namespace, start_time, write_state
 
 LOG_LINES_IN_ERRORS = 20
 
@@ -101,8 +101,8 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
         try:
             # An unreaped child keeps its pid and start time readable even if it has died at once.
             state = ProcessState(
-                role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(), argv=spec.argv, log=log,
-                url=spec.url, gpus=spec.gpus,
+                role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(),
+                pid_namespace=pid_namespace(), argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus,
             )  # fmt: skip
             write_state(run, state)
         except BaseException:

@@ -1,7 +1,8 @@
 """What rltool knows about a process that it started, kept in state/ROLE.json so that any shell can find it again.
 
-A pid alone names nobody for long: the kernel hands it out again. So a process is ours only if its pid *and* its start
-time match, and everything that signals or counts processes asks `is_alive` first.
+A pid alone names nobody for long: the kernel hands it out again, after another boot and in another container anew. So a
+process is ours only if boot, pid namespace, pid *and* its start time match, and everything that signals or counts
+processes asks `is_alive` first.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class ProcessState(BaseModel):
     start_time: float
     boot: str = ""
     """Of the host, an id; empty where the system has none."""
+    pid_namespace: str = ""
+    """In which the pid counts; empty where it is not known."""
     argv: tuple[str, ...]
     log: Path | None = None
     url: str | None = None
@@ -58,12 +61,19 @@ def is_alive(state: ProcessState) -> bool:
 
 
 def find_process(state: ProcessState) -> psutil.Process | None:
+    if not is_of_this_machine(state):
+        return None
     try:
         process = psutil.Process(state.pid)
-        same = abs(start_time(state.pid) - state.start_time) <= _START_TIME_TOLERANCE and state.boot == boot()
+        same = abs(start_time(state.pid) - state.start_time) <= _START_TIME_TOLERANCE
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+
+
+def is_of_this_machine(state: ProcessState) -> bool:
+    """Its pid counts here: same boot of the host, same pid namespace. Else it is that of a stranger."""
+    return state.boot == boot() and state.pid_namespace in ("", pid_namespace())
 
 
 def start_time(pid: int) -> float:
@@ -107,6 +117,7 @@ def state_of_this_process(
         pid=pid,
         start_time=start_time(pid),
         boot=boot(),
+        pid_namespace=pid_namespace(),
         argv=tuple(argv),
         url=url,
         log=log,

@@ -148,6 +148,19 @@ def test_a_reused_pid_is_never_signalled(run):
         stranger.wait()
 
 
+@pytest.mark.parametrize("elsewhere", [{"boot": "of before the reboot"}, {"pid_namespace": "pid:[1]"}], ids=str)
+def test_a_strangers_session_with_the_number_of_a_process_of_another_boot_or_container_is_left_alone(run, elsewhere):
+    parent, child = start_family(run)
+    parent.popen.kill()
+    parent.popen.wait()
+    assert process_tree(parent.state) == [child], "what is left of a session is found"
+    stale = parent.state.model_copy(update=elsewhere)
+    assert process_tree(stale) == []
+    stop_processes([stale], grace=0.2)
+    assert child.is_running()
+    stop_processes([parent.state], grace=0.0)
+
+
 def test_an_interrupt_in_the_grace_period_kills_at_once_and_leaves_nothing(run):
     parent, child = start_family(run)
 

@@ -1,5 +1,7 @@
 """Who a recorded process is: its pid, its start and the host's boot, whatever the clock says."""
 
+import os
+
 import psutil
 import pytest
 
@@ -23,3 +25,10 @@ def test_the_same_pid_with_another_start_or_after_another_boot_is_another_proces
     assert not is_alive(recorded.model_copy(update={"start_time": recorded.start_time - 2.0}))
     monkeypatch.setattr(states, "boot", lambda: "another boot")
     assert not is_alive(recorded)
+
+
+def test_the_same_pid_in_another_pid_namespace_is_another_process():
+    recorded = state_of_this_process("me", argv=["x"])
+    assert recorded.pid_namespace == os.readlink("/proc/self/ns/pid")
+    assert not is_alive(recorded.model_copy(update={"pid_namespace": "pid:[1]"}))
+    assert is_alive(recorded.model_copy(update={"pid_namespace": ""})), "as older versions wrote it"
