@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,8 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
             # An unreaped child keeps its pid and start time readable even if it has died at once.
             state = ProcessState(
                 role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(),
-                pid_namespace=pid_namespace(), argv=spec.argv, log=log, url=spec.url, gpus=spec.gpus,
+                pid_namespace=pid_namespace(), host=socket.gethostname(), argv=spec.argv, log=log, url=spec.url,
+                gpus=spec.gpus,
             )  # fmt: skip
             write_state(run, state)
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -41,6 +42,8 @@ class ProcessState(BaseModel):
     """Of the host, an id; empty where the system has none."""
     pid_namespace: str = ""
     """In which the pid counts; empty where it is not known."""
+    host: str = ""
+    """Its name; empty where it is not known."""
     argv: tuple[str, ...]
     log: Path | None = None
     url: str | None = None
@@ -74,6 +77,14 @@ def find_process(state: ProcessState) -> psutil.Process | None:
 def is_of_this_machine(state: ProcessState) -> bool:
     """Its pid counts here: same boot of the host, same pid namespace. Else it is that of a stranger."""
     return state.boot == boot() and state.pid_namespace in ("", pid_namespace())
+
+
+def is_elsewhere(state: ProcessState) -> bool:
+    """Another host shares the run directory and recorded it: whether it lives can be told there alone.
+
+    A host that was started anew, or a container, keeps its name: what it recorded before is dead.
+    """
+    return state.host not in ("", socket.gethostname()) and not is_of_this_machine(state)
 
 
 def start_time(pid: int) -> float:
@@ -118,6 +129,7 @@ def state_of_this_process(
         start_time=start_time(pid),
         boot=boot(),
         pid_namespace=pid_namespace(),
+        host=socket.gethostname(),
         argv=tuple(argv),
         url=url,
         log=log,
@@ -128,6 +140,14 @@ def state_of_this_process(
 
 def state_file(run: RunDirectory, role: str) -> Path:
     return run.state_dir / f"{role}.json"
+
+
+def where_to_stop(run: RunDirectory, state: ProcessState) -> str:
+    """What to do about a process of another host, for people."""
+    return (
+        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone can tell "
+        f"whether it lives: stop it there, or remove {state_file(run, state.role)} if that host is gone"
+    )
 
 
 def write_state(run: RunDirectory, state: ProcessState) -> None:
@@ -145,8 +165,8 @@ def read_state(run: RunDirectory, role: str) -> ProcessState | None:
 
 
 def free_role(role: str, run: RunDirectory) -> str:
-    """`role`, or role-2, role-3, ... where living processes of the run have it."""
-    taken = {state.role for state in read_states(run) if is_alive(state)}
+    """`role`, or role-2, role-3, ... where living processes of the run have it, or those of another host."""
+    taken = {state.role for state in read_states(run) if is_alive(state) or is_elsewhere(state)}
     names = (role if number == 1 else f"{role}-{number}" for number in itertools.count(1))
     return next(name for name in names if name not in taken)
 

@@ -18,7 +18,15 @@ from rltool.processes.background import in_background
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts, termination_interrupts
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, start
-from rltool.processes.state import is_alive, read_state, remove_state, state_of_this_process, write_state
+from rltool.processes.state import (
+    is_alive,
+    is_elsewhere,
+    read_state,
+    remove_state,
+    state_of_this_process,
+    where_to_stop,
+    write_state,
+)
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
 Check = Callable[[], str | None]
@@ -62,8 +70,11 @@ class ProcessGroup:
     """Processes of one run that live no longer than this `with` block, whichever way it is left."""
 
     def __init__(
-        self, run: RunDirectory, *, grace: float = GRACE_SECONDS, note: Callable[[str], None] = lambda _: None
-    ) -> None:
+        self, run: RunDirectory, *, grace: float = GRACE_SECONDS, note: Callable[[str], None] = lambda _: None,
+        replaces_other_hosts: bool = False,
+    ) -> None:  # fmt: skip
+        """replaces_other_hosts: a trainer that holds the run's lock starts them, so what other hosts have recorded
+        under these roles is of an earlier one."""
         self.run = run
         self.processes: list[RunningProcess] = []
         self.checks: dict[str, Check] = {}
@@ -73,11 +84,11 @@ class ProcessGroup:
         self.before_stop: Callable[[], None] = lambda: None
         """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed. What it raises
         is noted, and keeps no process alive."""
-        self._grace, self._note = grace, note
+        self._grace, self._note, self._replaces_other_hosts = grace, note, replaces_other_hosts
 
     def start(self, spec: ProcessSpec, *, log: Path | None = None) -> RunningProcess:
         """Raises UsageError if the run has a living process of this role already. log: see spawn.start."""
-        refuse_living(self.run, spec.role)
+        refuse_living(self.run, spec.role, other_hosts=not self._replaces_other_hosts)
         # An interrupt between the start and the append would lose the process.
         with deferred_interrupts():
             process = start(spec, self.run, log=log)
@@ -114,9 +125,12 @@ class ProcessGroup:
                 self._note(text)
 
 
-def refuse_living(run: RunDirectory, role: str) -> None:
-    """UsageError if another living process has this role in the run: its state is not to be replaced."""
+def refuse_living(run: RunDirectory, role: str, *, other_hosts: bool = True) -> None:
+    """UsageError if another living process has this role in the run: its state is not to be replaced. other_hosts: nor
+    is one of another host, of which it is not known here whether it lives."""
     current = read_state(run, role)
+    if other_hosts and current is not None and is_elsewhere(current):
+        raise UsageError(f"{where_to_stop(run, current)}; another --run NAME leaves it alone")
     # This very process may be recorded already, by whoever started it (the quickstart).
     if current is not None and current.pid != os.getpid() and is_alive(current):
         raise UsageError(

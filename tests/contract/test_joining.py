@@ -260,6 +260,14 @@ def test_an_engine_that_is_stopped_alone_leaves_the_living_run_first(runs, stopp
     assert own.calls == [("remove", A.url), ("look",)] and stopped == [("demo", ["engine-0"])]
 
 
+def test_an_engine_of_another_host_is_not_stopped_from_here_and_leaves_no_run(runs, stopped):
+    own = FakeRun(A.url, B.url)
+    engine = state_of_this_process("engine-0", argv=["x"], url=A.url)
+    write_state(runs("demo", own), engine.model_copy(update={"boot": "of-host-a", "host": "host-a"}))
+    assert run_main("stop", "--run", "demo", "engine-0") == 0
+    assert own.calls == []
+
+
 def test_a_whole_run_that_is_stopped_asks_only_the_others_that_use_its_engines(runs, stopped):
     own, other = FakeRun(A.url), FakeRun(A.url)
     run = runs("demo", own)
