@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -192,7 +193,8 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
 
 
 def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    with suppress(OSError):  # the terminal is gone: engines join and leave all the same
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _announce(order: Order, directory: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from rltool.engines.joining import leave, users_of_engines
 from rltool.engines.plan import is_router
 from rltool.engines.run_client import DRIVER_ROLE
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
-from rltool.processes.state import read_states
+from rltool.processes.state import is_elsewhere, read_states
 from rltool.processes.stop import GRACE_SECONDS
 from rltool.processes.stop_run import stop_run
 from rltool.router.launch import forget_router
@@ -38,12 +38,13 @@ def stop(
             if is_router(state.role) and state.url is not None:
                 forget_router(directory.endpoints_file, state.url)
         if not stopped:
-            console.print("nothing was running")
+            console.print("nothing was running on this host")
 
 
 def _leave_living_runs(directory: RunDirectory, roles: Sequence[str], console: Console) -> None:
     """Engines that are to be stopped first leave, in order, the runs that train with them and live on."""
-    chosen = [state for state in read_states(directory) if not roles or state.role in roles]
+    recorded = [state for state in read_states(directory) if not is_elsewhere(state)]
+    chosen = [state for state in recorded if not roles or state.role in roles]
     engines = [state.url for state in chosen if state.role.startswith("engine-") and state.url is not None]
     if not engines:
         return

@@ -37,7 +37,7 @@ class HostEngines:
     """run: its directory on this host. Called from several threads: what starts or ends processes takes turns."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._group = ProcessGroup(run)
+        self._group = ProcessGroup(run, replaces_other_hosts=True)
         self._turn = threading.Lock()
         self._closed = False
         self._running: dict[int, _Running] = {}

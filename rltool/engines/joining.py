@@ -34,7 +34,7 @@ def living_runs(beside: RunDirectory) -> list[LivingRun]:
     """The runs that train now, of all that lie beside this one, itself included. One that does not answer is left
     out."""
     found = []
-    for run in list_runs(beside.path.parent):
+    for run in list_runs(beside.path.parent, damaged=False):
         try:
             driver = driver_of(run, read_state(run, DRIVER_ROLE))
             if driver is not None:

@@ -47,7 +47,7 @@ from rltool.processes.ports import reserved_ports
 from rltool.processes.restarts import RestartPolicy
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import RunningProcess, describe_exit
-from rltool.processes.state import is_alive, read_state, read_states
+from rltool.processes.state import is_alive, is_elsewhere, read_state, read_states
 from rltool.processes.supervise import ProcessGroup
 
 WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
@@ -263,9 +263,14 @@ def dry_run(order: Order, run: RunDirectory) -> tuple[EnginePlan, list[str]]:
 
 
 def living_engines(run: RunDirectory) -> dict[int, str | None]:
-    """Number -> URL of the engines of this run that live."""
-    states = [state for state in read_states(run) if _ROLE.fullmatch(state.role) and is_alive(state)]
-    return {int(state.role.rpartition("-")[2]): state.url for state in states}
+    """Number -> URL of the engines of this run that live; None for one of another host, of which that is not known:
+    its number is taken."""
+    states = [state for state in read_states(run) if _ROLE.fullmatch(state.role)]
+    return {
+        int(state.role.rpartition("-")[2]): None if is_elsewhere(state) else state.url
+        for state in states
+        if is_alive(state) or is_elsewhere(state)
+    }
 
 
 def start_here(

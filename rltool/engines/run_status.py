@@ -19,7 +19,7 @@ from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable, RltoolError
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.state import ProcessState, is_alive, read_states
+from rltool.processes.state import ProcessState, is_alive, is_elsewhere, read_states
 
 ASK_SECONDS = 5.0
 _ASKED_SIDE_BY_SIDE = 32
@@ -27,7 +27,7 @@ _ASKED_SIDE_BY_SIDE = 32
 
 class ProcessStatus(BaseModel):
     """One row. pid and alive are None for an engine of endpoints.json without a recorded process: somebody else's, or
-    stopped.
+    stopped. alive is None for a process of another host, which health names.
 
     health is "ok", "paused", "unreachable" or what the server said. A server that lives on after what generates in it
     has died is not alive, and its health says so.
@@ -83,8 +83,8 @@ def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
 
 
 def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
-    alive = is_alive(state)
-    health: str | None = None
+    alive = None if is_elsewhere(state) else is_alive(state)
+    health = None if alive is not None else f"on host {state.host}"
     version: str | None = None
     if alive and engine is not None and engine.dialect == "vllm" and says_dead(engine.url):
         alive, health = False, f"its engine has died; what is left of the server (pid {state.pid}) answers 503"

@@ -32,18 +32,23 @@ class Attempts:
         self._command, self._restarts, self._say, self._stopped = command, restarts, say, stopped
         self._on_fault = on_fault
         self._child: subprocess.Popen[bytes] | None = None
-        self._signalled = False
+        self._signalled: int | None = None
 
     def run(self) -> int:
-        """The exit code of the last attempt, as a shell would see it. Signals to this process reach the attempt."""
+        """The exit code of the last attempt, as a shell would see it. Signals to this process reach the attempt; while
+        there is none, it is the last."""
+        code = 0
         with self._forwarding():
             number = 1
             while True:
-                code = self._attempt(number)
-                if code in _FINAL or self._signalled or (code < 0 and self._stopped(self._pid)):
+                if not self._start(number):
+                    code = code or -(self._signalled or 0)  # 0: there was no attempt yet
+                    break
+                code = self._running.wait()
+                if code in _FINAL or self._signalled or (code < 0 and self._stopped(self._running.pid)):
                     break
                 start = self._on_fault()
-                if self._signalled:  # while nothing ran: there is nobody else to obey it
+                if self._signalled:
                     break
                 if number > self._restarts:
                     self._say(
@@ -60,21 +65,24 @@ class Attempts:
         return 128 - code if code < 0 else code
 
     @property
-    def _pid(self) -> int:
+    def _running(self) -> subprocess.Popen[bytes]:
         assert self._child is not None
-        return self._child.pid
+        return self._child
 
-    def _attempt(self, number: int) -> int:
-        # A process group of its own: the terminal's Ctrl-C would reach it beside the one that is forwarded, and two are
-        # an order to end at once.
+    def _start(self, number: int) -> bool:
+        """False after a signal, which came while nothing ran: there is nobody else to obey it."""
         with deferred_interrupts():
+            if self._signalled:
+                return False
+            # A process group of its own: the terminal's Ctrl-C would reach it beside the one that is forwarded, and two
+            # are an order to end at once.
             self._child = subprocess.Popen(list(self._command(number)), process_group=0)
-        return self._child.wait()
+        return True
 
     @contextmanager
     def _forwarding(self) -> Iterator[None]:
         def forward(received: int, _frame: FrameType | None) -> None:
-            self._signalled = True
+            self._signalled = received
             if self._child is not None:
                 with suppress(ProcessLookupError):
                     self._child.send_signal(received)  # not to one that was reaped: Popen looks first

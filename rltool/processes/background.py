@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from rltool.processes.signals import deferred_interrupts
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
@@ -25,13 +24,25 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
     reading, writing = os.pipe()
     sys.stdout.flush()  # what is buffered would be written twice
     sys.stderr.flush()
-    with deferred_interrupts():
-        pid = os.fork()
+    with deferred_interrupts() as handlers:
+        own = dict(handlers)
+        # Blocked until the other one runs: Python, when it has forked, forgets what reached it before.
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
+        try:
+            pid = os.fork()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
         if pid == 0:
             os.setsid()
+        else:  # also what arrives here is the other process's
+            handlers.update(dict.fromkeys(handlers, partial(_hand_on, pid)))
     if pid:
         os.close(writing)
-        return _wait(pid, reading)
+        try:
+            return _wait(pid, reading)
+        finally:
+            for number, handler in own.items():
+                signal.signal(number, handler or signal.SIG_DFL)
     os.close(reading)
 
     def ready() -> None:
@@ -53,7 +64,7 @@ def _leave_terminal(log: Path) -> None:
 
 
 def _wait(pid: int, reading: int) -> int:
-    with _handing_on(pid), open(reading, "rb") as pipe:
+    with open(reading, "rb") as pipe:
         if pipe.read(1):
             return 0
         _, status = os.waitpid(pid, 0)
@@ -61,17 +72,6 @@ def _wait(pid: int, reading: int) -> int:
     return code if code >= 0 else 128 - code  # as a shell says it
 
 
-@contextmanager
-def _handing_on(pid: int) -> Iterator[None]:
-    """Signals that ask for the end are the other process's."""
-
-    def hand_on(number: int, _frame: object) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-    previous = {number: signal.signal(number, hand_on) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+def _hand_on(pid: int, number: int, _frame: object) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -2,7 +2,8 @@
 
 Who was killed leaves orphans: their parent is init, and Ray gives some of them sessions of their own. The environment
 is inherited whoever the parent is, and other users' cannot be read. The mark names the run, its directory (a copy has
-the same id) and the very process of the trainer, so what a living trainer started is never taken for a leftover.
+the same id) and the very process of the trainer, so what a living trainer started is never taken for a leftover; with
+the boot of its host, for that of another host cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def left_behind(run: RunDirectory) -> list[ProcessState]:
 
 
 def _prefix(run: RunDirectory) -> str:
-    return f"{run.run_id} {pid_namespace() or '-'} {run.path.resolve()} "
+    return f"{run.run_id} {boot() or '-'} {pid_namespace() or '-'} {run.path.resolve()} "
 
 
 def _has_ended(trainer: str) -> bool:

@@ -206,12 +206,17 @@ def _not_writable(run: RunDirectory, why: str) -> UsageError:
     )
 
 
-def list_runs(root: Path | None = None) -> list[RunDirectory]:
-    """All runs below the root, oldest first."""
+def list_runs(root: Path | None = None, *, damaged: bool = True) -> list[RunDirectory]:
+    """All runs below the root, oldest first. One whose run.json cannot be read is a UsageError; with damaged=False it
+    is left out."""
     found = []
     for marker in runs_root(root).glob("*/state/run.json"):
         path = marker.parent.parent
-        found.append((_identity(path)["created"], path))
+        try:
+            found.append((_identity(path)["created"], path))
+        except UsageError:  # also one that is being deleted
+            if damaged:
+                raise
     return [RunDirectory(path) for _, path in sorted(found)]
 
 
@@ -240,13 +245,16 @@ def _create(path: Path) -> RunDirectory:
 def _identity(path: Path) -> dict[str, str]:
     marker = path / "state" / "run.json"
     try:
-        return json.loads(marker.read_text())
+        found = json.loads(marker.read_text())
+        return {name: found[name] for name in ("id", "created")}
     except FileNotFoundError:
         raise UsageError(f"{path} is not a run directory: {marker} is missing") from None
     except OSError as error:
         raise UsageError(f"{marker} cannot be read: {error.strerror}; is it another user's run?") from error
     except ValueError as error:  # not JSON, not UTF-8
         raise UsageError(f"{marker} is not JSON ({error}); move the directory away, or restore the file") from error
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{marker} does not name id and date; move the directory away, or restore the file") from error
 
 
 def _fresh_name() -> str:

@@ -13,22 +13,23 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Hold Ctrl-C and its kin back until the block has ended, then deliver them.
+def deferred_interrupts() -> Iterator[dict[int, Any]]:
+    """Hold Ctrl-C and its kin back until the block has ended, then deliver them. Yields the handlers that they have
+    then, by number; the block may set others.
 
     An interrupt between fork and the bookkeeping would leave a process that nobody knows of. Handlers are swapped
     instead of masking signals, because a signal mask is inherited by the child and would make it deaf.
     Does nothing outside of the main thread, where Python delivers no signals.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield {}
         return
     arrived: list[int] = []
     previous: dict[int, Any] = {
         number: signal.signal(number, lambda received, _frame: arrived.append(received)) for number in _ENDING
     }
     try:
-        yield
+        yield previous
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: it was not set from Python

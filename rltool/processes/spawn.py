@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +14,7 @@ from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts
-from rltool.processes.state import ProcessState, boot, start_time, write_state
+from rltool.processes.state import ProcessState, boot, pid_namespace, start_time, write_state
 
 LOG_LINES_IN_ERRORS = 20
 
@@ -80,7 +82,8 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
     log: of the process whose place it takes, to be gone on with.
 
     Its own session keeps the terminal's Ctrl-C from it (whoever started it stops it in order) and lets `stop_processes`
-    find orphans. Raises ProcessFailed if the program cannot be executed.
+    find orphans. Raises ProcessFailed if the program cannot be executed. Where its state cannot be written (OSError) it
+    is killed: nobody would know of it.
     """
     log = log or run.new_log(spec.role)
     with deferred_interrupts(), log.open("ab") as output:
@@ -96,12 +99,18 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
             )
         except OSError as error:
             raise ProcessFailed(f"{spec.role} could not be started: {error.strerror}: {spec.argv[0]}") from error
-        # An unreaped child keeps its pid and start time readable even if it has died at once.
-        state = ProcessState(
-            role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(), argv=spec.argv, log=log,
-            url=spec.url, gpus=spec.gpus,
-        )  # fmt: skip
-        write_state(run, state)
+        try:
+            # An unreaped child keeps its pid and start time readable even if it has died at once.
+            state = ProcessState(
+                role=spec.role, pid=popen.pid, start_time=start_time(popen.pid), boot=boot(),
+                pid_namespace=pid_namespace(), host=socket.gethostname(), argv=spec.argv, log=log, url=spec.url,
+                gpus=spec.gpus,
+            )  # fmt: skip
+            write_state(run, state)
+        except BaseException:
+            os.killpg(popen.pid, signal.SIGKILL)
+            popen.wait()
+            raise
     return RunningProcess(state=state, popen=popen, run=run)
 
 

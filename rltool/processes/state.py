@@ -1,13 +1,15 @@
 """What rltool knows about a process that it started, kept in state/ROLE.json so that any shell can find it again.
 
-A pid alone names nobody for long: the kernel hands it out again. So a process is ours only if its pid *and* its start
-time match, and everything that signals or counts processes asks `is_alive` first.
+A pid alone names nobody for long: the kernel hands it out again, after another boot and in another container anew. So a
+process is ours only if boot, pid namespace, pid *and* its start time match, and everything that signals or counts
+processes asks `is_alive` first.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -38,6 +40,10 @@ class ProcessState(BaseModel):
     start_time: float
     boot: str = ""
     """Of the host, an id; empty where the system has none."""
+    pid_namespace: str = ""
+    """In which the pid counts; empty where it is not known."""
+    host: str = ""
+    """Its name; empty where it is not known."""
     argv: tuple[str, ...]
     log: Path | None = None
     url: str | None = None
@@ -58,12 +64,27 @@ def is_alive(state: ProcessState) -> bool:
 
 
 def find_process(state: ProcessState) -> psutil.Process | None:
+    if not is_of_this_machine(state):
+        return None
     try:
         process = psutil.Process(state.pid)
-        same = abs(start_time(state.pid) - state.start_time) <= _START_TIME_TOLERANCE and state.boot == boot()
+        same = abs(start_time(state.pid) - state.start_time) <= _START_TIME_TOLERANCE
         return process if same and process.status() != psutil.STATUS_ZOMBIE else None
     except psutil.NoSuchProcess:
         return None
+
+
+def is_of_this_machine(state: ProcessState) -> bool:
+    """Its pid counts here: same boot of the host, same pid namespace. Else it is that of a stranger."""
+    return state.boot == boot() and state.pid_namespace in ("", pid_namespace())
+
+
+def is_elsewhere(state: ProcessState) -> bool:
+    """Another host shares the run directory and recorded it: whether it lives can be told there alone.
+
+    A host that was started anew, or a container, keeps its name: what it recorded before is dead.
+    """
+    return state.host not in ("", socket.gethostname()) and not is_of_this_machine(state)
 
 
 def start_time(pid: int) -> float:
@@ -107,6 +128,8 @@ def state_of_this_process(
         pid=pid,
         start_time=start_time(pid),
         boot=boot(),
+        pid_namespace=pid_namespace(),
+        host=socket.gethostname(),
         argv=tuple(argv),
         url=url,
         log=log,
@@ -117,6 +140,14 @@ def state_of_this_process(
 
 def state_file(run: RunDirectory, role: str) -> Path:
     return run.state_dir / f"{role}.json"
+
+
+def where_to_stop(run: RunDirectory, state: ProcessState) -> str:
+    """What to do about a process of another host, for people."""
+    return (
+        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone can tell "
+        f"whether it lives: stop it there, or remove {state_file(run, state.role)} if that host is gone"
+    )
 
 
 def write_state(run: RunDirectory, state: ProcessState) -> None:
@@ -134,8 +165,8 @@ def read_state(run: RunDirectory, role: str) -> ProcessState | None:
 
 
 def free_role(role: str, run: RunDirectory) -> str:
-    """`role`, or role-2, role-3, ... where living processes of the run have it."""
-    taken = {state.role for state in read_states(run) if is_alive(state)}
+    """`role`, or role-2, role-3, ... where living processes of the run have it, or those of another host."""
+    taken = {state.role for state in read_states(run) if is_alive(state) or is_elsewhere(state)}
     names = (role if number == 1 else f"{role}-{number}" for number in itertools.count(1))
     return next(name for name in names if name not in taken)
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 import psutil
 
 from rltool.errors import RltoolError
-from rltool.processes.state import ProcessState, find_process, start_time
+from rltool.processes.state import ProcessState, find_process, is_of_this_machine, start_time
 
 GRACE_SECONDS = 15.0
 """vLLM takes about 2 s to end after TERM, SGLang up to 5 s."""
@@ -55,7 +55,7 @@ def process_tree(state: ProcessState) -> list[psutil.Process]:
         found[root.pid] = root
         with suppress(psutil.NoSuchProcess):  # it died meanwhile; its session is looked at below
             found.update({child.pid: child for child in root.children(recursive=True)})
-    if state.session_leader and (root is not None or _is_ours_or_gone(state)):
+    if state.session_leader and is_of_this_machine(state) and (root is not None or _is_ours_or_gone(state)):
         found.update({process.pid: process for process in _session(state)})
     return [process for process in found.values() if _running(process)]
 

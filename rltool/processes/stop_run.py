@@ -11,7 +11,15 @@ import psutil
 from rltool.errors import UsageError
 from rltool.processes.marks import TRAINER_ROLE, left_behind
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.state import ProcessState, find_process, read_states, remove_state, write_state
+from rltool.processes.state import (
+    ProcessState,
+    find_process,
+    is_elsewhere,
+    read_states,
+    remove_state,
+    where_to_stop,
+    write_state,
+)
 from rltool.processes.stop import GRACE_SECONDS, process_tree, stop_processes
 
 
@@ -29,7 +37,8 @@ def stop_run(
     report: Callable[[str], None] = lambda _: None,
 ) -> list[ProcessState]:
     """Stop these roles of a run, all if none is named; returns those that were running. State files of the dead are
-    removed. With the trainer goes what earlier ones have left: processes that lost their parent to a SIGKILL.
+    removed; those of another host, which shares the directory, are left to it and reported. With the trainer goes what
+    earlier ones have left: processes that lost their parent to a SIGKILL.
 
     A process that ends its children in order (orderly_seconds) is asked alone first, and waited for; then every tree
     gets TERM, `grace` seconds, KILL. A process whose start time does not match its pid is never touched. Raises
@@ -41,9 +50,17 @@ def stop_run(
         known = ", ".join(state.role for state in recorded) or "none"
         raise UsageError(f"run {run.name} has no process {', '.join(unknown)}; it has: {known}")
     chosen = [state for state in recorded if not roles or state.role in roles]
+    for state in chosen:
+        if is_elsewhere(state):
+            report(where_to_stop(run, state))
+    chosen = [state for state in chosen if not is_elsewhere(state)]
     running = [state for state in chosen if process_tree(state)]
     for state in running:
-        write_state(run, state.model_copy(update={"stopping": True}))
+        try:
+            write_state(run, state.model_copy(update={"stopping": True}))
+        except OSError as error:
+            why = f"cannot be marked as stopping ({error.strerror}): who watches it takes its end for a failure"
+            report(f"{state.role} (pid {state.pid}) {why}")
     for state in stop_order(running):
         if state.orderly_seconds > 0:
             _ask_and_wait(state, report)

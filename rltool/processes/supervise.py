@@ -18,7 +18,15 @@ from rltool.processes.background import in_background
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts, termination_interrupts
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit, start
-from rltool.processes.state import is_alive, read_state, remove_state, state_of_this_process, write_state
+from rltool.processes.state import (
+    is_alive,
+    is_elsewhere,
+    read_state,
+    remove_state,
+    state_of_this_process,
+    where_to_stop,
+    write_state,
+)
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 
 Check = Callable[[], str | None]
@@ -61,7 +69,12 @@ SETTLE_SECONDS = 1.0
 class ProcessGroup:
     """Processes of one run that live no longer than this `with` block, whichever way it is left."""
 
-    def __init__(self, run: RunDirectory, *, grace: float = GRACE_SECONDS) -> None:
+    def __init__(
+        self, run: RunDirectory, *, grace: float = GRACE_SECONDS, note: Callable[[str], None] = lambda _: None,
+        replaces_other_hosts: bool = False,
+    ) -> None:  # fmt: skip
+        """replaces_other_hosts: a trainer that holds the run's lock starts them, so what other hosts have recorded
+        under these roles is of an earlier one."""
         self.run = run
         self.processes: list[RunningProcess] = []
         self.checks: dict[str, Check] = {}
@@ -69,12 +82,13 @@ class ProcessGroup:
         self.restarts: Restarts | None = None
         """What `supervise` does about processes that end by themselves."""
         self.before_stop: Callable[[], None] = lambda: None
-        """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed."""
-        self._grace = grace
+        """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed. What it raises
+        is noted, and keeps no process alive."""
+        self._grace, self._note, self._replaces_other_hosts = grace, note, replaces_other_hosts
 
     def start(self, spec: ProcessSpec, *, log: Path | None = None) -> RunningProcess:
         """Raises UsageError if the run has a living process of this role already. log: see spawn.start."""
-        refuse_living(self.run, spec.role)
+        refuse_living(self.run, spec.role, other_hosts=not self._replaces_other_hosts)
         # An interrupt between the start and the append would lose the process.
         with deferred_interrupts():
             process = start(spec, self.run, log=log)
@@ -94,16 +108,29 @@ class ProcessGroup:
     ) -> None:
         try:
             if self.processes and (kind is None or issubclass(kind, KeyboardInterrupt)):
-                self.before_stop()
+                self._prepare_stop(error)
             stop_all(self.processes, self._grace)
         except KeyboardInterrupt:  # the second Ctrl-C: without grace, but not without killing
             stop_all(self.processes, 0.0)
             raise
 
+    def _prepare_stop(self, reason: BaseException | None) -> None:
+        try:
+            self.before_stop()
+        except Exception as error:  # a full disk, a closed terminal: whatever it is, the processes are to end
+            text = f"the end was not prepared ({type(error).__name__}: {error}); the processes are stopped all the same"
+            if reason is not None:
+                reason.add_note(text)
+            with suppress(OSError):  # a closed terminal once more
+                self._note(text)
 
-def refuse_living(run: RunDirectory, role: str) -> None:
-    """UsageError if another living process has this role in the run: its state is not to be replaced."""
+
+def refuse_living(run: RunDirectory, role: str, *, other_hosts: bool = True) -> None:
+    """UsageError if another living process has this role in the run: its state is not to be replaced. other_hosts: nor
+    is one of another host, of which it is not known here whether it lives."""
     current = read_state(run, role)
+    if other_hosts and current is not None and is_elsewhere(current):
+        raise UsageError(f"{where_to_stop(run, current)}; another --run NAME leaves it alone")
     # This very process may be recorded already, by whoever started it (the quickstart).
     if current is not None and current.pid != os.getpid() and is_alive(current):
         raise UsageError(
@@ -160,7 +187,7 @@ def run_in_foreground(
             own = state_of_this_process(role, argv=sys.argv, log=log, orderly_seconds=orderly_seconds)
             write_state(run, own)
             try:
-                with ProcessGroup(run) as group:
+                with ProcessGroup(run, note=note) as group:
                     bring_up(group)
                     supervise(group.processes, checks=group.checks, restarts=group.restarts, note=note)
                     return 0
@@ -240,11 +267,16 @@ def was_asked_to_stop(process: RunningProcess) -> bool:
 
 
 def stop_all(processes: Sequence[RunningProcess], grace: float = GRACE_SECONDS) -> None:
-    """Stop children of this process with their trees, reap them and remove their state files."""
+    """Stop children of this process with their trees, reap them and remove their state files.
+
+    A state that cannot be marked (a full disk, a damaged file) keeps no process alive.
+    """
     for process in processes:
-        if read_state(process.run, process.role) == process.state:
-            write_state(process.run, process.state.model_copy(update={"stopping": True}))
+        with suppress(OSError, RltoolError):
+            if read_state(process.run, process.role) == process.state:
+                write_state(process.run, process.state.model_copy(update={"stopping": True}))
     stop_processes([process.state for process in processes], grace)
     for process in processes:
         process.popen.wait()
+    for process in processes:
         remove_state(process.run, process.state)

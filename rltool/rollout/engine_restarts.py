@@ -52,6 +52,8 @@ class EngineRestarts:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._died_again: set[str] = set()
         """Engines whose end was reported while they were being started."""
+        self._unanswered: set[str] = set()
+        """Engines that have died, and have answered nothing since: while they load they do not count as alive."""
         self._watching: asyncio.Task[None] | None = None
         self._trouble: str | None = None
         self._may_start = asyncio.Event()
@@ -101,6 +103,7 @@ class EngineRestarts:
                 "(engines.max_restarts); its log says why (`rltool logs`)"
             )
             return
+        self._unanswered.add(url)
         self._log(f"engine {url}: started again in {delay:g} s (restart {self._budget.used(url)})")
         task = self._tasks[url] = asyncio.create_task(self._after(url, delay), name=f"restart of {url}")
         task.add_done_callback(lambda ended: self._ended(url, ended))
@@ -127,7 +130,6 @@ class EngineRestarts:
             await self.restart(url)
             return
         del self._tasks[url]  # from here on its death is news again
-        self._budget.started(url)
         self.counts["restarts"] += 1
         found = self._fleet_of(url)
         if found is None:
@@ -151,6 +153,7 @@ class EngineRestarts:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
+            self._see_who_answers()
             try:
                 ended = await self._processes.exits()
             except RltoolError as error:
@@ -161,6 +164,13 @@ class EngineRestarts:
             self._trouble = None
             for url, how in ended.items():
                 await self._exited(url, how)
+
+    def _see_who_answers(self) -> None:
+        for url in list(self._unanswered):
+            found = self._fleet_of(url)
+            if found is not None and found[0].member(url).state not in (State.STARTING, State.DEAD):
+                self._unanswered.discard(url)
+                self._budget.started(url)
 
     async def _exited(self, url: str, how: str) -> None:
         found = self._fleet_of(url)

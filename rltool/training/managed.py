@@ -131,7 +131,7 @@ class ManagedEngines:
             for name, engines in found.items()
         }
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
-        group = self._routers.enter_context(ProcessGroup(self._run))
+        group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
         routers = start_planned_routers(self._order, found, group, report=self._console.say)
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 

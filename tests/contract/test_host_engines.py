@@ -34,7 +34,7 @@ from rltool.errors import EngineError, UsageError
 from rltool.processes.ports import reserve_ports
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.spawn import ProcessFailed
-from rltool.processes.state import is_alive, read_state
+from rltool.processes.state import is_alive, read_state, state_of_this_process, write_state
 from rltool.processes.supervise import ProcessGroup
 from tests.contract.fakes.engine_process import write_python
 
@@ -103,6 +103,14 @@ def boot_id(engine: EngineEndpoint) -> str | None:
         return probe(engine, timeout=5.0).boot_id
     except EngineError:
         return None
+
+
+def test_engines_take_the_places_of_an_earlier_attempt_on_another_host(host, run, model, groups):
+    """The host that had them is gone, and the attempt that goes on has others."""
+    earlier = state_of_this_process("engine-0", argv=["x"])
+    write_state(run, earlier.model_copy(update={"boot": "of-host-a", "host": "host-a"}))
+    host.start(planned(host, run, model, groups()).launches)
+    assert is_alive(read_state(run, "engine-0"))
 
 
 def test_engines_of_all_models_are_started_and_all_are_ended(host, run, model, groups):

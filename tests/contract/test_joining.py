@@ -3,7 +3,7 @@ stand-ins behind the driver's real endpoint."""
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.joining import join, leave, users_of_engines, users_of_router
 from rltool.engines.launch import _beside, living_engines
 from rltool.errors import EngineConflict, UnknownEngine, UsageError
-from rltool.processes.run_directory import open_run
+from rltool.processes.run_directory import list_runs, open_run
 from rltool.processes.state import free_role, state_of_this_process, write_state
 from rltool.processes.supervise import ProcessGroup
 from rltool.training.run_server import run_server
@@ -160,6 +160,22 @@ def test_a_start_beside_a_run_that_trains_forgets_none_of_its_engines(runs):
     assert _beside(file, NEW, run, {}).models["policy"].engines == (A, B)
 
 
+@pytest.mark.parametrize("content", [None, "{", "{}", "[]"])
+def test_a_damaged_or_deleted_run_beside_it_keeps_no_engine_from_leaving(runs, said, content, monkeypatch):
+    own = FakeRun(A.url)
+    run, marker = runs("demo", own), runs("other").state_dir / "run.json"
+    if content is None:  # between listing and reading
+        marker.rename(marker.with_name("moved"))
+        listed = [run.state_dir / "run.json", marker]
+        monkeypatch.setattr(Path, "glob", lambda path, pattern: iter(listed))
+    else:
+        marker.write_text(content)
+    assert [user.run.name for user in users_of_engines(run)] == ["demo"]
+    if content is not None:
+        with pytest.raises(UsageError, match=r"other/state/run\.json"):
+            list_runs()
+
+
 # -- the orderly end
 
 
@@ -182,6 +198,27 @@ def test_engines_leave_before_an_orderly_end_and_not_after_a_failure(runs, error
         with pytest.raises(error):
             body()
     assert events == (["leave", "stopped"] if called else ["stopped"])
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), UsageError("no such run"), TypeError("a bug")])
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt()], ids=["done", "interrupted"])
+def test_what_goes_wrong_before_an_orderly_end_is_noted_and_keeps_no_process_alive(runs, error, end):
+    def leave_nobody():
+        raise error
+
+    def note(line):
+        noted.append(line)
+        raise OSError(5, "Input/output error")  # the terminal is gone
+
+    events, noted = [], []
+    with suppress(KeyboardInterrupt), ProcessGroup(runs("demo"), note=note) as group:
+        group.processes.append(_Child(events))  # pyright: ignore[reportArgumentType]
+        group.before_stop = leave_nobody
+        if end is not None:
+            raise end
+    assert events == ["stopped"] and len(noted) == 1
+    assert f"{type(error).__name__}: {error}" in noted[0]
+    assert end is None or end.__notes__[-1] == noted[0]
 
 
 class _Child:
@@ -221,6 +258,14 @@ def test_an_engine_that_is_stopped_alone_leaves_the_living_run_first(runs, stopp
     write_state(run, state_of_this_process("engine-0", argv=["x"], url=A.url))
     assert run_main("stop", "--run", "demo", "engine-0") == 0
     assert own.calls == [("remove", A.url), ("look",)] and stopped == [("demo", ["engine-0"])]
+
+
+def test_an_engine_of_another_host_is_not_stopped_from_here_and_leaves_no_run(runs, stopped):
+    own = FakeRun(A.url, B.url)
+    engine = state_of_this_process("engine-0", argv=["x"], url=A.url)
+    write_state(runs("demo", own), engine.model_copy(update={"boot": "of-host-a", "host": "host-a"}))
+    assert run_main("stop", "--run", "demo", "engine-0") == 0
+    assert own.calls == []
 
 
 def test_a_whole_run_that_is_stopped_asks_only_the_others_that_use_its_engines(runs, stopped):

@@ -11,6 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
+from rltool.processes import marks
 from rltool.processes.marks import MARK_VARIABLE, left_behind, marking
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import find_process, read_states, state_of_this_process
@@ -63,6 +64,25 @@ def test_what_a_living_trainer_started_is_no_leftover_and_that_of_a_killed_one_i
     kill(process)
     [state] = left_behind(run)
     assert (state.pid, state.role) == (child.pid, "sleep") and find_process(state) == child
+
+
+def test_what_a_trainer_of_another_host_started_is_no_leftover_here(run, monkeypatch):
+    """Ray starts workers on this host for a trainer that lives on another; its pid is nobody's here."""
+    trainer = state_of_this_process("train", argv=()).model_copy(update={"pid": 2**22 - 1})
+    with monkeypatch.context() as there:
+        there.setattr(marks, "boot", lambda: "of another host")
+        with marking(run, trainer):
+            worker = subprocess.Popen(["sleep", "600"])
+    try:
+        assert left_behind(run) == []
+        with marking(run, trainer):
+            leftover = subprocess.Popen(["sleep", "600"])
+        assert [state.pid for state in left_behind(run)] == [leftover.pid]
+        leftover.kill()
+        leftover.wait()
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 def test_a_copy_of_the_directory_has_the_same_id_and_finds_nothing(run, trainer, tmp_path):

@@ -3,17 +3,21 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
 
-from rltool.errors import UsageError
+from rltool.engines.launch import living_engines
+from rltool.engines.run_status import run_status
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessSpec
-from rltool.processes.state import is_alive, read_states, state_of_this_process, write_state
+from rltool.processes.state import is_alive, read_state, read_states, state_of_this_process, write_state
 from rltool.processes.stop import process_tree, stop_processes
 from rltool.processes.stop_run import stop_order, stop_run
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
@@ -181,6 +185,40 @@ def test_a_signal_before_all_serves_ends_a_detached_command_with_all_children(tm
         stop_run(open_run("r", create=False, root=tmp_path))
 
 
+FORK = """
+import os, signal, sys, time
+from pathlib import Path
+from rltool.processes.background import in_background
+
+def fork(real=os.fork):
+    pid = real()
+    if pid:
+        print(pid, flush=True)
+        signal.raise_signal(int(sys.argv[1]))
+    return pid
+
+def work(ready):
+    time.sleep(600)
+
+os.fork = fork
+sys.exit(in_background(work, Path("log")))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_moment_of_the_fork_ends_a_detached_command_and_not_its_parent_alone(tmp_path, number):
+    argv = [sys.executable, "-c", FORK, str(int(number))]
+    parent = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pid = int(parent.stdout.readline())
+    try:
+        assert parent.wait(DEADLINE) == 128 + number, "it says how the other one ended"
+        assert not psutil.pid_exists(pid), "which it has waited for"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        parent.communicate()
+
+
 def ended_by(state):
     deadline = time.monotonic() + DEADLINE
     while is_alive(state):
@@ -246,6 +284,44 @@ def test_a_second_interrupt_while_stopping_still_leaves_no_process(tmp_path, mon
     assert read_states(run) == []
 
 
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
+
+
+def test_a_state_that_cannot_be_marked_keeps_no_process_alive(tmp_path, monkeypatch):
+    run = open_run("r", create=True, root=tmp_path)
+    with pytest.raises(KeyboardInterrupt), ProcessGroup(run) as group:
+        process = group.start(ProcessSpec(role="router", argv=SLEEP))
+        monkeypatch.setattr("rltool.processes.supervise.write_state", full_disk)
+        raise KeyboardInterrupt
+    assert not is_alive(process.state) and read_states(run) == []
+
+
+def test_a_damaged_state_keeps_no_process_alive(tmp_path):
+    run = open_run("r", create=True, root=tmp_path)
+    with pytest.raises(RltoolError, match=r"router\.json is not a process state"), ProcessGroup(run) as group:
+        processes = [group.start(ProcessSpec(role=role, argv=SLEEP)) for role in ("router", "engine-0")]
+        (run.state_dir / "router.json").write_text("{")
+    assert not [process for process in processes if is_alive(process.state) or process.popen.returncode is None]
+
+
+def test_stop_ends_what_it_cannot_mark_and_says_so(tmp_path, monkeypatch):
+    run = open_run("r", create=True, root=tmp_path)
+    said = []
+    with ProcessGroup(run) as group:
+        process = group.start(ProcessSpec(role="router", argv=SLEEP))
+        monkeypatch.setattr("rltool.processes.stop_run.write_state", full_disk)
+        stop_run(run, report=said.append)
+        assert not is_alive(process.state)
+    assert said == [
+        f"router (pid {process.state.pid}) cannot be marked as stopping (No space left on device): "
+        "who watches it takes its end for a failure"
+    ]
+
+
 def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
     run = open_run("r", create=True, root=tmp_path)
     spec = ProcessSpec(role="router", argv=(sys.executable, "-c", "import time; time.sleep(600)"))
@@ -254,6 +330,49 @@ def test_a_role_that_lives_is_not_started_a_second_time(tmp_path):
         with pytest.raises(UsageError, match="rltool stop --run r router"):
             group.start(spec)
     assert read_states(run) == []
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A run whose router and engine another host has started."""
+    run = open_run("r", create=True, root=tmp_path)
+    for role in ("router", "engine-4"):
+        state = state_of_this_process(role, argv=["x"], url="http://127.0.0.1:9")
+        write_state(run, state.model_copy(update={"boot": "of-host-a", "host": "host-a", "pid": os.getppid()}))
+    return run
+
+
+def test_what_another_host_has_started_is_neither_stopped_nor_forgotten(shared):
+    before, said = read_states(shared), []
+    assert stop_run(shared, report=said.append) == [] and read_states(shared) == before
+    assert said[1] == (
+        f"router of run r was started on host host-a (pid {os.getppid()}), which alone can tell whether it lives: "
+        f"stop it there, or remove {shared.state_dir}/router.json if that host is gone"
+    )
+    rows = run_status(shared).processes
+    assert [(row.role, row.alive, row.health) for row in rows] == [
+        ("engine-4", None, "on host host-a"),
+        ("router", None, "on host host-a"),
+    ]
+
+
+def test_what_this_host_started_before_it_was_booted_anew_is_forgotten(shared):
+    for state in read_states(shared):
+        write_state(shared, state.model_copy(update={"host": socket.gethostname()}))
+    said = []
+    assert stop_run(shared, report=said.append) == read_states(shared) == said == []
+
+
+def test_a_state_of_another_host_is_not_replaced_but_by_a_trainer_that_holds_the_run(shared):
+    before = read_states(shared)
+    with ProcessGroup(shared) as group, pytest.raises(UsageError, match="on host host-a.* another --run NAME"):
+        group.start(ProcessSpec(role="router", argv=SLEEP))
+    with pytest.raises(UsageError, match="on host host-a"):
+        run_in_foreground("router", shared, lambda _: None)
+    assert read_states(shared) == before and living_engines(shared) == {4: None}, "its number is taken"
+    with ProcessGroup(shared, replaces_other_hosts=True) as group:
+        process = group.start(ProcessSpec(role="router", argv=SLEEP))
+        assert read_state(shared, "router") == process.state and process.state.host == socket.gethostname()
 
 
 def test_a_second_foreground_command_of_a_role_is_refused_and_the_first_stays_known_to_stop(start):

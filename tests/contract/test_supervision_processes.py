@@ -94,6 +94,29 @@ def test_a_program_that_does_not_exist_is_named(run):
     assert read_states(run) == []
 
 
+def test_a_process_whose_state_cannot_be_written_does_not_live_on(run, monkeypatch):
+    family = (
+        "import subprocess, time\nsubprocess.Popen(['sleep', '600'])\nprint('up', flush=True)\ntime.sleep(600)"
+    )
+    trees = []
+
+    def full_disk(_run, state):
+        log = run.logs_dir / "latest" / "worker.log"
+        while "up" not in log.read_text():
+            time.sleep(0.02)
+        trees.extend(process_tree(state))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rltool.processes.spawn.write_state", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        start(python("worker", family), run)
+    assert len(trees) == 2 and not psutil.pid_exists(trees[0].pid), "it was reaped"
+    deadline = time.monotonic() + DEADLINE
+    while not all(map(gone, trees)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_stop_ends_the_whole_tree_even_a_child_that_ignores_term(run):
     parent, child = start_family(run)
     stop_processes([parent.state], grace=0.5)
@@ -123,6 +146,19 @@ def test_a_reused_pid_is_never_signalled(run):
     finally:
         stranger.kill()
         stranger.wait()
+
+
+@pytest.mark.parametrize("elsewhere", [{"boot": "of before the reboot"}, {"pid_namespace": "pid:[1]"}], ids=str)
+def test_a_strangers_session_with_the_number_of_a_process_of_another_boot_or_container_is_left_alone(run, elsewhere):
+    parent, child = start_family(run)
+    parent.popen.kill()
+    parent.popen.wait()
+    assert process_tree(parent.state) == [child], "what is left of a session is found"
+    stale = parent.state.model_copy(update=elsewhere)
+    assert process_tree(stale) == []
+    stop_processes([stale], grace=0.2)
+    assert child.is_running()
+    stop_processes([parent.state], grace=0.0)
 
 
 def test_an_interrupt_in_the_grace_period_kills_at_once_and_leaves_nothing(run):

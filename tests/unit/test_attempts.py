@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import contextmanager
 
 import pytest
 
+from rltool.processes import attempts
 from rltool.processes.attempts import ENDED_FOR_GOOD, Attempts
+from rltool.processes.signals import deferred_interrupts
 
 
 class Story:
@@ -94,3 +97,27 @@ def test_a_signal_between_two_attempts_ends_it_there():
 
     story.attempts._on_fault = fault
     assert story.attempts.run() == 1 and story.begun == 1
+
+
+def test_a_signal_while_the_next_attempt_is_announced_ends_it_there():
+    story = Story("exit 7", "exit 0", restarts=5)
+
+    def say(line):
+        story.said.append(line)
+        signal.raise_signal(signal.SIGTERM)
+
+    story.attempts._say = say
+    assert story.attempts.run() == 7 and (story.begun, len(story.said)) == (1, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_attempt_keeps_it_from_starting(number, monkeypatch):
+    @contextmanager
+    def late():
+        signal.raise_signal(number)
+        with deferred_interrupts():
+            yield
+
+    monkeypatch.setattr(attempts, "deferred_interrupts", late)
+    story = Story("exit 0")
+    assert story.attempts.run() == 128 + number and story.begun == 0

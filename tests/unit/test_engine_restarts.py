@@ -83,7 +83,7 @@ class Monitor:
 
 
 class Rig:
-    def __init__(self, monkeypatch, *, most=3) -> None:
+    def __init__(self, monkeypatch, *, most=3, clock=lambda: 0.0) -> None:
         monkeypatch.setattr(engine_restarts, "LOOK_SECONDS", 0.001)
         self.fleet = Fleet()
         self.fleet.add(URL, takes_weights=False)
@@ -91,7 +91,7 @@ class Rig:
         self.processes, self.lines = Processes(URL), []
         self.monitor = Monitor(self.fleet)
         self.restarts = EngineRestarts(
-            self.processes, budget(most=most, backoff=0.001), log=self.lines.append
+            self.processes, budget(clock, most=most, backoff=0.001), log=self.lines.append
         )
         self.monitor.restart = self.restarts.restart
         self.restarts.watch(self.fleet, self.monitor)  # pyright: ignore[reportArgumentType]
@@ -153,6 +153,26 @@ def test_one_that_dies_again_and_again_is_given_up(rig):
         await until(lambda: rig.restarts.counts["given_up"] == 1)
         assert rig.state is State.DEAD and len(rig.processes.started) == 3
         assert "started again 3 times (engines.max_restarts)" in rig.lines[-1]
+
+    rig.run(body)
+
+
+@pytest.mark.parametrize(("answers", "given_up"), [(False, True), (True, False)])
+def test_only_the_time_in_which_an_engine_has_served_gives_it_its_restarts_back(monkeypatch, answers, given_up):
+    now = [0.0]
+    rig = Rig(monkeypatch, most=2, clock=lambda: now[0])
+
+    async def body():
+        for count in (1, 2):
+            rig.processes.ended = {URL: "ended with exit code 1"}
+            await until(lambda count=count: rig.restarts.counts["restarts"] == count)
+            if answers:
+                rig.fleet.probe_succeeded(URL, sent_at=float("inf"), boot_id=str(count))
+                await until(lambda: URL not in rig.restarts._unanswered)
+            now[0] += 900.0  # longer than `forget`: it loads, and never serves
+        rig.processes.ended = {URL: "ended with exit code 1"}
+        await until(lambda: rig.restarts.counts["restarts"] == 3 or rig.restarts.counts["given_up"])
+        assert bool(rig.restarts.counts["given_up"]) is given_up
 
     rig.run(body)
 
