@@ -238,11 +238,12 @@ class Loop:
 
     def _optimizer_steps(self, batch: TrainBatch) -> int:
         """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has
-        global batches."""
+        global batches. Never more: an episode may be several samples, so a whole batch may have more of them than
+        prompts_per_step * samples_per_prompt, and the learning rate's schedule counts the configured steps."""
         config = self.config
         if config.algorithm.loss != "policy" or config.rollout.batch_size == "dynamic":
             return config.optimizer_steps_per_rollout
-        return max(1, batch.num_samples // config.samples_per_optimizer_step)
+        return min(config.optimizer_steps_per_rollout, max(1, batch.num_samples // config.samples_per_optimizer_step))
 
     def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""

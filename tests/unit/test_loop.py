@@ -163,6 +163,20 @@ def test_each_optimizer_step_gets_whole_groups_with_weights_of_its_own_and_group
     assert first.old_logprobs is not None and first.ref_logprobs is None
 
 
+@pytest.mark.parametrize(("groups", "steps"), [((0,) * 6 + (1,) * 6 + (2,) * 6 + (3,) * 6, 2), ((0, 0, 1, 1), 1)])
+def test_a_trimmed_batch_has_no_more_optimizer_steps_than_configured_however_many_samples_an_episode_is(
+    tmp_path, groups, steps
+):
+    world = World()
+    run = Run(
+        tmp_path, world, steps=1, optimizer_steps_per_rollout=2,
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "batch_size": "trim"},
+    )  # fmt: skip
+    world.next_batch = lambda step: SourcedBatch(make_batch(groups, version=step), {}, ("v0",))
+    run.loop.run()
+    assert world.calls.count("update") == steps <= run.config.policy_optimizer_steps
+
+
 def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
     world = World()
     Run(tmp_path, world, steps=1, algorithm={"kl_coef": 0.1}).loop.run()
