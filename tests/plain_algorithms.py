@@ -102,7 +102,9 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             elif a.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
                 final = rewards[i]
                 if a.advantage == "reinforce_pp_baseline":
-                    final -= statistics.fmean(rewards[j] for j in members)
+                    final -= statistics.fmean(
+                        statistics.fmean(rewards[j] for j in own) for own in episodes_of(batch, members)
+                    )
                 later = [s for s in loss_tokens(batch, i) if s >= t]
                 value = (
                     sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
@@ -130,6 +132,16 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             for t in loss_tokens(batch, i):
                 result[i][t] += a.distill_coef * float(teacher[i][t] - old[i][t])
     return torch.tensor([value for sample in result for value in sample])
+
+
+def episodes_of(batch, members: list[int]) -> list[list[int]]:
+    """These samples, those of one episode together."""
+    if batch.episode_ids is None:
+        return [[j] for j in members]
+    found: dict[int, list[int]] = {}
+    for j in members:
+        found.setdefault(int(batch.episode_ids[j]), []).append(j)
+    return list(found.values())
 
 
 def gdpo_total(batch, members: list[int], i: int) -> float:

@@ -139,12 +139,21 @@ def reinforce_pp_baseline_advantages(
     loss_mask: Tensor,
     *,
     gamma: float,
+    episode_ids: Tensor | None = None,
 ) -> Tensor:
     """REINFORCE++-baseline (Hu 2025) before its whitening: REINFORCE++ on rewards minus their group's mean.
 
     The group gives the baseline, the whole batch the scale: no division by a group's own standard deviation.
+    episode_ids: [N], equal for samples of one episode, which counts once in its group's mean, with the mean of their
+    rewards; None: each sample is an episode. Same errors as `group_advantages`.
     """
-    _, _, centred = _by_group(rewards, group_ids)
+    group, count, centred = _by_group(rewards, group_ids)
+    if episode_ids is not None:
+        _, episode, samples = episode_ids.unique(return_inverse=True, return_counts=True)
+        share = 1.0 / samples[episode].double()
+        zeros = torch.zeros_like(count)
+        episodes = zeros.index_add(0, group, share)
+        centred = centred - (zeros.index_add(0, group, share * centred) / episodes)[group]
     return reinforce_pp_advantages(centred, token_rewards, lengths, loss_mask, gamma=gamma)
 
 

@@ -116,8 +116,9 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
         )
     if name == "reinforce_pp_baseline":
         return advantages.reinforce_pp_baseline_advantages(
-            batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
-        )
+            batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma,
+            episode_ids=batch.episode_ids,
+        )  # fmt: skip
     if algorithm.credit == "turn" and batch.turns is not None:
         found = _turn_returns(batch, batch.token_rewards, gamma=algorithm.turn_gamma)
         return turns.turn_advantages(

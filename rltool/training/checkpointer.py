@@ -16,7 +16,7 @@ from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.measured import MeasuredLater
 from rltool.checkpoints.retention import Kept, expendable
 from rltool.config.train import CheckpointConfig
-from rltool.errors import SaveFailed
+from rltool.errors import RltoolError, RunFault, SaveFailed
 
 if TYPE_CHECKING:
     from rltool.training.loop import Progress
@@ -122,9 +122,22 @@ class Checkpointer:
             directories.remove(final)
         self._later.forget(progress.step)
         measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
-        extra, files = self._describe(progress)
+        extra, files = self._described(progress)
         self._trainer.save_checkpoint(final, extra, measured, files)
         self._in_flight = progress.step
+
+    def _described(self, progress: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """SaveFailed for what no checkpoint can hold, such as metadata of a sample that is no JSON. A manager that died
+        or hangs is no matter of this checkpoint alone."""
+        try:
+            return self._describe(progress)
+        except (RunFault, SaveFailed):
+            raise
+        except RltoolError as error:
+            raise SaveFailed(
+                f"checkpoint {self.path(progress.step)} was not written: {error}. The checkpoints before it are "
+                "untouched"
+            ) from error
 
     def _settle(self, *, wait: bool, final: bool = False) -> None:
         if self._in_flight is None:

@@ -85,16 +85,26 @@ class Checkpoints(Judged, Protocol):
         """On return nothing is being written any more."""
 
 
+class Exports(Protocol):
+    """What the loop asks of training.hf_exports."""
+
+    def save(self, step: int) -> None:
+        """A Hugging Face export of the present weights, which have `step` training steps."""
+
+    def has(self, step: int) -> bool:
+        """Whether there is one of that step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. engines: None where no engine takes part; save_hf(step): a Hugging Face export of the
-    present weights; samples: None where none are kept."""
+    """What a run is made of. engines: None where no engine takes part; samples: None where none are kept."""
 
     trainer: TrainerGroup
     source: BatchSource
     engines: Engines | None
     checkpoints: Checkpoints
-    save_hf: Callable[[int], None]
+    exports: Exports
     writer: MetricsWriter
     stop: StopSignal
     samples: SampleLog | None = None
@@ -118,13 +128,14 @@ class Loop:
             parts.engines,
             parts.checkpoints,
         )
-        self.save_hf, self.writer, self.stop, self.samples = parts.save_hf, parts.writer, parts.stop, parts.samples
+        self.exports, self.writer, self.stop, self.samples = parts.exports, parts.writer, parts.stop, parts.samples
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
         self.evaluations = Evaluations(config, parts.engines, parts.checkpoints, parts.writer, first=progress.step)
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
         self.scored: Scored | None = None
+        self.sourced: SourcedBatch | None = None
 
     def run(self) -> Progress:
         """Train to the last step, to eval.stop_at, or to a signal.
@@ -154,43 +165,46 @@ class Loop:
         config = self.config
         if self.engines is not None:
             self._evaluate_first(self.engines)
+        self._export_if_missing()
         while self.progress.step < config.steps and not self.stop.requested:
             step = self.progress.step
             metrics = self.checkpoints.check()
-            with timed(metrics, "time/step_seconds"), self.around_step(step):
-                with timed(metrics, "time/wait_seconds"):
-                    sourced = self.source.next_batch(step)
-                check_has_routing(config, sourced.batch)
-                metrics.update(sourced.metrics)
-                with timed(metrics, "time/train_seconds"), self._keeping_samples(step, sourced):
-                    metrics.update(self.train(sourced.batch))
-                done = step + 1
-                self.coefficients = self.coefficients.adapted(config.algorithm, metrics)
-                adapts = config.algorithm.adapts_coefficients
-                self.progress = Progress(done, metrics=metrics, coefficients=self.coefficients if adapts else None)
-                self.stop.consequence = SAVES
-                if is_due(config.algorithm.reference_update_steps, done):
-                    self.trainer.update_reference()
-                evaluates = self.evaluations.begins(done)
-                if self.engines is not None and (config.algorithm.loss == "policy" or evaluates):
-                    metrics.update(self.engines.sync_weights(done))
-                metrics.update(self.evaluations.begin(done))
-            metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
-            self.writer.write(
-                step,
-                self.engines.weight_version if self.engines else "",
-                metrics,
-                weight_versions=list(sourced.weight_versions),
-            )
-            self.writer.say(step_line(step, config.steps, metrics))
+            with self._recording(step, metrics), timed(metrics, "time/step_seconds"), self.around_step(step):
+                self._train_on_next(step, metrics)
+                self._after_update(self.progress.step, metrics)
             self._judge_skips(metrics)
+            done = self.progress.step
             ends = done == config.steps and config.checkpoint.save_at_end  # which saves it
             if is_due(config.checkpoint.every_steps, done) and not ends:
                 self._save()
             if is_due(config.checkpoint.save_hf_every, done):
-                self.save_hf(done)
+                self.exports.save(done)
             if self.evaluations.reached:
                 break
+
+    def _train_on_next(self, step: int, metrics: dict[str, float]) -> None:
+        """The next batch, and all optimizer steps on it; on return the step counts. Adds to `metrics`."""
+        algorithm = self.config.algorithm
+        with timed(metrics, "time/wait_seconds"):
+            self.sourced = sourced = self.source.next_batch(step)
+        check_has_routing(self.config, sourced.batch)
+        metrics.update(sourced.metrics)
+        with timed(metrics, "time/train_seconds"), self._keeping_samples(step, sourced):
+            metrics.update(self.train(sourced.batch))
+        self.coefficients = self.coefficients.adapted(algorithm, metrics)
+        adapted = self.coefficients if algorithm.adapts_coefficients else None
+        self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
+        self.stop.consequence = SAVES
+
+    def _after_update(self, done: int, metrics: dict[str, float]) -> None:
+        """What follows from weights of `done` training steps: the reference's, the engines', an evaluation."""
+        algorithm = self.config.algorithm
+        if is_due(algorithm.reference_update_steps, done):
+            self.trainer.update_reference()
+        evaluates = self.evaluations.begins(done)
+        if self.engines is not None and (algorithm.loss == "policy" or evaluates):
+            metrics.update(self.engines.sync_weights(done))
+        metrics.update(self.evaluations.begin(done))
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """All optimizer steps of one rollout, in all epochs. Returns train/* metrics, averaged over these steps."""
@@ -238,11 +252,12 @@ class Loop:
 
     def _optimizer_steps(self, batch: TrainBatch) -> int:
         """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has
-        global batches."""
+        global batches. Never more: an episode may be several samples, so a whole batch may have more of them than
+        prompts_per_step * samples_per_prompt, and the learning rate's schedule counts the configured steps."""
         config = self.config
         if config.algorithm.loss != "policy" or config.rollout.batch_size == "dynamic":
             return config.optimizer_steps_per_rollout
-        return max(1, batch.num_samples // config.samples_per_optimizer_step)
+        return min(config.optimizer_steps_per_rollout, max(1, batch.num_samples // config.samples_per_optimizer_step))
 
     def _with_logprobs(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         """Log-probabilities of the old policy, where they need a forward pass of their own, and of frozen models."""
@@ -327,6 +342,29 @@ class Loop:
         finally:
             if self.samples is not None:
                 self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
+
+    @contextmanager
+    def _recording(self, step: int, metrics: dict[str, float]) -> Iterator[None]:
+        """Writes the record of a step that counts once the block has ended, in whatever way: a signal that ends its
+        evaluation, or engines that cannot be synced, leave the step in the checkpoint, and a run that resumes does not
+        do it again."""
+        try:
+            yield
+        finally:
+            if self.progress.step > step and self.sourced is not None:
+                config, sourced = self.config, self.sourced
+                metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
+                version = self.engines.weight_version if self.engines else ""
+                self.writer.write(step, version, metrics, weight_versions=list(sourced.weight_versions))
+                self.writer.say(step_line(step, config.steps, metrics))
+
+    def _export_if_missing(self) -> None:
+        """The export of the step that the run resumes from, if the run before it ended between the step and its
+        export."""
+        done = self.progress.step
+        due = done > 0 and is_due(self.config.checkpoint.save_hf_every, done) and not self.stop.requested
+        if due and not self.exports.has(done):
+            self.exports.save(done)
 
     def _evaluate_first(self, engines: Engines) -> None:
         """The engines get the weights, and evaluations begin: with the accuracy that training starts from. Recorded as

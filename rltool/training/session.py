@@ -14,7 +14,7 @@ from rich.console import Console
 import rltool
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.algorithms.controllers import Coefficients
-from rltool.checkpoints.directory import latest_checkpoint, remove, step_of, sweep
+from rltool.checkpoints.directory import latest_checkpoint, step_of, sweep
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, RltoolError, UsageError
@@ -31,6 +31,7 @@ from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
 from rltool.training.devices import describe_devices
+from rltool.training.hf_exports import HfExports
 from rltool.training.listening import beyond_loopback
 from rltool.training.live_metrics import LiveMetrics
 from rltool.training.loggers import open_loggers
@@ -191,12 +192,6 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             }
             return facts | {"config": config.model_dump(mode="json")}, kept.files
 
-        def save_hf(step: int) -> None:
-            target = run.path / "hf" / f"step_{step}"
-            remove(target)  # a resumed run does steps again
-            trainer.save_hf(target)
-            console.print(f"Hugging Face export: {target}", highlight=False, soft_wrap=True)
-
         sweep(run.checkpoints_dir)
         checkpoints = Checkpointer(
             config.checkpoint,
@@ -209,14 +204,15 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
         samples = SampleLog(run.samples_dir)
-        parts = Parts(trainer, source, engines, checkpoints, save_hf, writer, stop, samples)
+        exports = HfExports(trainer, run.path / "hf", console.say)
+        parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
         done = loop.run()
         if stop.requested and done.step == progress.step:
             raise StopRequested
         if config.checkpoint.save_hf_at_end:
-            save_hf(done.step)
+            exports.save(done.step)
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
         return Outcome(done.step, latest_checkpoint(run.checkpoints_dir), digest, stop.exit_code, stopped_by)

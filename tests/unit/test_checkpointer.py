@@ -12,9 +12,11 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints.completion import Saved
 from rltool.checkpoints.manifest import FILE, Manifest, describe_files, to_text
 from rltool.config.train import CheckpointConfig
-from rltool.errors import SaveFailed
+from rltool.errors import PartLost, SaveFailed
+from rltool.rollout.dump import DumpError
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.loop import Progress
+from rltool.training.ray_calls import DeadlinePassed
 
 
 class Trainer:
@@ -127,6 +129,44 @@ def test_the_checkpoint_at_the_end_is_tried_again_and_must_succeed(tmp_path):
     run.trainer.broken = set()
     run.checkpoints.finish(Progress(4))
     assert run.steps() == [4]
+
+
+def test_what_no_checkpoint_can_hold_is_a_save_that_failed(tmp_path):
+    """Such as a sample's metadata with a set in it, which a generate function has put there."""
+    run = Run(tmp_path, on_save_failure="continue")
+    describe, wrong = run.checkpoints._describe, {2}
+
+    def refuses(at):
+        if at.step in wrong:
+            raise DumpError("sample 0/1: metadata['seen'] cannot be written as JSON")
+        return describe(at)
+
+    run.checkpoints._describe = refuses
+    run.save(2)
+    assert "step_2 was not written: sample 0/1: metadata['seen']" in run.out.getvalue()
+    assert run.checkpoints.check()["checkpoint/failures"] == 1
+    run.save(3)
+    assert run.steps() == [3]
+    with pytest.raises(SaveFailed, match="metadata"):
+        run.checkpoints.finish(Progress(2))
+    stops = Run(tmp_path / "stops", on_save_failure="stop")
+    stops.checkpoints._describe = refuses
+    with pytest.raises(SaveFailed, match="metadata"):
+        stops.save(2)
+
+
+def test_a_manager_that_is_lost_or_late_is_no_matter_of_the_checkpoint(tmp_path):
+    """`train --restarts` goes on after these, and not after a save that failed."""
+    run = Run(tmp_path, on_save_failure="continue")
+
+    for error in (PartLost("the rollout manager died"), DeadlinePassed("the rollout manager did not answer")):
+
+        def describe(at, error=error):
+            raise error
+
+        run.checkpoints._describe = describe
+        with pytest.raises(type(error)):
+            run.save(2)
 
 
 def test_nothing_is_saved_again_at_the_end_if_it_is_there(tmp_path):

@@ -1,6 +1,7 @@
 """Prompts from files, and their order."""
 
 import json
+import math
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -159,6 +160,33 @@ def test_parquet_row_with_values_beyond_json_is_named(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "metadata": {"k": b"bytes"}}]), path)
     with pytest.raises(UsageError, match=r"row 1: 'metadata' cannot be written as JSON"):
+        load(path)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '[{"deep": NaN}]'])
+def test_a_number_that_json_has_not_is_refused_in_metadata_with_line_and_key(tmp_path, value):
+    good = '{"prompt": "a", "metadata": {"difficulty": null, "source": {"name": "x"}}}'
+    bad = f'{{"prompt": "a", "metadata": {{"source": 1, "difficulty": {value}}}}}'
+    with pytest.raises(UsageError, match=r"a\.jsonl, line 2: 'metadata' .*'difficulty'.*null for what is missing"):
+        load(jsonl(tmp_path / "a.jsonl", good, bad))
+    assert load(jsonl(tmp_path / "a.jsonl", good)).prompts[0].metadata == {"difficulty": None, "source": {"name": "x"}}
+
+
+def test_a_column_that_becomes_metadata_is_held_to_the_same(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", '{"prompt": "a", "difficulty": NaN}')
+    assert load(path).prompts[0].metadata == {}, "nobody asked for it"
+    with pytest.raises(UsageError, match="'difficulty'"):
+        load(path, metadata_keys=["difficulty"])
+
+
+def test_nan_of_a_table_is_a_value_that_is_missing(tmp_path):
+    path = tmp_path / "a.parquet"
+    row = {"prompt": "ab", "label": math.nan, "score": math.nan, "metadata": {"k": [{"rate": math.nan}, {"rate": 0.5}]}}
+    pq.write_table(pa.Table.from_pylist([row]), path)
+    [prompt] = load(path, metadata_keys=["score"]).prompts
+    assert prompt.label is None and prompt.metadata == {"k": [{"rate": None}, {"rate": 0.5}], "score": None}
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "metadata": {"rate": math.inf}}]), path)
+    with pytest.raises(UsageError, match=r"row 1: 'metadata' cannot be written as JSON: 'rate'"):
         load(path)
 
 

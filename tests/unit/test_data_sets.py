@@ -1,6 +1,7 @@
 """Data sets by name: what is written for them, published layouts, mixtures, generated tasks, stores."""
 
 import json
+import math
 import sys
 import tracemalloc
 
@@ -87,9 +88,10 @@ def test_a_json_array_is_read_like_lines(tmp_path):
 
 def test_a_directory_of_datasets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    rows = datasets.Dataset.from_list([{"prompt": f"p{i}", "label": str(i)} for i in range(5)])
+    rows = datasets.Dataset.from_list([{"prompt": f"p{i}", "label": str(i), "rate": math.nan} for i in range(5)])
     rows.save_to_disk(str(tmp_path / "saved"))
-    assert [prompt.label for prompt in load(f"{tmp_path}/saved[1:3]").prompts] == ["1", "2"]
+    prompts = load(f"{tmp_path}/saved[1:3]", metadata_keys=["rate"]).prompts
+    assert [(prompt.label, prompt.metadata) for prompt in prompts] == [("1", {"rate": None}), ("2", {"rate": None})]
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(UsageError, match="has the splits train, test: name one, .*splits/train"):
         load(tmp_path / "splits")

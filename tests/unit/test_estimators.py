@@ -11,6 +11,7 @@ from rltool.algorithms.advantages import (
     group_advantages,
     opo_advantages,
     reinforce_pp_advantages,
+    reinforce_pp_baseline_advantages,
     rloo_advantages,
     whiten,
 )
@@ -104,6 +105,26 @@ def test_gdpo_of_an_episode_of_several_samples_counts_it_once():
     starts = [(row > 0).nonzero()[0, 0] for row in batch.loss_mask.split(batch.lengths.tolist())]
     rows = [row[at] for row, at in zip(found.advantages.split(batch.lengths.tolist()), starts, strict=True)]
     torch.testing.assert_close(torch.stack(rows), expected[[0, 0, 1, 2, 3]])
+
+
+def test_the_baseline_of_reinforce_pp_counts_an_episode_of_several_samples_once():
+    lengths, mask = torch.full((4,), 2), torch.tensor([0.0, 1.0] * 4)
+    rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.0]), torch.zeros(4, dtype=torch.int64)
+    found = reinforce_pp_baseline_advantages(
+        rewards, groups, None, lengths, mask, gamma=1.0, episode_ids=torch.tensor([5, 5, 5, 2])
+    )
+    assert found[mask > 0].tolist() == [0.5, 0.5, 0.5, -0.5], "two episodes: one passed, one failed"
+    alone = reinforce_pp_baseline_advantages(rewards, groups, None, lengths, mask, gamma=1.0)
+    assert alone[mask > 0].tolist() == [0.25, 0.25, 0.25, -0.75], "four episodes of a sample each"
+
+
+@pytest.mark.parametrize("more", [{}, {"overlong_buffer": 3}, {"kl_coef": 0.3, "kl_in": "reward"}], ids=str)
+def test_the_baseline_over_episodes_equals_a_plain_loop(more):
+    episodes = torch.tensor([0, 1, 0, 2, 3, 4, 5])  # samples 0 and 2 of the group of three are one episode
+    batch = example_batch().replace(token_rewards=None, episode_ids=episodes)
+    algorithm = AlgorithmConfig(advantage="reinforce_pp_baseline", **more)
+    found, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
+    torch.testing.assert_close(found.advantages, plain.advantages(batch, algorithm, LONGEST), rtol=1e-5, atol=1e-6)
 
 
 def test_gdpo_without_any_difference_is_zero_and_finite():

@@ -116,15 +116,22 @@ class Saves(list):
         pass
 
 
+class Exports(list):
+    """Hugging Face exports: the step of each."""
+
+    save = list.append
+    has = list.__contains__
+
+
 class Run:
-    def __init__(self, tmp_path, world, *, engines=True, progress=None, **settings):
+    def __init__(self, tmp_path, world, *, engines=True, progress=None, first_step=0, **settings):
         values = {"model": {"path": "m"}, "steps": 2, "eval": {"sets": {"heldout": "h.jsonl"}}, **settings}
         self.config = TrainConfig.model_validate(values)
-        self.world, self.saves, self.exports = world, Saves(), []
+        self.world, self.saves, self.exports = world, Saves(), Exports()
         self.file = tmp_path / "metrics.jsonl"
-        self.writer = MetricsWriter(self.file, console=Console(file=io.StringIO()))
+        self.writer = MetricsWriter(self.file, console=Console(file=io.StringIO()), first_step=first_step)
         self.stop = StopSignal()
-        parts = Parts(world, world, world if engines else None, self.saves, self.exports.append, self.writer, self.stop)
+        parts = Parts(world, world, world if engines else None, self.saves, self.exports, self.writer, self.stop)
         self.loop = Loop(self.config, parts, progress or Progress(0))
 
     def records(self):
@@ -161,6 +168,20 @@ def test_each_optimizer_step_gets_whole_groups_with_weights_of_its_own_and_group
     assert first.advantages[1] == -first.advantages[3] != 0 and first.advantages[0] == 0
     assert first.loss_weights.sum() == first.num_loss_tokens
     assert first.old_logprobs is not None and first.ref_logprobs is None
+
+
+@pytest.mark.parametrize(("groups", "steps"), [((0,) * 6 + (1,) * 6 + (2,) * 6 + (3,) * 6, 2), ((0, 0, 1, 1), 1)])
+def test_a_trimmed_batch_has_no_more_optimizer_steps_than_configured_however_many_samples_an_episode_is(
+    tmp_path, groups, steps
+):
+    world = World()
+    run = Run(
+        tmp_path, world, steps=1, optimizer_steps_per_rollout=2,
+        rollout={"prompts_per_step": 4, "samples_per_prompt": 2, "batch_size": "trim"},
+    )  # fmt: skip
+    world.next_batch = lambda step: SourcedBatch(make_batch(groups, version=step), {}, ("v0",))
+    run.loop.run()
+    assert world.calls.count("update") == steps <= run.config.policy_optimizer_steps
 
 
 def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
@@ -277,6 +298,69 @@ def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     with run.stop.installed():
         assert run.loop.run().step == 1
     assert run.saves == [1] and run.stop.exit_code == 130
+
+
+def stops_in_the_second_evaluation(world, run):
+    """Of weights of one step: as the wait for the rollout manager does, once a signal has come."""
+    plain = world.evaluated
+
+    def evaluated(*, wait):
+        if world.calls.count("update") == 1:
+            signal.raise_signal(signal.SIGTERM)
+            run.stop.raise_if_requested()
+        return plain(wait=wait)
+
+    world.evaluated = evaluated
+
+
+def test_a_signal_in_an_evaluation_costs_neither_the_record_nor_the_export_of_the_step_before_it(tmp_path):
+    world = World()
+    settings = {"eval": {"sets": {"heldout": "h.jsonl"}, "every_steps": 1}, "checkpoint": {"save_hf_every": 1}}
+    run = Run(tmp_path, world, steps=3, **settings)
+    stops_in_the_second_evaluation(world, run)
+    with run.stop.installed():
+        assert run.loop.run().step == 1
+    run.writer.close()
+    assert run.saves == [1] and run.exports == []
+    record = run.records()[-1]
+    assert (record["step"], record["weight_version"], record["weight_versions"]) == (0, "v1", ["v0"])
+    assert {"train/loss", "time/step_seconds", "train/tokens_per_second", "time/sync_seconds"} <= record.keys()
+
+    resumed = Run(tmp_path, World(), steps=3, progress=Progress(1, saved=True), first_step=1, **settings)
+    resumed.loop.run()
+    assert resumed.exports == [1, 2, 3]
+    assert [(r["step"], "train/loss" in r) for r in resumed.records()] == [
+        (-1, False), (0, True), (0, False), (1, True), (2, True),
+    ]  # fmt: skip
+
+
+def test_engines_that_cannot_be_synced_cost_no_record(tmp_path):
+    world = World()
+    world.fail_on_call, world.fail_at = 1, {"sync": EngineError("gone")}
+    run = Run(tmp_path, world, eval={})
+    with pytest.raises(EngineError, match="gone"):
+        run.loop.run()
+    assert run.saves == [1]
+    [record] = run.records()
+    assert (record["step"], record["weight_version"]) == (0, "v0"), "the engines have the weights of before"
+
+
+def test_a_step_that_does_not_count_has_no_record(tmp_path):
+    world = World()
+    world.fail_on_call, world.fail_at = 1, {"update": EngineError("gone")}
+    run = Run(tmp_path, world, eval={})
+    with pytest.raises(EngineError, match="gone"):
+        run.loop.run()
+    assert [record["step"] for record in run.records()] == [0]
+
+
+def test_an_export_that_is_there_or_was_not_due_is_not_made_when_a_run_resumes(tmp_path):
+    for step, there, expected in ((2, [2], [2]), (3, [], []), (0, [], []), (2, [], [2])):
+        steps, start = max(step, 1), Progress(step, saved=True)
+        run = Run(tmp_path, World(), steps=steps, progress=start, checkpoint={"save_hf_every": 2})
+        run.exports.extend(there)
+        run.loop.run()
+        assert run.exports == expected
 
 
 def test_a_signal_before_the_first_step_is_done_leaves_no_checkpoint_of_the_untouched_model(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,18 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{path}, row {number}", row
+                    yield f"{path}, row {number}", without_nan(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise UsageError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def without_nan(value: Any) -> Any:
+    """A value of a table, with None where a number is NaN: pandas and others write it where a value is missing, and
+    JSON, which checkpoints and dumps are, has none."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [without_nan(inner) for inner in value]
+    return value

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rltool.errors import UsageError
+from rltool.rollout.data.files import without_nan
 from rltool.rollout.data.spec import DataSpec
 
 
@@ -58,7 +59,7 @@ def _explain(spec: DataSpec, error: Exception) -> str:
 
 def _numbered(spec: DataSpec, found: Any) -> Iterator[tuple[str, Any]]:
     for number, row in enumerate(found, 1):
-        yield f"{spec.text}, row {number}", row
+        yield f"{spec.text}, row {number}", without_nan(row)
 
 
 def _datasets(spec: DataSpec) -> Any:

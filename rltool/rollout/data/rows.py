@@ -132,11 +132,18 @@ class RowParser:
         if value is not None and not isinstance(value, dict):
             raise UsageError(f"{place}: 'metadata' must be an object, found {type(value).__name__}")
         copied = {key: lookup(row, key) for key in self._config.metadata_keys}
-        try:
-            # Dumps are JSON: what Parquet has beyond it fails here, not after the rollout.
-            return json.loads(json.dumps({**(value or {}), **copied}))
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"{place}: 'metadata' cannot be written as JSON: {error}") from error
+        found: dict[str, Any] = {}
+        for name, inner in {**(value or {}), **copied}.items():
+            try:
+                # Dumps and checkpoints are JSON: what Parquet has beyond it, and the NaN that Python reads from JSON
+                # files though it is none, fails here and not after the rollout.
+                found |= json.loads(json.dumps({name: inner}, allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise UsageError(
+                    f"{place}: 'metadata' cannot be written as JSON: {name!r}: {error}; keep it to text, finite "
+                    "numbers, lists and objects, with null for what is missing"
+                ) from error
+        return found
 
 
 def lookup(row: Mapping[str, Any], key: str) -> Any:
