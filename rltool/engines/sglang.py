@@ -59,12 +59,12 @@ CPU_KV_TOKENS = 32768
 
 LAUNCHER = (
     "import runpy, sys; "
-    "sys.argv += ['--api-key', open(sys.argv.pop(1)).read().strip()]; "
+    "sys.argv += ['--api-key=' + open(sys.argv.pop(1)).read().strip()]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
 """SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the
-process. Its log starts with all its arguments, the key among them: the log file must not be readable by others
-(0600)."""
+process, as one word with its value, for a key may begin like a flag. SGLang's log starts with all its arguments, the
+key among them: the log file must not be readable by others (0600)."""
 
 
 class SglangDialect(SglangInspection, SglangClassification):

@@ -127,6 +127,10 @@ def held(engine: Any) -> dict[str, torch.Tensor]:
     return engine.tensors
 
 
+def version_of(engine: Any) -> str:
+    return engine.weight_version if isinstance(engine, FakeSglang) else engine.version
+
+
 def assert_holds(engine: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     found = held(engine)
     assert found.keys() == tensors.keys()
@@ -148,7 +152,7 @@ def test_every_worker_gets_every_byte_at_every_sync(kind, workers, stack, tmp_pa
                 report = await to.sync(scaled(number + 1), f"v{number}")
                 assert report.failures == {} and report.bytes == sum(t.nbytes for t in TENSORS.values())
                 assert_holds(engine, scaled(number + 1))
-                assert getattr(engine, "weight_version", None) or engine.version == f"v{number}"
+                assert version_of(engine) == f"v{number}"
 
     asyncio.run(run())
 
@@ -165,7 +169,7 @@ def test_a_stock_vllm_is_asked_once_for_each_run_of_one_dtype(stack, tmp_path):
     assert updates == [["a.weight", "b.weight", "c.weight"], ["router.bias"], ["d.weight", "e.weight"]]
 
 
-@pytest.mark.parametrize("kind", ["stock", "plugin"])
+@pytest.mark.parametrize("kind", ["stock", "plugin", "sglang"])
 def test_a_trainer_that_fails_half_way_leaves_no_worker_waiting(kind, stack, tmp_path):
     """The broadcasts that the engine waits for are made with other bytes, and the version is not given."""
     engine = engine_of(kind, stack)
@@ -181,7 +185,7 @@ def test_a_trainer_that_fails_half_way_leaves_no_worker_waiting(kind, stack, tmp
             await to.sync(TENSORS, "v0")
             with pytest.raises(OSError, match="planned"):  # and not a request that the engine never answers
                 await to.sync(TENSORS, "v1", broken())
-            assert engine.version != "v1"
+            assert version_of(engine) != "v1"
             await to.connect()
             assert (await to.sync(scaled(3), "v2")).failures == {}
             assert_holds(engine, scaled(3))
@@ -217,15 +221,17 @@ def test_an_update_that_its_trainer_left_open_is_closed_by_the_next_trainer(stac
     asyncio.run(run())
 
 
-def test_an_engine_that_never_joins_is_given_up_at_the_deadline(stack, tmp_path):
-    engine = engine_of("plugin", stack)
+@pytest.mark.parametrize("kind", ["stock", "plugin"])
+def test_an_engine_that_never_joins_is_given_up_at_the_deadline(kind, stack, tmp_path):
+    engine = engine_of(kind, stack)
 
     async def run() -> None:
         async with EngineClient() as client:
             to = Link(client, engine, tmp_path)
             to.sender.deadline = 0.2
             info = await client.probe(to.endpoint)
-            to.sender.host([Receiver(engine.url, info.dialect, "nccl", 1)], GROUP, tmp_path)
+            backend = choose(info, to.config, "cuda")
+            to.sender.host([Receiver(engine.url, info.dialect, backend, 1)], GROUP, tmp_path)
             failures = await asyncio.to_thread(to.sender.join)
             assert "0.2 s" in failures[engine.url]
 

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +210,18 @@ def serving_sglang(model: Path, work_dir: Path, **options: Any) -> Iterator[Runn
         _, alive = psutil.wait_procs(tree, timeout=10)
         for child in alive:
             child.kill()
+
+
+def running(processes: Iterable[psutil.Process]) -> list[str]:
+    """Those of them that run, zombies left out: pid and command."""
+    left = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(f"{process.pid} {process.cmdline()}")
+        except psutil.NoSuchProcess:
+            continue
+    return left
 
 
 def _spawn(launch: EngineLaunch, log: Path, speaks: Dialect) -> subprocess.Popen:

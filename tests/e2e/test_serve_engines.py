@@ -12,12 +12,12 @@ import time
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import process_tree
+from tests.e2e.engines import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -64,17 +64,6 @@ def pause(url: str, key: str) -> None:
     )
     with urllib.request.urlopen(request, timeout=60) as reply:
         assert reply.status == 200
-
-
-def running(trees: list[psutil.Process]) -> list[str]:
-    left = []
-    for process in trees:
-        try:
-            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(f"{process.pid} {process.cmdline()}")
-        except psutil.NoSuchProcess:
-            continue
-    return left
 
 
 def wait_for(condition, what: str):

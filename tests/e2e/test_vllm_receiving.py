@@ -3,10 +3,12 @@ with the broadcast replaced, its loaders, whose copies are recorded, and its poo
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,14 @@ from rltool.weights.transports.nccl_vllm import STOCK
 from tests.e2e.engines import free_port
 from tests.tiny_models import write_tiny_qwen2
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_environment():
+    """vLLM sets variables of the process it runs in, such as LD_PRELOAD, which other tests' processes would inherit."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="module")

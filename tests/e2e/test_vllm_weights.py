@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import time
+import uuid
 from dataclasses import replace
 
 import psutil
 import pytest
 from safetensors.torch import save_file
 
+from rltool.config.rollout import WeightsConfig
 from rltool.engines import wire
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.fleet import Fleet
 from rltool.engines.types import TensorMeta
+from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
-from rltool.weights.transport import Rendezvous
+from rltool.weights.sync import WeightSync
+from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.vllm import bucket_request
+from rltool.weights.verify import ValueCheck
+from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import (
     DISK,
     GLOO,
@@ -29,6 +39,7 @@ from tests.e2e.weights import (
     perturbed_model,
     tensors_of,
 )
+from tests.ranks import flat_bytes
 
 pytestmark = pytest.mark.e2e
 
@@ -55,6 +66,15 @@ def session(engine, scenario):
                 await sender.control(dialect("vllm").resume())
 
     asyncio.run(run())
+
+
+def assert_computed_with(sample, *models):
+    """Each part of the sample has the log-probabilities of the weights that sampled it."""
+    assert len(sample.versions) == len(models)
+    for span, model in zip(sample.versions, models, strict=True):
+        tokens, logprobs = sample.token_ids[span.start : span.end], sample.logprobs[span.start : span.end]
+        part = replace(sample, token_ids=tokens, logprobs=logprobs, versions=())
+        assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk", "one request"])
@@ -130,11 +150,123 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
             first, second = sample.versions
             assert (first.version, second.version) == ("old", "new")
             assert (first.start, first.end, second.end) == (0, second.start, 240)
-            # each part has the log-probabilities of the weights that sampled it: the first part's cache was recomputed
-            for model, span in ((old, first), (new, second)):
-                tokens, logprobs = sample.token_ids[span.start : span.end], sample.logprobs[span.start : span.end]
-                part = replace(sample, token_ids=tokens, logprobs=logprobs, versions=())
-                assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
+            assert_computed_with(sample, old, new)  # the cache of the first part was computed anew
+
+    session(engine, scenario)
+
+
+# -- weights that arrive while the engine generates (weights.staged)
+
+STAGED = WeightsConfig(bucket_bytes=100_000, transport="gloo", staged=True)
+"""More than ten buckets for the tiny model."""
+
+
+class HeldRanks(HfRanks):
+    """Half of the tensors are sent, and the others after `go_on`. holds: the next time; half: they are sent."""
+
+    def __init__(self, config, model_files):
+        super().__init__(config, model_files, deadline=TIMEOUT)
+        self.holds, self.half, self.go_on = False, threading.Event(), threading.Event()
+
+    def stream(self, step):
+        pairs = list(super().stream(step))
+        for number, pair in enumerate(pairs):
+            if step and self.holds and number == len(pairs) // 2:  # 0: it is asked for names and shapes alone
+                self.half.set()
+                assert self.go_on.wait(TIMEOUT)
+            yield pair
+
+
+async def staged_sync(client: EngineClient, engine, ranks: HeldRanks, directory) -> WeightSync:
+    """rltool's own, for this engine."""
+    url, fleet, info = engine.url, Fleet(), await client.probe(engine.endpoint)
+    fleet.add(url)
+    sent_at = fleet.member(url).since
+    fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+    vocabulary = json.loads((engine.launch.model / "config.json").read_text())["vocab_size"]
+    return WeightSync(
+        client, fleet, {url: engine.endpoint}, {url: info}, ranks, ranks.config,
+        ValueCheck(vocabulary, temperature=1.0, tolerance=EQUAL, max_model_len=256),
+        trainer_device="cpu", step_deadline=TIMEOUT, bucket_deadline=TIMEOUT, directory=directory,
+    )  # fmt: skip
+
+
+def test_staged_weights_arrive_while_the_engine_generates_and_it_is_paused_to_load_them(vllm_engine_tied, tmp_path):
+    engine, run = vllm_engine_tied, uuid.uuid4().hex
+    first, second = (str(WeightVersion(run, 0, number)) for number in (1, 2))
+
+    async def scenario(sender: Sender):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (20, 21))
+        ranks = HeldRanks(STAGED, engine.launch.model)
+        ranks.model = old
+        sync = await staged_sync(sender.client, engine, ranks, tmp_path)
+        try:
+            assert (await sync.sync(WeightVersion(run, 0, 1))).failed == {}, "the value check has compared"
+            ranks.model, ranks.holds = new, True
+            began = time.perf_counter()
+            syncing = asyncio.create_task(sync.sync(WeightVersion(run, 0, 2)))
+            assert await asyncio.to_thread(ranks.half.wait, TIMEOUT)
+            assert sync.fleet.serving() == (engine.url,) and not (await sender.client.probe(engine.endpoint)).paused
+            whole = await sender.one(new_request(max_tokens=200))
+            assert whole.finish_reason == "length" and [span.version for span in whole.versions] == [first]
+            assert_computed_with(whole, old)
+
+            many = new_request(n=48, max_tokens=240)
+            running = asyncio.create_task(sender.client.generate(engine.endpoint, many, timeout=TIMEOUT))
+            while (await sender.client.load(engine.endpoint)).running < 48:
+                await asyncio.sleep(0.01)
+            held = time.perf_counter() - began
+            ranks.go_on.set()
+            report = await syncing
+            assert report.failed == {} and report.updated == (engine.url,)
+            assert 0 < report.paused < held
+            samples = await running
+        finally:
+            ranks.go_on.set()
+            await sync.leave()
+        assert all(len(sample.token_ids) == 240 for sample in samples)
+        across = [sample for sample in samples if [span.version for span in sample.versions] == [first, second]]
+        assert across, "requests in flight went on to the end, before the pause and after it"
+        for sample in across[:2]:
+            assert_computed_with(sample, old, new)
+        after = await sender.one()
+        assert [span.version for span in after.versions] == [second]
+        assert mean_difference(new, after) < EQUAL and mean_difference(old, after) > DIFFERENT
+
+    session(engine, scenario)
+
+
+def test_a_trainer_that_dies_while_staged_weights_arrive_leaves_the_old_ones_serving(vllm_engine_tied, tmp_path):
+    """Its sockets close, and nobody tells the engine anything."""
+    engine, control = vllm_engine_tied, transport("vllm", "gloo").staged
+
+    async def scenario(sender: Sender):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (22, 23))
+        await sender.gloo(tensors_of(old), "old")
+        buckets = buckets_of(tensors_of(new))
+        store = wire.host_store("127.0.0.1", 0, TIMEOUT)
+        meeting = Rendezvous("gloo", 2, GROUP, "127.0.0.1", store.port)
+        init = control.init(meeting, rank_offset=1, timeout_seconds=TIMEOUT)
+        join = asyncio.to_thread(wire.open_group, "127.0.0.1", store.port, 0, 2, GROUP, TIMEOUT, store=store)
+        _, group = await asyncio.gather(sender.control(init), join)
+        prefetch = control.prefetch(buckets, meeting, version="new", seconds=TIMEOUT)
+        fetching = asyncio.create_task(sender.control(prefetch))
+        await asyncio.to_thread(wire.broadcast, group, flat_bytes(tensors_of(new), buckets[0]))
+        del group, store  # which closes their sockets
+        with pytest.raises(EngineError, match="broadcast of .* bytes from the trainer failed"):
+            await fetching
+
+        info = await sender.client.probe(engine.endpoint)
+        assert (info.paused, info.weight_version) == (False, "old")
+        sample = await sender.one()
+        assert [span.version for span in sample.versions] == ["old"] and mean_difference(old, sample) < EQUAL
+
+        ranks = HeldRanks(STAGED, engine.launch.model)
+        ranks.model = new
+        sync = await staged_sync(sender.client, engine, ranks, tmp_path)
+        report = await sync.sync(WeightVersion(uuid.uuid4().hex, 0, 1))
+        await sync.leave()
+        assert report.failed == {} and mean_difference(new, await sender.one()) < EQUAL
 
     session(engine, scenario)
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.sglang import SglangDialect, parse_reply
+from rltool.engines.sglang import LAUNCHER, SglangDialect, parse_reply
 from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 from rltool.weights.transport import transport
@@ -403,3 +406,24 @@ def test_the_key_is_neither_in_the_command_line_nor_in_the_environment(tmp_path)
     (tmp_path / "key").write_text("very-secret")
     started = launch(tmp_path)
     assert not any("very-secret" in text for text in [*SPEAKS.argv(started), *SPEAKS.environment(started).values()])
+
+
+STAND_IN = """
+import argparse
+parser = argparse.ArgumentParser()
+for flag in ("--api-key", "--model-path", "--port"):
+    parser.add_argument(flag)
+print(parser.parse_known_args()[0])
+"""
+
+
+@pytest.mark.parametrize("key", ["plain", "-begins-like-a-flag", "--port"])
+def test_whatever_the_key_is_sglangs_parser_takes_it_for_one(tmp_path, key):
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "launch_server.py").write_text(STAND_IN)
+    (tmp_path / "key").write_text(key + "\n")
+    launched = subprocess.run(
+        [sys.executable, "-P", "-c", LAUNCHER, str(tmp_path / "key"), "--model-path", "/m", "--port", "1"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert launched.stdout.strip() == f"Namespace(api_key={key!r}, model_path='/m', port='1')", launched.stderr

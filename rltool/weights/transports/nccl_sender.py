@@ -73,7 +73,7 @@ class NcclSender:
         self._communicator = communicator = nccl.Communicator(
             self._library, self._unique_id, self.world_size, 0, self.device, seconds=self.options.deadline
         )
-        if self._given_up:
+        if self._given_up and not self._is_awaited():
             communicator.abort(self._given_up)
         communicator.join(seconds, warm_up=warm_up)
         return communicator
@@ -108,6 +108,8 @@ class NcclSender:
             return
         if self._is_awaited() and communicator.alive:
             self._complete(communicator)
+        self._owed.clear()
+        self._under_way.clear()
         communicator.abort(self._given_up or "the transfer group was left")
 
     def _is_awaited(self) -> bool:
@@ -115,12 +117,13 @@ class NcclSender:
         return bool(self._owed or self._under_way)
 
     def _complete(self, communicator: nccl.Communicator) -> None:
-        owed = list(self._owed) if self.announced_ahead else list(self._owed)[: int(not self._under_way)]
+        """All of them, even where the engine is asked for one at a time: it is asked for the next one until the rollout
+        manager hears of the failure."""
+        sizes = [size for size in map(bucket_bytes, self._owed) if size]
         self._owed.clear()
         try:
             while self._under_way:
                 self._under_way.popleft().wait(COMPLETE_SECONDS)
-            sizes = [size for size in map(bucket_bytes, owed) if size]
             anything = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
             for size in sizes:
                 communicator.broadcast(anything[:size]).wait(COMPLETE_SECONDS)

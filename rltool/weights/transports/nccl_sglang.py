@@ -15,6 +15,7 @@ Sources: sglang/srt/utils/common.py (init_custom_process_group), torch/csrc/dist
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from rltool.engines import nccl
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport
-from rltool.weights.transports import sglang
+from rltool.weights.transports import nccl_sender, sglang
 from rltool.weights.transports.nccl_sender import NcclSender, Sent, no_gpu
 from rltool.weights.transports.rendezvous import host_rendezvous
 from rltool.weights.transports.sglang_group import torch_prefixes
@@ -59,6 +60,10 @@ class SglangNcclSender(NcclSender):
         return super().send(bucket, flat)
 
     def close(self) -> None:
+        if self._communicator is None and self._is_awaited():
+            # Given up before the first bucket: its ranks may wait for rank 0 by now, and nothing else ends that.
+            with suppress(nccl.NcclError):
+                self.connect(nccl_sender.COMPLETE_SECONDS, warm_up=False)
         super().close()
         self._store = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,24 +17,27 @@ SECONDS = 10.0
 
 
 class Workers:
-    """One communicator rank each. They all receive the same, which is checked."""
+    """One communicator rank each. They all receive the same, which is checked. before_each: called before each
+    broadcast; what it raises is that broadcast's failure."""
 
     def __init__(
         self, unique_id: bytes, rank_offset: int, world_size: int, count: int, seconds: float = SECONDS
     ) -> None:
+        self.before_each: Callable[[], None] = lambda: None
         self._seconds = seconds
-        self._ranks = [
+        self.ranks = [
             nccl.Communicator(
                 nccl.NcclLibrary(), unique_id, world_size, rank_offset + i, torch.device("cpu"), seconds=seconds
             )
             for i in range(count)
         ]
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.join(seconds)
 
     def receive(self, num_bytes: int) -> torch.Tensor:
-        flats = [torch.empty(num_bytes, dtype=torch.uint8) for _ in self._ranks]
-        works = [rank.broadcast(flat) for rank, flat in zip(self._ranks, flats, strict=True)]
+        self.before_each()
+        flats = [torch.empty(num_bytes, dtype=torch.uint8) for _ in self.ranks]
+        works = [rank.broadcast(flat) for rank, flat in zip(self.ranks, flats, strict=True)]
         for work in works:
             work.wait(self._seconds)
         assert all(torch.equal(flat, flats[0]) for flat in flats)
@@ -46,7 +49,7 @@ class Workers:
             yield from split_flat(self.receive(size) if size else torch.empty(0, dtype=torch.uint8), bucket)
 
     def shutdown(self) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.abort("the engine left")
 
 
@@ -66,7 +69,7 @@ class StockVllmTransfer:
         self.refuse: str | None = None
         self.active = False
         self._half_loaded: dict[str, torch.Tensor] = {}
-        self._workers: Workers | None = None
+        self.workers: Workers | None = None
         self._limit = 0
 
     def init(self, info: dict[str, Any]) -> None:
@@ -76,7 +79,7 @@ class StockVllmTransfer:
         unique_id = base64.b64decode(info["nccl_unique_id_b64"], validate=True)
         assert info["packed"] and len(unique_id) == 128
         self._limit = info["packed_buffer_size_bytes"]
-        self._workers = Workers(unique_id, info["rank_offset"], info["world_size"], self._count)
+        self.workers = Workers(unique_id, info["rank_offset"], info["world_size"], self._count)
 
     def start(self) -> None:
         if self.active:
@@ -103,23 +106,23 @@ class StockVllmTransfer:
     def shutdown(self) -> None:
         if self.active:
             raise RuntimeError("Cannot release a trainer connection during a weight update")
-        workers, self._workers = self._workers, None
+        workers, self.workers = self.workers, None
         if workers is not None:
             workers.shutdown()
 
     def _chunks(self, info: dict[str, Any]) -> Iterator[tuple[list[tuple[str, torch.dtype, list[int]]], torch.Tensor]]:
         """As packed_nccl_broadcast_consumer cuts them: a chunk ends with the tensor that makes it too large."""
-        assert self._workers is not None, "NCCL weight transfer not initialized."
+        assert self.workers is not None, "NCCL weight transfer not initialized."
         waiting, size = [], 0
         for name, dtype_name, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
             dtype = getattr(torch, dtype_name)
             waiting.append((name, dtype, shape))
             size += math.prod(shape) * dtype.itemsize
             if size > self._limit:
-                yield waiting, self._workers.receive(size)
+                yield waiting, self.workers.receive(size)
                 waiting, size = [], 0
         if waiting:
-            yield waiting, self._workers.receive(size)
+            yield waiting, self.workers.receive(size)
 
     def _load(self, metas: list[tuple[str, torch.dtype, list[int]]], flat: torch.Tensor) -> None:
         start = 0

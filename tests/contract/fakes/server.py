@@ -119,9 +119,17 @@ class FakeServer:
         thread.join(START_SECONDS)
         self._thread = self._loop = None
 
-    def _abort(self) -> None:
+    def drop_connections(self) -> None:
+        """Nobody gets an answer to what is in flight."""
+        assert self._loop is not None, "start comes first"
+        self._loop.call_soon_threadsafe(self._abort_transports)
+
+    def _abort_transports(self) -> None:
         for transport in list(self._transports):
             transport.abort()
+
+    def _abort(self) -> None:
+        self._abort_transports()
         asyncio.get_running_loop().stop()
 
     def _serve(self, started: threading.Event) -> None:

@@ -16,6 +16,7 @@ import threading
 import uuid
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,6 +92,7 @@ class FakeSglang:
         self._requests_kept = False
         self._session_open = False
         self._groups: dict[str, Any] = {}
+        self._scheduler = threading.Lock()
         self.asleep: set[str] = set()
         self.rooms: list[tuple[str, int, int]] = []
         self._start_weight_version = self.weight_version
@@ -115,6 +117,21 @@ class FakeSglang:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(10)
+
+    def drop_connections(self) -> None:
+        """Nobody gets an answer to what is in flight."""
+
+        def drop() -> None:
+            for connection in list(self._connections.connections):
+                if connection.transport is not None:
+                    connection.transport.abort()
+
+        self._loop.call_soon_threadsafe(drop)
+
+    @property
+    def workers(self) -> Workers | None:
+        """Of its NCCL group."""
+        return next((group.workers for group in self._groups.values() if isinstance(group, NcclGroup)), None)
 
     def wait_in_flight(self, samples: int) -> None:
         """From a test: until so many samples have tokens and want more."""
@@ -378,9 +395,13 @@ class FakeSglang:
         return _outcome(True)
 
     async def _destroy_group(self, request: web.Request) -> web.Response:
-        return _outcome(
-            self._leave(self.bodies[request.path]["group_name"]), "The group to be destroyed does not exist."
-        )
+        left = await asyncio.to_thread(self._in_turn, self._leave, self.bodies[request.path]["group_name"])
+        return _outcome(left, "The group to be destroyed does not exist.")
+
+    def _in_turn(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The real one's scheduler does one thing at a time, and a broadcast that never comes is not interrupted."""
+        with self._scheduler:
+            return work(*arguments)
 
     def _leave(self, name: str) -> bool:
         import torch.distributed
@@ -407,7 +428,7 @@ class FakeSglang:
             )
         body = self.bodies[request.path]
         try:
-            received = await asyncio.to_thread(_receive_flat, self._groups[body["group_name"]], body)
+            received = await asyncio.to_thread(self._in_turn, _receive_flat, self._groups[body["group_name"]], body)
         except Exception as error:  # as the real one does
             return _outcome(False, f"Failed to receive weights: {error}")
         self.weights.update(received)
@@ -481,17 +502,17 @@ class NcclGroup:
         from torch.distributed import PrefixStore
 
         self._store, self._rank, self._world_size = PrefixStore("cuda/", store), rank, world_size
-        self._workers: Workers | None = None
+        self.workers: Workers | None = None
 
     def receive(self, num_bytes: int) -> Any:
-        if self._workers is None:
+        if self.workers is None:
             count = self._world_size - self._rank
-            self._workers = Workers(self._store.get("0"), self._rank, self._world_size, count)
-        return self._workers.receive(num_bytes)
+            self.workers = Workers(self._store.get("0"), self._rank, self._world_size, count)
+        return self.workers.receive(num_bytes)
 
     def shutdown(self) -> None:
-        if self._workers is not None:
-            self._workers.shutdown()
+        if self.workers is not None:
+            self.workers.shutdown()
 
 
 def _join_as_sglang_does(body: dict[str, Any]):

@@ -122,6 +122,11 @@ class FakeVllm(FakeServer):
         return tuple(worker.gpu for worker in self.gpu_workers)
 
     @property
+    def workers(self) -> Workers | None:
+        """Of its NCCL group."""
+        return self._group if self.plugin else self.native.workers
+
+    @property
     def paused(self) -> bool:
         return self.batch.paused
 
