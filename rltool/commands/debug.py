@@ -183,7 +183,9 @@ def train_only(
     from rltool.rollout.record import check_directory
     from rltool.rollout.replay_choice import chosen_steps
 
-    if (rollouts is not None) == fake_data:
+    if rollouts is not None and fake_data:
+        raise UsageError("--rollouts and --fake-data: give one of them")
+    if rollouts is None and not fake_data:
         raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
     if record is not None:
         if rollouts is not None:
