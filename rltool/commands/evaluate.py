@@ -102,7 +102,7 @@ def evaluate(
         _write(out, json.dumps(result(found.metrics, about), indent=2) + "\n")
         say(f"results: {out}")
     if dump is not None:
-        write_evaluated(dump, found, step=0, seed=settings.eval.seed)
+        write_evaluated(dump, found, settings, step=0)
         say(f"samples: {dump}")
 
 
