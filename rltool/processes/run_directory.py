@@ -84,6 +84,10 @@ class RunDirectory:
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
+    def hf_export(self, step: int) -> Path:
+        """Hugging Face directory with the weights after so many steps (checkpoint.save_hf_every, save_hf_at_end)."""
+        return self.path / "hf" / f"step_{step}"
+
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"

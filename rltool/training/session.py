@@ -125,7 +125,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.say):
             stack.enter_context(
                 ray_cluster(
-                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start, while_waiting=look
+                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
+                    preflight=deadlines.preflight, while_waiting=look,
                 )
             )
         stop.arm()
@@ -192,7 +193,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             return facts | {"config": config.model_dump(mode="json")}, kept.files
 
         def save_hf(step: int) -> None:
-            target = run.path / "hf" / f"step_{step}"
+            target = run.hf_export(step)
             remove(target)  # a resumed run does steps again
             trainer.save_hf(target)
             console.print(f"Hugging Face export: {target}", highlight=False, soft_wrap=True)
