@@ -48,8 +48,8 @@ def ray_cluster(
 
     gpus: of this host, those that a local cluster hands out; empty: as CUDA_VISIBLE_DEVICES has it, else the first. A
     local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
-    deadline: seconds for a local one to start; preflight: for one with an address to take a connection; while_waiting(seconds so far): called meanwhile, what it raises gives
-    the start up.
+    deadline: seconds for a local one to start; preflight: for one with an address to take a connection;
+    while_waiting(seconds so far): called meanwhile, what it raises gives the start up.
     """
     if config.address is not None:
         _connect(config.address, preflight)
