@@ -96,7 +96,19 @@ def load_command(name: str) -> Any:
         target = single
     command = typer.main.get_command(target)
     command.name = name
+    _escape_help(command)
     return command
+
+
+def _escape_help(command: Any) -> None:
+    """Typer prints help as rich markup, in which `[eval]` would be the name of a style, and vanish. Ours has none."""
+    from rich.markup import escape
+
+    for part in (command, *command.params):
+        if getattr(part, "help", None):
+            part.help = escape(part.help)
+    for inner in getattr(command, "commands", {}).values():
+        _escape_help(inner)
 
 
 class LazyVerbs(TyperGroup):

@@ -174,7 +174,7 @@ def train_only(
 ) -> None:
     """Train on recorded or synthetic rollouts. No engine takes part; log-probability differences are measured, and stop
     nothing."""
-    from rltool.commands.train import finish, named_run
+    from rltool.commands.train import finish, named_run, say, say_run
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
@@ -183,7 +183,9 @@ def train_only(
     from rltool.rollout.record import check_directory
     from rltool.rollout.replay_choice import chosen_steps
 
-    if (rollouts is not None) == fake_data:
+    if rollouts is not None and fake_data:
+        raise UsageError("--rollouts and --fake-data: give one of them")
+    if rollouts is None and not fake_data:
         raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
     if record is not None:
         if rollouts is not None:
@@ -205,11 +207,15 @@ def train_only(
     if rollouts is not None and steps is not None and steps > recorded:
         of = "holds" if chosen is None else "has with --recorded-steps"
         raise UsageError(f"--steps {steps}: {rollouts} {of} {recorded} recorded steps")
-    directory = named_run(run, resume=resume)
+    directory, why = named_run(run, resume=resume)
     with RunLock(directory) as lock:
         # Ray and torch: not before what is quickly found to be wrong.
-        from rltool.training.prepare import Replay, prepare
+        from rltool.training.prepare import Replay, nothing_left, prepare
 
+        say_run(directory, why)
+        if resume and (done := nothing_left(loaded.config, directory)) is not None:
+            say(done)
+            return
         finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record, chosen, subsample)), lock)
 
 

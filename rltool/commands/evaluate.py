@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from rltool.commands.options import Config, External, Router, Sets, rollout_flags
 from rltool.errors import RltoolError, UsageError
+
+if TYPE_CHECKING:
+    from rltool.processes.run_directory import RunDirectory
 
 
 def evaluate(
@@ -41,29 +45,41 @@ def evaluate(
     from rltool.config.train import TrainConfig
     from rltool.report.eval_table import result, result_table
     from rltool.rollout.evaluation import write_evaluated
-    from rltool.training.evaluate import evaluate_alone
+    from rltool.training.evaluate import check_alone, evaluate_alone
     from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
     from rltool.training.rollout_engines import Engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
-    from rltool.training.validate import check_model_directory
 
-    if (checkpoint is None) == (not rollout_external):
+    if checkpoint is not None and rollout_external:
+        raise UsageError("--rollout-external and --checkpoint: give one of them, for it is one model that is evaluated")
+    if checkpoint is None and not rollout_external:
         raise UsageError("say what to evaluate: --rollout-external HOST:PORT, or --checkpoint DIRECTORY")
     if serve_flags and checkpoint is None:
         raise UsageError("--serve-flags are of the engines that --checkpoint starts")
+    words = _words(serve_flags)
+    if checkpoint is not None:
+        _check_checkpoint(checkpoint)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise UsageError(f"--out {out}: {out.absolute().parent} is no directory; make it, or choose another file")
     console = Console()
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    with _engines(checkpoint, serve_flags, rollout_external) as external:
+    def configured(external: list[str] | None) -> TrainConfig:
         flags = {
             **rollout_flags(external, router),
             "eval.seed": ("--seed", seed),
             "model.path": ("--checkpoint", checkpoint),
         }
-        settings = load_config(TrainConfig, config or [], set_ or [], flags).config
-        check_model_directory(settings.model.path)
+        return load_config(TrainConfig, config or [], set_ or [], flags).config
+
+    # All of it before engines are started, which takes half a minute and more.
+    settings = configured(rollout_external)
+    check_alone(settings)
+    with _engines(checkpoint, words, say) as started:
+        if started is not None:
+            settings = configured(started)
         fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
         check_fleet(fleet, settings, trainer_device=None)
         check_router(fleet, settings)
@@ -86,32 +102,67 @@ def evaluate(
         _write(out, json.dumps(result(found.metrics, about), indent=2) + "\n")
         say(f"results: {out}")
     if dump is not None:
-        write_evaluated(dump, found, step=0, seed=settings.eval.seed)
+        write_evaluated(dump, found, settings, step=0)
         say(f"samples: {dump}")
 
 
-@contextmanager
-def _engines(checkpoint: Path | None, serve_flags: str, external: list[str] | None) -> Iterator[list[str] | None]:
-    """The addresses that were given, or those of engines that serve the checkpoint while the block runs."""
-    from rltool.processes.run_directory import open_run
-    from rltool.processes.stop_run import stop_run
+def _words(serve_flags: str) -> list[str]:
+    try:
+        return shlex.split(serve_flags)
+    except ValueError as error:
+        raise UsageError(f"--serve-flags {serve_flags!r}: {error}; quote it as for a shell") from error
 
-    if checkpoint is None:
-        yield external
-        return
+
+def _check_checkpoint(checkpoint: Path) -> None:
     if not (checkpoint / "config.json").is_file() or (checkpoint / "manifest.json").exists():
         raise UsageError(
             f"--checkpoint {checkpoint} is no Hugging Face directory; `rltool convert-ckpt {checkpoint} NEW --to hf` "
             "makes one of a checkpoint of rltool"
         )
+
+
+@contextmanager
+def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], None]) -> Iterator[list[str] | None]:
+    """Engines that serve the checkpoint while the block runs; yields their addresses, None without a checkpoint.
+
+    They have a run of their own, whose GPUs other commands see to be taken. It goes with them: the newest run shall be
+    the user's. It stays, and is named, where an engine or the evaluation failed, for it has the logs.
+    """
+    from rltool.processes.run_directory import open_run
+    from rltool.processes.stop_run import stop_run
+
+    if checkpoint is None:
+        yield None
+        return
     run = open_run(None, create=True)
-    command = [sys.executable, "-m", "rltool", "serve-engines", str(checkpoint), "--run", run.name, "--detach"]
+    keep = False
     try:
-        if subprocess.run([*command, *shlex.split(serve_flags)], check=False).returncode != 0:
-            raise RltoolError(f"the engines did not start (see above, and `rltool logs --run {run.name}`)")
+        say(f"engines are starting on {checkpoint}: logs in {run.logs_dir}")
+        _serve(run, checkpoint, words)
         yield [f"@{run.endpoints_file}"]
+    except UsageError:
+        raise
+    except RltoolError as error:
+        keep = True
+        raise error.with_context(after=f"\nThe engines' logs: rltool logs --run {run.name}") from error
+    except Exception:
+        keep = True
+        raise
     finally:
         stop_run(run)
+        if not keep:
+            shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _serve(run: RunDirectory, checkpoint: Path, words: list[str]) -> None:
+    """serve-engines, detached. What it says is for who starts engines to keep them: it is shown where it failed."""
+    command = [sys.executable, "-m", "rltool", "serve-engines", str(checkpoint), "--run", run.name, "--detach", *words]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode == 0:
+        return
+    print(done.stdout, end="", flush=True)
+    kind = UsageError if done.returncode == UsageError.exit_code else RltoolError
+    raise kind("--checkpoint: the engines did not start (see above)")
 
 
 def _write(path: Path, text: str) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from rltool.errors import UsageError
+
 Config = Annotated[
     list[Path] | None,
     typer.Option(
@@ -44,6 +46,7 @@ ReplayRun = Annotated[
 FreshRun = Annotated[
     str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")
 ]
+NamedRun = Annotated[str | None, typer.Option("--run", help="The same for one run, as other verbs have it.")]
 
 Steal = Annotated[
     bool,
@@ -66,6 +69,13 @@ MemorySnapshot = Annotated[
         help="Record that step's allocations on the GPU, on every rank, to the run's profile/.",
     ),
 ]
+
+
+def one_name(argument: str | None, option: str | None) -> str | None:
+    """The run of a verb that takes its name as an argument, or with --run. UsageError for both."""
+    if argument is not None and option is not None:
+        raise UsageError("name the run either as an argument or with --run")
+    return option if argument is None else argument
 
 
 def recording_flags(profile_steps: str | None, memory_snapshot: int | None) -> dict[str, tuple[str, Any]]:

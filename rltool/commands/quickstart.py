@@ -41,7 +41,7 @@ def _print(console: Console, result: Result) -> None:
         f"report:       {result.report}",
         f"metrics:      {run.metrics_file}",
         f"logs:         {run.logs_dir}",
-        f"checkpoint:   {run.checkpoints_dir / 'latest'}",
+        f"checkpoint:   {result.checkpoint}",
         f"Hugging Face: {run.path / 'trained-hf'}",
         "try next:",
         f"  rltool serve-engines {run.path / 'trained-hf'} --num-engines 2 --device cpu --run mine --detach",

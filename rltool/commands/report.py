@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rltool.commands.options import NamedRun
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.report.page import write_report
@@ -18,7 +19,7 @@ def report(
         list[str] | None,
         typer.Argument(metavar="[RUN]...", help="Runs on the page, compared; default: the newest, which is named."),
     ] = None,
-    run: Annotated[str | None, typer.Option("--run", help="The same for one run, as other verbs have it.")] = None,
+    run: NamedRun = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: report.html in the (first) run.")] = None,
     title: Annotated[str, typer.Option(help="Heading of the page; default: the names of the runs.")] = "",
     note: Annotated[str, typer.Option(help="A sentence below the heading: what was trained, and what for.")] = "",

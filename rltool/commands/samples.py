@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from rltool.commands.options import NamedRun, one_name
 from rltool.errors import RltoolError, UsageError
-from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.report.sample_text import sample_view
 from rltool.report.samples import StepSamples, ordered, read_samples, recorded_steps
 
@@ -27,7 +29,14 @@ class Order(StrEnum):
 
 
 def samples(
-    run: Annotated[str | None, typer.Argument(help="Name of the run; default: the newest, which is named.")] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN|DIRECTORY]",
+            help="Name of the run, or a directory: a run's, or one of recorded rollouts; default: the newest run.",
+        ),
+    ] = None,
+    named: NamedRun = None,
     step: Annotated[
         int | None, typer.Option(min=1, help="Step as on the console, where the first is 1; default: the newest.")
     ] = None,
@@ -45,15 +54,15 @@ def samples(
     ] = False,
 ) -> None:
     """Show samples of one step: prompts, answers, rewards, masks, log-probability differences by token."""
-    directory = open_run(run, create=False)
-    found = of_step(directory, step)
+    source = find_samples(one_name(run, named))
+    found = of_step(source, step)
     records = ordered(found.samples, sort)
     if reverse:
         records.reverse()
     console = Console()
     kept = "" if len(records) == found.of else f"; {len(records)} of its {found.of} samples are kept"
     console.print(
-        f"run {directory.name}, step {found.step + 1}{kept}; by {sort}{', reversed' if reverse else ''}",
+        f"{source.name}, step {found.step + 1}{kept}; by {sort}{', reversed' if reverse else ''}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     for number, record in enumerate(records[:limit], 1):
@@ -62,42 +71,89 @@ def samples(
         console.print(view, highlight=False, soft_wrap=not console.is_terminal)
 
 
-def of_step(run: RunDirectory, step: int | None) -> StepSamples:
-    """All samples of the step where the run has recorded its rollouts (rollout.dump), else those that are kept of every
-    step. step: counted from 1; None: the newest. Raises RltoolError."""
-    kept = recorded_steps(run.samples_dir)
-    dumped = recorded_steps(run.rollouts_dir)
+@dataclass(frozen=True)
+class SampleSource:
+    """Where samples lie. kept: the few that a trainer keeps of each step; recorded: dumps with all of them; config: of
+    the run, which names the model. None: there is no such file or directory here."""
+
+    name: str
+    kept: Path | None = None
+    recorded: Path | None = None
+    config: Path | None = None
+
+    def kept_steps(self) -> list[int]:
+        return [] if self.kept is None else recorded_steps(self.kept)
+
+    def dumped_steps(self) -> list[int]:
+        return [] if self.recorded is None else recorded_steps(self.recorded)
+
+
+def find_samples(name: str | None) -> SampleSource:
+    """A run by its name, the newest for None, or a directory: a run's, one of recorded rollouts, or one with exactly
+    one such directory in it, as `eval --dump` writes for one set. Raises UsageError."""
+    directory = None if name is None else Path(name)
+    if name is None or name in (run.name for run in list_runs()) or directory is None or not directory.is_dir():
+        return _of_run(open_run(name, create=False))
+    run = RunDirectory(directory.absolute())
+    if run.is_made:
+        return _of_run(run)
+    if _is_recorded(directory):
+        return SampleSource(str(directory), recorded=directory)
+    sets = sorted(inner for inner in directory.iterdir() if inner.is_dir() and _is_recorded(inner))
+    if len(sets) == 1:
+        return SampleSource(str(sets[0]), recorded=sets[0])
+    several = f"; say which of {', '.join(map(str, sets))}" if sets else ""
+    raise UsageError(f"{directory} is no run's directory, and holds no recorded rollouts{several}")
+
+
+def _of_run(run: RunDirectory) -> SampleSource:
+    return SampleSource(f"run {run.name}", run.samples_dir, run.rollouts_dir, run.config_file)
+
+
+def _is_recorded(directory: Path) -> bool:
+    return next(directory.glob("step_[0-9]*.safetensors"), None) is not None
+
+
+def of_step(source: SampleSource, step: int | None) -> StepSamples:
+    """All samples of the step where they were recorded (rollout.dump), else those that are kept of every step. step:
+    counted from 1; None: the newest. Raises RltoolError."""
+    kept, dumped = source.kept_steps(), source.dumped_steps()
     if not kept and not dumped:
         raise RltoolError(
-            f"run {run.name} has no samples in {run.samples_dir}: monitor.samples_per_step is 0, it has not finished a "
+            f"{source.name} has no samples in {source.kept}: monitor.samples_per_step is 0, it has not finished a "
             "rollout, or it is of an earlier release"
         )
     wanted = max([*kept, *dumped]) if step is None else step - 1
     if wanted in dumped:
-        return _dumped(run, wanted, with_trainer=wanted in kept)
-    if wanted in kept:
-        return read_samples(run.samples_dir, wanted)
+        return _dumped(source, wanted, with_trainer=wanted in kept)
+    if wanted in kept and source.kept is not None:
+        return read_samples(source.kept, wanted)
     there = sorted({*kept, *dumped})
-    raise UsageError(f"--step {step}: run {run.name} has samples of steps {there[0] + 1} to {there[-1] + 1}")
+    raise UsageError(f"--step {step}: {source.name} has samples of steps {there[0] + 1} to {there[-1] + 1}")
 
 
-def _dumped(run: RunDirectory, step: int, *, with_trainer: bool) -> StepSamples:
+def _dumped(source: SampleSource, step: int, *, with_trainer: bool) -> StepSamples:
     """The dump has every sample; the trainer's log-probabilities stand beside the few that are kept."""
     from rltool.rollout.dump import read_dump
     from rltool.rollout.sample_records import sample_record
 
-    tokenizer = _tokenizer(run)
-    known = {(r.group, r.index): r for r in read_samples(run.samples_dir, step).samples} if with_trainer else {}
-    dump = read_dump(run.rollouts_dir, step)
+    assert source.recorded is not None
+    dump = read_dump(source.recorded, step)
+    tokenizer = _tokenizer(dump.info.get("model"), source.config)
+    beside = read_samples(source.kept, step).samples if with_trainer and source.kept is not None else ()
+    known = {(r.group, r.index): r for r in beside}
     records = [known.get((s.group_id, s.index)) or sample_record(s, tokenizer) for s in dump.samples]
     return StepSamples(step, len(records), tuple(records))
 
 
-def _tokenizer(run: RunDirectory) -> Tokenizer | None:
-    """Of the run's model; None where the run does not say which that is (debug rollout-only), so tokens stay ids."""
+def _tokenizer(recorded: dict[str, Any] | None, config: Path | None) -> Tokenizer | None:
+    """Of the model that the recording names, else the run's configuration. None where neither does (recordings of an
+    earlier release), or the model's directory is gone: tokens stay ids."""
     from rltool.rollout.tokenizer import load_tokenizer
 
-    if not run.config_file.exists():
+    model = recorded
+    if model is None and config is not None and config.exists():
+        model = json.loads(config.read_text())["config"]["model"]
+    if model is None or not Path(model["path"]).is_dir():
         return None
-    model = json.loads(run.config_file.read_text())["config"]["model"]
     return load_tokenizer(Path(model["path"]), trust_remote_code=model.get("trust_remote_code", False))

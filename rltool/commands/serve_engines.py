@@ -21,6 +21,7 @@ from rltool.engines.joining import join, leave, users_of_engines
 from rltool.engines.launch import (
     Order,
     check_order,
+    check_processes,
     dry_run,
     engine_flags,
     launch_engines,
@@ -33,7 +34,7 @@ from rltool.errors import UsageError
 from rltool.models.hub import local_model, with_local_models
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
-from rltool.processes.run_directory import RunDirectory, open_run, runs_root
+from rltool.processes.run_directory import RunDirectory, check_writable, open_run, plan_run
 from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_command
 from rltool.router.launch import start_planned_routers
@@ -148,7 +149,9 @@ def serve_engines(
     }
     order = _order(config or [], flags)
     if dry:
-        _print_dry_run(order, RunDirectory(runs_root() / (run or "NEW-RUN")))
+        directory = plan_run("NEW-RUN" if run is None else run)
+        check_writable(directory)
+        _print_dry_run(order, directory)
         return
     check_order(order)
     directory = open_run(run, create=True)
@@ -221,6 +224,7 @@ def _table(found: Mapping[str, list[EngineEndpoint]]) -> Table:
 
 def _print_dry_run(order: Order, run: RunDirectory) -> None:
     plan, warnings = dry_run(order, run)
+    check_processes(plan.launches)
     for line in describe_plan(plan):
         _say(line)
     for launch in plan.launches:

@@ -10,6 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from rltool.commands.options import NamedRun, one_name
 from rltool.commands.top_view import frame
 from rltool.engines.run_client import DRIVER_ROLE, choose_driver, driver_of
 from rltool.errors import EngineUnreachable
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
 
 def top(
     run: Annotated[str | None, typer.Argument(help="Name of the run; default: the only one that is training.")] = None,
+    named: NamedRun = None,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two frames.")] = 1.0,
 ) -> None:
     """Watch a run that is training: engines, queue, throughput, staleness, rewards. Ctrl-C ends it, not the run."""
-    directory, driver = choose_driver(run)
+    directory, driver = choose_driver(one_name(run, named))
     console = Console()
     if once:
         console.print(_frame(directory.name, driver))

@@ -85,20 +85,26 @@ def train(
         "steps": ("--steps", steps),
     }
     loaded = load_config(TrainConfig, config or [], set_ or [], flags)
-    directory = named_run(
-        run, resume=resume, endpoints_files=files_in(loaded.config.engines.external), silent=attempt > 0
-    )
+    directory, why = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
+    known = run is not None or directory.is_made
+    if (known and not attempt) or (restarts and not dry_run):
+        say_run(directory, why)
     if restarts and not dry_run:
         raise typer.Exit(with_restarts(directory, restarts))
     with RunLock(directory) as lock, _told_apart(attempt):
         # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
-        from rltool.training.prepare import prepare
+        from rltool.training.prepare import nothing_left, prepare
         from rltool.training.report import print_plan
 
+        if (resume or attempt > 1) and (done := nothing_left(loaded.config, directory)) is not None:
+            say(done)
+            return
         prepared = prepare(loaded, directory, resume=resume, steal=steal, restarted=attempt > 1)
         if dry_run:
             print_plan(prepared, Console())
             return
+        if not known and not attempt:  # made from here on: what failed a check has left nothing
+            say_run(directory, why)
         finish(prepared, lock, attempt=attempt)
 
 
@@ -108,7 +114,6 @@ def with_restarts(run: RunDirectory, restarts: int) -> int:
     from rltool.processes.marks import TRAINER_ROLE
     from rltool.processes.state import read_state, remove_state, state_of_this_process, write_state
 
-    console = Console()
     own = state_of_this_process(f"{TRAINER_ROLE}-restarts", argv=sys.argv)
 
     def command(number: int) -> list[str]:
@@ -126,9 +131,6 @@ def with_restarts(run: RunDirectory, restarts: int) -> int:
             write_state(run, own)
         newest = latest_checkpoint(run.checkpoints_dir)
         return "the beginning: there is no checkpoint" if newest is None else f"checkpoint {newest.name}"
-
-    def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     attempts = Attempts(command, restarts=restarts, say=say, stopped=stopped, on_fault=on_fault)
     try:
@@ -148,21 +150,23 @@ def _told_apart(attempt: int) -> Iterator[None]:
         raise
 
 
-def named_run(
-    name: str | None, *, resume: bool, endpoints_files: Sequence[Path] = (), silent: bool = False
-) -> RunDirectory:
-    """The run that the command line means, named on the screen unless `silent`. Nothing is made. Raises UsageError."""
+def named_run(name: str | None, *, resume: bool, endpoints_files: Sequence[Path] = ()) -> tuple[RunDirectory, str]:
+    """(the run that the command line means, why it is this one). Nothing is made. Raises UsageError."""
     from rltool.checkpoints.directory import latest_checkpoint
     from rltool.processes.run_choice import run_to_train
 
     def resumable(run: RunDirectory) -> bool:
         return latest_checkpoint(run.checkpoints_dir) is not None
 
-    directory, why = run_to_train(name, resume=resume, endpoints_files=endpoints_files, resumable=resumable)
-    if not silent:
-        line = f"run {directory.name} ({why}): {directory.path}"
-        Console().print(line, highlight=False, markup=False, soft_wrap=True)
-    return directory
+    return run_to_train(name, resume=resume, endpoints_files=endpoints_files, resumable=resumable)
+
+
+def say_run(run: RunDirectory, why: str) -> None:
+    say(f"run {run.name} ({why}): {run.path}")
+
+
+def say(line: str) -> None:
+    Console().print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:

@@ -11,7 +11,8 @@ from pydantic_core import CoreSchema
 ImportPath = str
 """`package.module:attribute`"""
 
-OwnFunction = Annotated[str, Field(pattern=r"^[\w.]+:[\w.]+$")]
+OWN_FUNCTION = r"^[\w.]+:[\w.]+$"
+OwnFunction = Annotated[str, Field(pattern=OWN_FUNCTION)]
 """An import path beside known names: without the colon it is a misspelt name."""
 
 

@@ -6,6 +6,7 @@ An unknown key is an error that names the nearest known one: a typo that is igno
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,10 +14,14 @@ from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rltool.config.base import Config
+from rltool.config.base import OWN_FUNCTION, Config
 from rltool.errors import UsageError
 
 C = TypeVar("C", bound=Config)
+
+
+_QUOTED = re.compile(r"'([^']*)'")
+_TYPES = frozenset({"str", "int", "float", "bool"})
 
 
 class ConfigError(UsageError):
@@ -59,7 +64,7 @@ def load_config(
     try:
         return Loaded(model.model_validate(values), origins)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origins, model)) from None
+        raise ConfigError(_explain(error, origins, model, values)) from None
 
 
 def _read_toml(file: Path) -> dict[str, Any]:
@@ -149,15 +154,26 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _unknown(model: type[BaseModel], key: str, parent: str, part: str, section: type[BaseModel], origin: str) -> None:
+    before = f"{parent}." if parent else ""
     nearest = difflib.get_close_matches(part, section.model_fields, n=1, cutoff=0.6)
     if nearest:
-        suggestion = f"did you mean {parent + '.' if parent else ''}{nearest[0]}?"
+        inside = _inside(_section(section, nearest[0]), key.removeprefix(f"{before}{part}").removeprefix("."))
+        suggestion = f"did you mean {before}{nearest[0]}{inside}?"
     else:  # right name, wrong section: look for it everywhere
         elsewhere = [k for k in _all_keys(model) if k.rpartition(".")[2] == key.rpartition(".")[2]]
         suggestion = (
             f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(section.model_fields))}"
         )
     raise ConfigError(f"{origin}: unknown key {key!r}; {suggestion}")
+
+
+def _inside(section: type[BaseModel] | None, rest: str) -> str:
+    """What was to follow the misspelt name of this section, with its dot, as far as the section knows it."""
+    first = rest.split(".")[0]
+    near = difflib.get_close_matches(first, section.model_fields, n=1, cutoff=0.6) if section and rest else []
+    if not near:
+        return ""
+    return f".{near[0]}{rest.removeprefix(first)}"
 
 
 def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
@@ -170,18 +186,75 @@ def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel]) -> str:
-    lines = []
+def _explain(error: ValidationError, origins: Mapping[str, str], model: type[BaseModel], values: Any) -> str:
+    """One line for each key that is wrong, and for what is wrong with several of them together."""
+    by_key: dict[tuple[int | str, ...], list[Any]] = {}
     for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"])
-        parents = [key, *(".".join(map(str, item["loc"][:depth])) for depth in range(len(item["loc"]) - 1, 0, -1))]
-        origin = next((origins[parent] for parent in parents if parent in origins), None)
-        if item["type"] == "extra_forbidden":  # in a section of a list or a table; _put has seen to the others
-            lines.append(f"unknown key {key!r}" + (f", from {origin}" if origin else "") + _nearest(model, item["loc"]))
-        elif item["type"] == "missing":
-            lines.append(f"{key} is required; set it in the TOML file or with --set {key}=...")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            given = f" (got {item['input']!r})" if not isinstance(item["input"], dict) else ""
-            lines.append(f"{key}: {message}{given}" + (f", from {origin}" if origin else ""))
-    return "\n".join(lines)
+        by_key.setdefault(_key_of(item["loc"], values), []).append(item)
+    return "\n".join(_line(place, items, origins, model) for place, items in by_key.items())
+
+
+def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
+    """The place of an error without what pydantic puts into it for the members of a union (`literal['a']`, `str`)."""
+    kept: list[int | str] = []
+    for part in place:
+        here = values[part] if _holds(values, part) else None
+        if isinstance(part, str) and here is None and (not part.isidentifier() or part in _TYPES):
+            continue
+        kept.append(part)
+        values = here
+    return tuple(kept)
+
+
+def _holds(values: Any, part: int | str) -> bool:
+    if isinstance(values, Mapping):
+        return part in values
+    return isinstance(values, list | tuple) and isinstance(part, int) and part < len(values)
+
+
+def _line(
+    place: tuple[int | str, ...], items: Sequence[Any], origins: Mapping[str, str], model: type[BaseModel]
+) -> str:  # fmt: skip
+    """items: pydantic's errors at this place, several for a union of types."""
+    key, first = ".".join(map(str, place)), items[0]
+    parents = (".".join(map(str, place[:depth])) for depth in range(len(place), 0, -1))
+    origin = next((origins[parent] for parent in parents if parent in origins), None)
+    from_where = f", from {origin}" if origin else ""
+    if first["type"] == "extra_forbidden":  # in a section of a list or a table; _put has seen to the others
+        return f"unknown key {key!r}{from_where}{_nearest(model, place)}"
+    if first["type"] == "missing":
+        key += _required_in(model, place)
+        return (
+            f"{key} is required; set it in a TOML file (--config FILE, which `rltool init` writes) or with "
+            f"--set {key}=..."
+        )
+    value = first["input"]
+    given = f" (got {value!r})" if not isinstance(value, dict) else ""
+    message = "; or ".join(dict.fromkeys(_message(item) for item in items))
+    hint = _did_you_mean(value, items)
+    if isinstance(value, str) and any(item["type"] in ("tuple_type", "list_type") for item in items):
+        text = f'["{value}"]'
+        hint = f"; give a list: --set '{key}={text}'" if origin == "--set" else f"; give a list: {text}"
+    return (f"{key}: " if key else "") + f"{message}{given}{from_where}{hint}"
+
+
+def _message(item: Any) -> str:
+    if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == OWN_FUNCTION:
+        return "an import path `package.module:function`"
+    return item["msg"].removeprefix("Value error, ")
+
+
+def _did_you_mean(value: Any, items: Sequence[Any]) -> str:
+    names = [n for item in items if item["type"] == "literal_error" for n in _QUOTED.findall(item["ctx"]["expected"])]
+    near = difflib.get_close_matches(value, names, n=1, cutoff=0.6) if isinstance(value, str) else []
+    return f"; {value!r}: did you mean {near[0]!r}?" if near else ""
+
+
+def _required_in(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """`.path` for a whole section that is missing and has required keys: of these the first."""
+    section: type[BaseModel] | None = model
+    for part in place:
+        known = section is not None and isinstance(part, str) and part in section.model_fields
+        section = _section(section, part) if known else None  # pyright: ignore[reportArgumentType]
+    required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
+    return f".{required[0]}" if required else ""

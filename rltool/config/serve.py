@@ -12,6 +12,8 @@ from rltool.config.base import Config
 
 EngineKind = Literal["vllm", "sglang"]
 Device = Literal["cuda", "cpu"]
+EngineDtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
+"""The names that both vLLM (ModelDType) and SGLang (--dtype) take."""
 WeightBackend = Literal["rltool", "nccl"]
 Role = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
 Task = Literal["generate", "classify"]
@@ -56,7 +58,7 @@ class EngineGroup(Config):
     """Address to listen on. None: loopback, on a Ray cluster of several hosts the address of each node."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the first engine, the next ones follow; 0 picks free ports."""
-    dtype: str | None = None
+    dtype: EngineDtype | None = None
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; None: the model's own, on a CPU under vLLM at most 2048."""
@@ -150,7 +152,7 @@ class ServeConfig(Config):
     """False: a model that is never synced, such as a judge; endpoints.json says so, and train leaves it alone."""
     task: Task = "generate"
     """classify: a model with a classification head, such as a reward model; with update_weights = false."""
-    dtype: str | None = None
+    dtype: EngineDtype | None = None
     """Engine dtype; None: float32 on the CPU, the model's own on GPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Longest sequence in tokens; None: the model's own, on a CPU under vLLM at most 2048."""

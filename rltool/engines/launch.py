@@ -185,6 +185,35 @@ def check_processes(launches: Sequence[EngineLaunch]) -> None:
         check_engine_python(launch.python, launch.engine)
 
 
+LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
+"""Of vLLM: with one of these the longest sequence may be another than that of config.json."""
+
+
+def too_long(launch: EngineLaunch) -> str | None:
+    """Why vLLM will refuse this engine's --max-model-len; None where it will not, or cannot be known to.
+
+    It goes by max_position_embeddings (vllm/config/model.py, _get_and_verify_max_len), which a scaled RoPE multiplies:
+    of such models nothing is said. SGLang serves it with a warning.
+    """
+    overridden = any(flag.startswith(LENGTH_FLAGS) for flag in launch.extra_args)
+    if launch.engine != "vllm" or launch.max_model_len is None or overridden:
+        return None
+    try:
+        config = json.loads((launch.model / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
+    longest = config.get("max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(longest, int) or launch.max_model_len <= longest or "factor" in rope:
+        return None
+    return (
+        f"--max-model-len {launch.max_model_len}: {launch.model} has max_position_embeddings = {longest}, and vLLM "
+        "starts with no more, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 or a scaled RoPE (-- --hf-overrides) says so"
+    )
+
+
 def check_order(order: Order, *, root: Path | None = None) -> None:
     """Everything that can be refused before a run directory is made or a process started. Raises UsageError.
 
@@ -245,13 +274,16 @@ def _planned(order: Order, run: RunDirectory, *, first: int) -> Iterator[tuple[E
 
 
 def dry_run(order: Order, run: RunDirectory) -> tuple[EnginePlan, list[str]]:
-    """The plan that launch_engines would carry out, and warnings for what would make it refuse here.
-    Starts and writes nothing. UsageError for a model that is none."""
-    warnings = []
+    """The plan that launch_engines would carry out, and warnings: of GPUs that this host lacks or that are taken, for
+    the plan may be meant for another one, and of lengths that vLLM will not serve. Starts and writes nothing.
+
+    UsageError for a model that is none; what else a start refuses is check_processes' to find.
+    """
     with _planned(order, run, first=0) as (plan, _):
         pass
     for model, tp in dict.fromkeys((launch.model, launch.tp) for launch in plan.launches):
         check_model(model, tp=tp)
+    warnings = list(dict.fromkeys(filter(None, map(too_long, plan.launches))))
     try:
         _check_plan_gpus(plan)
     except UsageError as error:

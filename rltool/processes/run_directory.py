@@ -84,6 +84,10 @@ class RunDirectory:
     def checkpoints_dir(self) -> Path:
         return self.path / "checkpoints"
 
+    def hf_export(self, step: int) -> Path:
+        """Hugging Face directory with the weights after so many steps (checkpoint.save_hf_every, save_hf_at_end)."""
+        return self.path / "hf" / f"step_{step}"
+
     @property
     def metrics_file(self) -> Path:
         return self.path / "metrics.jsonl"
@@ -169,11 +173,11 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     state = root / name / "state"
     if state.is_dir() and not os.access(state, os.R_OK | os.X_OK, effective_ids=True):
         raise UsageError(
-            f"--run {name}: no permission to read {state}: it is the run of another user (id {state.stat().st_uid}), "
+            f"run {name}: no permission to read {state}: it is the run of another user (id {state.stat().st_uid}), "
             f"and rltool runs here as user id {os.geteuid()}"
         )
     known = ", ".join(run.name for run in reversed(runs[-5:])) or "none"
-    raise UsageError(f"--run {name}: no such run in {root}; the newest ones: {known}")
+    raise UsageError(f"no run {name} in {root}; the newest ones: {known}")
 
 
 def plan_run(name: str | None, *, root: Path | None = None) -> RunDirectory:
@@ -223,11 +227,11 @@ def list_runs(root: Path | None = None, *, damaged: bool = True) -> list[RunDire
 def _check_name(name: str | None, root: Path) -> None:
     if name is not None and not _NAME.fullmatch(name):
         raise UsageError(
-            f"--run {name[:_LONGEST_NAME]!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are "
+            f"run {name[:_LONGEST_NAME]!r}: a run's name is letters, digits, '.', '_' and '-', not a path (runs are "
             f"in {root})"
         )
     if name is not None and len(name) > _LONGEST_NAME:
-        raise UsageError(f"--run: a run's name has at most {_LONGEST_NAME} characters; this one has {len(name)}")
+        raise UsageError(f"run: a run's name has at most {_LONGEST_NAME} characters; this one has {len(name)}")
 
 
 def _create(path: Path) -> RunDirectory:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory, open_run, plan_run
 from rltool.processes.stop_run import stop_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.stages import Stages
@@ -39,6 +40,7 @@ class Result:
     accuracy_before: float
     accuracy_after: float
     report: Path
+    checkpoint: Path
     run: RunDirectory
     timings: dict[str, float]
 
@@ -138,7 +140,8 @@ def run_quickstart(
     num_engines: int = 2,
 ) -> Result:
     """All of it. Whatever happens, nothing that it started is left running. Raises ProcessFailed with the failed verb's
-    log."""
+    log, UsageError for a run that was trained, or that an earlier quickstart has begun."""
+    check_unused(plan_run(name))
     run = open_run(name, create=True)
     warm_up = open_run("warmup", create=True, root=run.path)
     console.print(f"run [bold]{run.name}[/bold]: everything goes to {run.path}", highlight=False, soft_wrap=True)
@@ -152,6 +155,16 @@ def run_quickstart(
                     stop_run(directory)
 
 
+def check_unused(run: RunDirectory) -> None:
+    """UsageError where a quickstart would meet what another has written. Nothing is made."""
+    warm_up, converted = RunDirectory(run.path / "warmup"), run.path / "model-torch_dist"
+    if run.is_used or warm_up.is_used or converted.exists():
+        raise UsageError(
+            f"run {run.name} was trained already, or a quickstart has begun in it ({run.path}): choose another name "
+            "with --run, or leave --run out for a fresh one"
+        )
+
+
 def _stages(
     stages: Stages,
     run: RunDirectory,
@@ -162,6 +175,7 @@ def _stages(
     num_engines: int,
 ) -> Result:
     base, start, trained = run.path / "model", run.path / "model-torch_dist", run.path / "trained-hf"
+    checkpoint = run.checkpoints_dir / f"step_{steps}"
     with stages.stage("a task and a tiny model"):
         task = make_task(run.path / "task", seed=seed)
         make_tiny_model(base, seed=seed)
@@ -199,7 +213,7 @@ def _stages(
         stages.do(
             "convert-back",
             "convert-ckpt",
-            str(run.checkpoints_dir / f"step_{steps}"),
+            str(checkpoint),
             str(trained),
             "--to",
             "hf",
@@ -210,14 +224,14 @@ def _stages(
             [run.path], stages=stages.timings, title=f"Quickstart: {run.name}",
             note="A tiny model spells a word backward: the reward is 1 where the answer is exact, else 0.",
         )  # fmt: skip
-    return _result(run, report, stages.timings)
+    return _result(run, report, checkpoint, stages.timings)
 
 
-def _result(run: RunDirectory, report: Path, timings: dict[str, float]) -> Result:
+def _result(run: RunDirectory, report: Path, checkpoint: Path, timings: dict[str, float]) -> Result:
     records = [json.loads(line) for line in run.metrics_file.read_text().splitlines()]
     rewards = [r["rollout/reward_mean"] for r in records if "rollout/reward_mean" in r]
     accuracy = [r["eval/heldout/accuracy"] for r in records if "eval/heldout/accuracy" in r]
-    return Result(_mean(rewards[:3]), _mean(rewards[-10:]), accuracy[0], accuracy[-1], report, run, timings)
+    return Result(_mean(rewards[:3]), _mean(rewards[-10:]), accuracy[0], accuracy[-1], report, checkpoint, run, timings)
 
 
 def _mean(values: list[float]) -> float:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from rltool.config.train import TrainConfig
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
 from rltool.processes.files import write_bytes_atomic
@@ -59,6 +60,11 @@ class Dump:
     samples: list[Sample]
     weight_versions: list[str]
     info: dict[str, Any]
+
+
+def about_model(config: TrainConfig) -> dict[str, Any]:
+    """For `info`: whose tokens these are, so that a recording can be read as text without its run's configuration."""
+    return {"model": {"path": str(config.model.path.absolute()), "trust_remote_code": config.model.trust_remote_code}}
 
 
 def dump_paths(directory: Path, step: int) -> tuple[Path, Path]:

@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rltool.config.train import TrainConfig
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
-from rltool.rollout.dump import write_dump
+from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import new_samples
@@ -82,10 +83,11 @@ def version_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     return {"eval/version_min": float(min(steps)), "eval/version_max": float(max(steps))} if steps else {}
 
 
-def write_evaluated(directory: Path, found: Evaluated, *, step: int, seed: int) -> None:
+def write_evaluated(directory: Path, found: Evaluated, config: TrainConfig, *, step: int) -> None:
     """The samples of each set as a dump in a subdirectory of its name. step: training steps of the weights."""
+    info = {"metrics": found.metrics, **about_model(config)}
     for name, samples in found.samples.items():
-        write_dump(directory / name, step=step, seed=seed, samples=samples, info={"metrics": found.metrics})
+        write_dump(directory / name, step=step, seed=config.eval.seed, samples=samples, info=info)
 
 
 async def _one(

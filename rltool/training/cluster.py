@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +28,11 @@ from rltool.training.ray_start import start_ray
 LOOPBACK = "127.0.0.1"
 NICENESS = "RAY_worker_niceness"
 
+PREFLIGHT_SECONDS = 30.0
+"""As deadlines.preflight has it by default."""
+
 _POLL_SECONDS = 0.5
+_HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d+)")
 
 
 class PlacementTimeout(RltoolError):
@@ -36,17 +42,17 @@ class PlacementTimeout(RltoolError):
 @contextmanager
 def ray_cluster(
     config: RayConfig, plan: PlacementPlan, *, gpus: Sequence[int] = (), deadline: float = 300.0,
-    while_waiting: Waiting = lambda _: None,
+    preflight: float = PREFLIGHT_SECONDS, while_waiting: Waiting = lambda _: None,
 ) -> Iterator[None]:  # fmt: skip
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
     gpus: of this host, those that a local cluster hands out; empty: as CUDA_VISIBLE_DEVICES has it, else the first. A
     local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
-    deadline: seconds for a local one to start; while_waiting(seconds so far): called meanwhile, what it raises gives
-    the start up.
+    deadline: seconds for a local one to start; preflight: for one with an address to take a connection;
+    while_waiting(seconds so far): called meanwhile, what it raises gives the start up.
     """
     if config.address is not None:
-        _connect(config.address)
+        _connect(config.address, preflight)
     else:
         cpus = config.num_cpus or max(1.0, plan.total("CPU"))
         # Ray calls home by default; a training run on somebody's cluster has no business doing so.
@@ -93,7 +99,7 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def available_gpus(config: RayConfig) -> tuple[float, str]:
+def available_gpus(config: RayConfig, preflight: float = PREFLIGHT_SECONDS) -> tuple[float, str]:
     """GPUs where the ranks of a run would be, in use or not, and whose they are.
 
     With an address those that the nodes of that cluster declare; this host may have none. UsageError if it cannot be
@@ -101,18 +107,18 @@ def available_gpus(config: RayConfig) -> tuple[float, str]:
     """
     if config.address is None:
         return visible_gpus(), "this host"
-    _connect(config.address)
+    _connect(config.address, preflight)
     try:
         return ray.cluster_resources().get("GPU", 0.0), f"the cluster at {config.address}"
     finally:
         ray.shutdown()
 
 
-def cluster_hosts(config: RayConfig) -> list[Host]:
+def cluster_hosts(config: RayConfig, preflight: float = PREFLIGHT_SECONDS) -> list[Host]:
     """The nodes of the cluster at ray.address, with the GPUs that each declares, in use or not. UsageError if it cannot
     be reached."""
     assert config.address is not None
-    _connect(config.address)
+    _connect(config.address, preflight)
     try:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         return [
@@ -127,15 +133,31 @@ def _common() -> dict[str, Any]:
     return {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": f"rltool-{os.getpid()}"}
 
 
-def _connect(address: str) -> None:
+def _connect(address: str, preflight: float) -> None:
     try:
+        _knock(address, preflight)
         ray.init(address=address, **_common())
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
             f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that "
             "demands a token wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
             "RAY_AUTH_TOKEN_PATH)"
         ) from error
+
+
+def _knock(address: str, timeout: float) -> None:
+    """OSError where nothing takes a TCP connection at HOST:PORT within `timeout` seconds (deadlines.preflight).
+
+    ray.init asks such an address again for minutes, with nothing but warnings of its C++ part. Of "auto" and of a Ray
+    client's ray://HOST:PORT Ray itself says at once, or soon, that nobody is there.
+    """
+    found = _HOST_PORT.fullmatch(address)
+    if found is not None:
+        host, port = found["host"].strip("[]"), int(found["port"])
+        try:
+            socket.create_connection((host, port), timeout=timeout).close()
+        except OverflowError as error:
+            raise ValueError(f"{port} is no port") from error
 
 
 def check_versions() -> None:

@@ -19,7 +19,7 @@ from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.side_model import SideEngines
 from rltool.training.cluster import available_gpus
-from rltool.training.devices import Device, choose_device
+from rltool.training.devices import Device, choose_device, visible_gpus
 from rltool.training.disaggregated import check_regular
 from rltool.training.loggers import check_loggers
 from rltool.training.placement import PlacementPlan
@@ -105,10 +105,16 @@ class Prepared:
 
 
 def trainer_device(config: TrainConfig) -> Device:
-    """cpu or cuda, as configured, or by what there is where the ranks will run (which is asked only then)."""
+    """cpu or cuda, as configured, or by what there is where the ranks will run: a cluster is asked only then, this host
+    also where it is to be cuda. UsageError where there is no GPU, or there are too few."""
+    if config.trainer.device == "cuda" and config.ray.address is None and visible_gpus() == 0:
+        raise UsageError(
+            'trainer.device = "cuda": torch sees no GPU on this host: is torch built for CUDA, and does nvidia-smi '
+            'work? Otherwise leave it at "auto", set "cpu", or name a cluster with GPUs by --ray-address'
+        )
     if config.trainer.device != "auto":
         return config.trainer.device
-    gpus, where = available_gpus(config.ray)
+    gpus, where = available_gpus(config.ray, config.deadlines.preflight)
     return choose_device(ranks=config.trainer.world_size, gpus=gpus, where=where)
 
 
@@ -200,6 +206,18 @@ def _probed(
                 raise
             print(f"too few engines answer, asked again for deadlines.engines = {patience:g} s: {error}", flush=True)
             time.sleep(ASK_AGAIN_SECONDS)
+
+
+def nothing_left(config: TrainConfig, run: RunDirectory) -> str | None:
+    """Why a run that is resumed would end at once: its newest checkpoint is of the last step, and the export that is
+    wanted at the end is there. None where something is left to do."""
+    newest = latest_checkpoint(run.checkpoints_dir)
+    if newest is None or step_of(newest) < config.steps:
+        return None
+    done = step_of(newest)
+    if config.checkpoint.save_hf_at_end and not run.hf_export(done).exists():
+        return None
+    return f"run {run.name} is already at step {done} of {config.steps}; raise --steps to train on"
 
 
 def resume_point(run: RunDirectory, resume: bool) -> Path | None:

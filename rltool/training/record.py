@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
-from rltool.rollout.dump import write_dump
+from rltool.rollout.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line
 from rltool.training.rollout_engines import Engines
@@ -50,8 +50,9 @@ async def _record(
             rollout = await service.next_batch(step)
             totals.add(rollout.metrics, time.perf_counter() - started)
             write_dump(
-                directory, step=step, seed=config.seed, samples=rollout.samples, info={"metrics": rollout.metrics}
-            )
+                directory, step=step, seed=config.seed, samples=rollout.samples,
+                info={"metrics": rollout.metrics, **about_model(config)},
+            )  # fmt: skip
             say(step_line(step, config.steps, rollout.metrics))
         for line in totals.lines(gpus=sum(info.world_size for info in engines.infos.values())):
             say(line)

@@ -18,7 +18,8 @@ from rltool.training.session import Outcome
 
 def print_plan(prepared: Prepared, console: Console) -> None:
     """What was set and where, the data, the placement and the engines found. Nothing was started."""
-    table = Table("setting", "value", "from", title=f"run {prepared.run.name} (dry run)", title_justify="left")
+    name = f"run {prepared.run.name}" if prepared.run.is_made else "a run to be made"
+    table = Table("setting", "value", "from", title=f"{name} (dry run)", title_justify="left")
     origins, defaults = prepared.loaded.origins, 0
 
     def rows(section: dict, prefix: str = "") -> None:

@@ -35,7 +35,7 @@ def plan_resources(
     interpreters of managed engines that are not as they must be."""
     managed = generates and config.engines.started_by_train
     on_cluster = config.ray.address is not None
-    hosts = cluster_hosts(config.ray) if on_cluster and managed else []
+    hosts = cluster_hosts(config.ray, config.deadlines.preflight) if on_cluster and managed else []
     per_host = max((len(host.gpus) for host in hosts), default=None)
     plan = plan_placement(config, gpu=device == "cuda", generates=generates, gpus_per_host=per_host)
     gpus = _gpus(config, run, plan, engines)

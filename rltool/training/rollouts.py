@@ -17,7 +17,7 @@ from rltool.engines.fleet import State
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError
-from rltool.rollout.dump import write_dump
+from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.training.endpoints_follow import EndpointsFollow
@@ -109,7 +109,7 @@ class Rollouts:
                 step=step,
                 seed=self.config.seed,
                 samples=rollout.samples,
-                info={"metrics": rollout.metrics},
+                info={"metrics": rollout.metrics, **about_model(self.config)},
             )
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
@@ -131,7 +131,7 @@ class Rollouts:
             return None
         self._evaluation = None
         found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
-        write_evaluated(self._evals_dir, found, step=step, seed=self.config.eval.seed)
+        write_evaluated(self._evals_dir, found, self.config, step=step)
         return found.metrics
 
     def free_gpus(self) -> None:

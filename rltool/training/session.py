@@ -126,7 +126,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.say):
             stack.enter_context(
                 ray_cluster(
-                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start, while_waiting=look
+                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
+                    preflight=deadlines.preflight, while_waiting=look,
                 )
             )
         stop.arm()

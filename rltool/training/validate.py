@@ -6,6 +6,7 @@ Every message names the setting (and its flag) and the fix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
-from rltool.rollout.data.spec import parse_spec
+from rltool.rollout.data.spec import DataSpec, parse_spec
 from rltool.rollout.eval_set import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
@@ -275,12 +276,16 @@ def check_files(config: TrainConfig) -> None:
         raise UsageError("data.source gives prompts for rollouts; supervised training reads its rows from data.train")
     train = [parse_spec(name) for name in config.data.train]
     evaluation = {name: parse_spec(held_out) for name, held_out in config.eval.sets.items()}
-    for setting, spec in [("data.train", spec) for spec in train] + [
-        (f"eval.sets.{name}", spec) for name, spec in evaluation.items()
-    ]:
+    check_data_files(("data.train", spec) for spec in train)
+    check_data_files((f"eval.sets.{name}", spec) for name, spec in evaluation.items())
+    check_held_out(train, evaluation)
+
+
+def check_data_files(specs: Iterable[tuple[str, DataSpec]]) -> None:
+    """UsageError where a (setting, data set) names a file that is not there."""
+    for setting, spec in specs:
         if spec.kind == "file" and not Path(spec.name).is_file():
             raise UsageError(f"{setting}: {spec.name} does not exist")
-    check_held_out(train, evaluation)
 
 
 def check_inputs(config: TrainConfig) -> str:

@@ -2,6 +2,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import tomllib
@@ -56,6 +57,35 @@ def test_every_verb_exists_and_has_help(name, capsys):
     code, output = run_main([name, "--help"], capsys)
     assert code == 0
     assert "Usage" in output
+
+
+def described(command, *path):
+    """(words of the command line, help text) of a verb, of its subcommands, and of all options."""
+    for part in (command, *command.params):
+        if getattr(part, "help", None):
+            yield path, part.help
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from described(inner, *path, name)
+
+
+@pytest.mark.parametrize("name", list(VERBS))
+def test_no_help_loses_what_stands_in_brackets(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    with monkeypatch.context() as as_written:
+        as_written.setattr("rltool.cli._escape_help", lambda _: None)
+        texts = list(described(load_command(name), name))
+    shown = {}
+    for path, text in texts:
+        if path not in shown:
+            shown[path] = run_main([*path, "--help"], capsys)[1]
+        for bracketed in re.findall(r"\[+[^\]]+\]+", text):
+            assert bracketed in shown[path], f"{' '.join(path)}: {bracketed}"
+
+
+def test_the_help_that_names_tables_of_the_configuration_shows_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "250")
+    assert "start its [[engines.groups]], of all its models" in run_main(["serve-engines", "--help"], capsys)[1]
+    assert "Evaluate the sets of [eval] with engines" in run_main(["eval", "--help"], capsys)[1]
 
 
 def test_an_unknown_command_or_option_is_wrong_usage(capsys):

@@ -201,6 +201,7 @@ def test_serve_engines_takes_a_file_or_flags_and_not_both(runs, tmp_path, capsys
 
 def test_a_dry_run_shows_the_processes_of_a_file_with_their_command_lines(runs, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    (tmp_path / "pytorch_model.bin").touch()
     file = tmp_path / "run.toml"
     file.write_text(
         f'[model]\npath = "{tmp_path}"\n'
@@ -211,6 +212,47 @@ def test_a_dry_run_shows_the_processes_of_a_file_with_their_command_lines(runs, 
     assert code == 0 and "dry run: nothing was started" in output and list_runs() == []
     assert "engine-1: vllm regular, group j, model judge (weights not updated), cpu" in output
     assert "--served-model-name mine" in output and "--served-model-name judge" in output and "--x 1" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--engine-python", "/no/python"], "--engine-python /no/python: no such file"),
+        (["--run", "a/b"], "a run's name is"),
+        (["--dtype", "bflot16"], "'bflot16': did you mean 'bfloat16'?"),
+        (["--tp", "5"], "--tp 5: the 4 attention heads"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_would(runs, tiny_tied_dir, capsys, words, message):
+    code, output = run_main(["serve-engines", str(tiny_tied_dir), "--device", "cpu", "--dry-run", *words], capsys)
+    assert code == 2 and message in output and list_runs() == []
+
+
+def test_a_dry_run_refuses_a_model_without_weights(runs, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
+    code, output = run_main(["serve-engines", str(tmp_path), "--device", "cpu", "--dry-run"], capsys)
+    assert code == 2 and "no weights there" in output
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "warned"),
+    [
+        ({}, [], True),
+        ({"text_config": {"max_position_embeddings": 32}, "max_position_embeddings": 999}, [], True),
+        ({"max_position_embeddings": 64}, [], False),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, [], False),
+        ({}, ["--engine", "sglang"], False),
+        ({}, ["--", "--hf-overrides", "{}"], False),
+    ],
+)
+def test_a_dry_run_warns_of_lengths_that_vllm_refuses(runs, tmp_path, capsys, monkeypatch, config, words, warned):
+    described = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32, **config}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "pytorch_model.bin").touch()
+    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    argv = ["serve-engines", str(tmp_path), "--device", "cpu", "--dry-run", "--max-model-len", "64", *words]
+    code, output = run_main(argv, capsys)
+    assert code == 0 and ("warning: --max-model-len 64" in output) == warned
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from rltool.config.loader import ConfigError, load_config
+from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
 
 
@@ -67,7 +68,8 @@ def test_a_wrong_value_names_key_value_and_origin(tmp_path):
 
 
 def test_a_missing_value_and_a_missing_or_broken_file_are_named(tmp_path):
-    with pytest.raises(ConfigError, match="model is required"):
+    fix = r"--config FILE, which `rltool init` writes\) or with --set model\.path=\.\.\.$"
+    with pytest.raises(ConfigError, match=rf"^model\.path is required; .*{fix}"):
         load_config(TrainConfig)
     with pytest.raises(ConfigError, match="no such file"):
         load_config(TrainConfig, [tmp_path / "none.toml"])
@@ -126,3 +128,52 @@ def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
             for section in sections:
                 model = model.model_fields[section].annotation
             assert (name in model.model_fields) is there, key
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["modle.path=x"], "--set: unknown key 'modle.path'; did you mean model.path?"),
+        (["modle.pth=x"], "--set: unknown key 'modle.pth'; did you mean model.path?"),
+        (["modle.zzz=x"], "--set: unknown key 'modle.zzz'; did you mean model?"),
+        (["evl.sets.math=x"], "--set: unknown key 'evl.sets.math'; did you mean eval.sets.math?"),
+        (
+            ["data.train=task/train.jsonl"],
+            "data.train: Input should be a valid tuple (got 'task/train.jsonl'), from --set; give a list: "
+            """--set 'data.train=["task/train.jsonl"]'""",
+        ),
+        (
+            ["algorithm.loss=polcy"],
+            "algorithm.loss: Input should be 'policy' or 'sft' (got 'polcy'), from --set; 'polcy': did you mean "
+            "'policy'?",
+        ),
+    ],
+)
+def test_a_wrong_word_is_answered_with_the_one_that_was_meant(sets, message):
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [], ["model.path=m", *sets])
+    assert str(error.value) == message
+
+
+def test_names_beside_an_import_path_are_one_line(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [], ["model.path=m", "algorithm.advantage=grop"])
+    said = str(error.value)
+    assert said.startswith("algorithm.advantage: Input should be 'grpo', ") and said.count("\n") == 0
+    assert said.endswith(
+        "; or an import path `package.module:function` (got 'grop'), from --set; 'grop': did you mean 'grpo'?"
+    )
+    assert "literal[" not in said and "constrained" not in said
+    with pytest.raises(ConfigError, match=r"^data\.train: .*; give a list: \[\"a\"\]$"):
+        load_config(TrainConfig, [write(tmp_path, '[model]\npath = "m"\n[data]\ntrain = "a"\n')])
+
+
+def test_a_refusal_of_several_keys_together_has_no_empty_key():
+    flags = {"model": ("MODEL", Path("m")), "task": ("--task", "classify")}
+    with pytest.raises(ConfigError, match="^--task classify goes with"):
+        load_config(ServeConfig, flags=flags)
+
+
+def test_a_name_of_the_users_own_stays_in_the_key():
+    with pytest.raises(ConfigError, match=r"^eval\.sets\.gsm-8k: .*\(got 3\), from --set$"):
+        load_config(TrainConfig, [], ["model.path=m", "eval.sets.gsm-8k=3"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 import pytest
@@ -58,7 +59,9 @@ def gpus_of_driver_and_cluster(monkeypatch):
 
     def have(here: int, there: float) -> list[str]:
         calls: list[str] = []
+        monkeypatch.setattr(cluster, "_knock", lambda *_: None)
         monkeypatch.setattr(cluster, "visible_gpus", lambda: here)
+        monkeypatch.setattr(prepare, "visible_gpus", lambda: here)
         monkeypatch.setattr(cluster.ray, "init", lambda **options: calls.append(f"init {options['address']}"))
         monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"CPU": 8.0} | ({"GPU": there} if there else {}))
         monkeypatch.setattr(cluster.ray, "shutdown", lambda: calls.append("shutdown"))
@@ -86,13 +89,33 @@ def test_a_configured_device_is_taken_and_nobody_is_asked(gpus_of_driver_and_clu
     assert prepare.trainer_device(config(device, "10.0.0.1:6379")) == device and calls == []
 
 
-def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch):
+def test_cuda_on_a_host_without_a_gpu_is_refused_before_anything_starts(gpus_of_driver_and_cluster):
+    gpus_of_driver_and_cluster(0, 8.0)
+    with pytest.raises(UsageError, match=r'trainer\.device = "cuda": torch sees no GPU on this host'):
+        prepare.trainer_device(config("cuda", None))
+    gpus_of_driver_and_cluster(1, 0.0)
+    assert prepare.trainer_device(config("cuda", None)) == "cuda"
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head.example:10001", "127.0.0.1:{listening}", "[::1]:x"])
+def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch, address):
     def refuse(**_):
         raise ConnectionError("nobody there")
 
     monkeypatch.setattr(cluster.ray, "init", refuse)
-    with pytest.raises(UsageError, match=r"--ray-address 10\.0\.0\.1:6379: cannot connect: nobody there"):
-        cluster.available_gpus(RayConfig(address="10.0.0.1:6379"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = address.format(listening=server.getsockname()[1])
+        with pytest.raises(UsageError, match=f"--ray-address {re.escape(address)}: cannot connect: nobody there"):
+            cluster.available_gpus(RayConfig(address=address))
+
+
+def test_an_address_that_takes_no_connection_is_refused_without_ray_which_would_ask_for_minutes(monkeypatch):
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for ask in (cluster.available_gpus, cluster.cluster_hosts):
+        with pytest.raises(UsageError, match=f"--ray-address 127.0.0.1:{port}: cannot connect: .*refused"):
+            ask(RayConfig(address=f"127.0.0.1:{port}"), 5.0)
 
 
 def test_the_plan_says_what_its_ranks_run_on():

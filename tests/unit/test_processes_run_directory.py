@@ -47,7 +47,7 @@ def test_no_run_at_all_is_a_usage_error(tmp_path):
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "-x", "a b", "/etc"])
 def test_a_run_name_that_is_a_path_is_refused(tmp_path, name):
-    with pytest.raises(UsageError, match="--run"):
+    with pytest.raises(UsageError, match="a run.s name is"):
         open_run(name, create=True, root=tmp_path)
 
 

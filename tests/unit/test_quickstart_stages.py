@@ -6,6 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from rltool.cli import main
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessFailed, ProcessSpec
 from rltool.processes.supervise import ProcessGroup
@@ -107,3 +108,16 @@ def test_steps_are_shown_from_the_metrics_and_other_lines_as_they_come(tmp_path)
 def test_a_training_that_fails_is_an_error_with_the_end_of_its_log(tmp_path):
     with pytest.raises(ProcessFailed, match=r"(?s)exit code 3.*no such model"):
         train(tmp_path, "print('no such model'); raise SystemExit(3)")
+
+
+@pytest.mark.parametrize("used", ["metrics.jsonl", "warmup/metrics.jsonl", "model-torch_dist/manifest.json"])
+def test_a_run_that_was_trained_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys, used):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path))
+    file = open_run("mine", create=True).path / used
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("{}\n")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        main(["quickstart", "--run", "mine"])
+    assert ended.value.code == 2 and "run mine was trained already" in capsys.readouterr().err
+    assert sorted(tmp_path.rglob("*")) == before

@@ -12,12 +12,13 @@ from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.cli import main
+from rltool.config.train import TrainConfig
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
 from rltool.report.sample_text import sample_view
 from rltool.report.samples import SampleRecord, Span, mean_difference, median, ordered, read_samples, spread
-from rltool.rollout.dump import write_dump
+from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.sample_records import records_to_keep, sample_record
 from rltool.training.sample_log import SampleLog, Scored, with_trainer_logprobs
@@ -222,8 +223,52 @@ def test_recorded_rollouts_show_every_sample_and_what_the_trainer_made_of_the_ke
     write_dump(run.rollouts_dir, step=0, seed=1, samples=samples)
     kept = {row: replace(r, trainer_logprobs=(-0.5,) * len(r.tokens)) for row, r in kept_of(samples, 1).items()}
     SampleLog(run.samples_dir).write(0, kept, of=3, scored=None)
-    run.config_file.write_text(json.dumps({"config": {"model": {"path": "m"}}}))
+    run.config_file.write_text(json.dumps({"config": {"model": {"path": str(run.path)}}}))
     monkeypatch.setattr("rltool.rollout.tokenizer.load_tokenizer", lambda path, **_: Letters())
     code, text = call(capsys, "--sort", "index", "--limit", "9")
     assert code == 0 and text.startswith("run demo, step 1; by index")
     assert text.count("|trainer - engine|") == 1 and all(word in text for word in ("zero", "one", "two"))
+
+
+def recorded(directory, *, model=None, step=0):
+    samples = [sample(0, i, text, float(i)) for i, text in enumerate(("zero", "one"))]
+    info = {} if model is None else about_model(TrainConfig(model={"path": model}))
+    write_dump(directory, step=step, seed=1, samples=samples, info=info)
+
+
+def test_a_recording_that_names_its_model_is_shown_as_text_without_a_configuration(run, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr("rltool.rollout.tokenizer.load_tokenizer", lambda path, **_: asked.append(path) or Letters())
+    recorded(run.rollouts_dir, model=run.path)
+    assert "answer:\nzero" in call(capsys, "--sort", "index")[1]
+    assert asked == [run.path]
+    recorded(run.rollouts_dir, model=run.path / "gone")
+    code, text = call(capsys, "--sort", "index")
+    assert code == 0 and "zero" not in text, "the model is gone: token ids"
+
+
+def test_directories_are_taken_as_runs_are(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("rltool.rollout.tokenizer.load_tokenizer", lambda path, **_: Letters())
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "out", model=tmp_path)
+    recorded(tmp_path / "dump" / "heldout", model=tmp_path)
+    recorded(run.rollouts_dir, model=tmp_path, step=3)
+    for word, name in (
+        ("out", "out, step 1"), ("dump", "dump/heldout, step 1"), ("dump/heldout", "dump/heldout, step 1"),
+        ("runs/demo", "run demo, step 4"), ("runs/demo/rollouts", "runs/demo/rollouts, step 4"),
+    ):  # fmt: skip
+        code, text = call(capsys, word)
+        assert code == 0 and text.startswith(name) and "zero" in text, word
+    recorded(tmp_path / "dump" / "second")
+    code, text = call(capsys, "dump")
+    assert code == 2 and "say which of dump/heldout, dump/second" in text
+    (tmp_path / "empty").mkdir()
+    assert "holds no recorded rollouts" in call(capsys, "empty")[1]
+
+
+def test_the_run_is_named_as_an_argument_or_as_other_verbs_have_it(run, capsys):
+    SampleLog(run.samples_dir).write(0, kept_of([sample(0, 0, "low", 0.0)], 1), of=1, scored=None)
+    assert call(capsys, "--run", "demo") == call(capsys, "demo")
+    assert call(capsys, "demo", "--run", "demo")[0] == 2
+    code, text = call(capsys, "nope")
+    assert code == 2 and "no run nope in" in text and "--run" not in text

@@ -8,9 +8,13 @@ from typing import Any, cast
 
 import pytest
 
+from rltool.cli import main
 from rltool.commands.train import _told_apart, finish
+from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped, UsageError
 from rltool.processes.attempts import ENDED_FOR_GOOD
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.training.prepare import nothing_left
 from rltool.training.ray_start import RayStartFailed
 from rltool.training.report import _how_it_ended
 from rltool.training.session import Outcome
@@ -72,3 +76,57 @@ def test_a_fault_of_a_run_that_was_asked_to_stop_is_followed_by_no_attempt(monke
     with pytest.raises(PartLost) as ended:
         finish(cast(Any, None), cast(Any, None), attempt=attempt)
     assert ended.value.exit_code == code
+
+
+@pytest.fixture
+def run_at_step_3(tmp_path, monkeypatch):
+    """A run whose newest checkpoint is of step 3; whatever would start Ray or look further fails."""
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path))
+    monkeypatch.setattr("rltool.training.prepare.prepare", lambda *_, **__: pytest.fail("it went on"))
+    run = open_run("mine", create=True)
+    monkeypatch.setattr(
+        "rltool.training.prepare.latest_checkpoint",
+        lambda directory: directory / "step_3" if directory == run.checkpoints_dir else None,
+    )
+    return run
+
+
+def train(capsys, *words):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--set", "model.path=m", *words])
+    out = capsys.readouterr()
+    return ended.value.code, out.out + out.err
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"], ["--set", "steps=2"]])
+def test_a_resumed_run_with_nothing_left_to_do_says_so_at_once(run_at_step_3, capsys, more):
+    code, said = train(capsys, "--run", "mine", "--resume", "--set", "steps=3", *more)
+    steps = 2 if "steps=2" in more else 3
+    assert code == 0 and f"run mine is already at step 3 of {steps}; raise --steps" in said
+
+
+def test_what_is_left_to_do_is_done(run_at_step_3):
+    def left(**changes):
+        return nothing_left(TrainConfig(model={"path": "m"}, **changes), run_at_step_3) is None
+
+    export = {"save_hf_at_end": True}
+    assert left(steps=4) and left(steps=3, checkpoint=export) and not left(steps=3)
+    run_at_step_3.hf_export(3).mkdir(parents=True)
+    assert not left(steps=3, checkpoint=export)
+    assert nothing_left(TrainConfig(model={"path": "m"}), RunDirectory(run_at_step_3.path.parent / "new")) is None
+
+
+def test_a_fresh_run_is_named_only_where_it_is_made(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path))
+
+    def refuse(*_, **__):
+        raise UsageError("no")
+
+    monkeypatch.setattr("rltool.training.prepare.prepare", refuse)
+    assert train(capsys) == (2, "error: no\n")
+    assert "run mine (named by --run)" in train(capsys, "--run", "mine")[1]
+    monkeypatch.setattr("rltool.training.prepare.prepare", lambda *_, **__: "prepared")
+    monkeypatch.setattr("rltool.training.report.print_plan", lambda *_: print("the plan"))
+    assert train(capsys, "--dry-run") == (0, "the plan\n")
+    monkeypatch.setattr("rltool.commands.train.finish", lambda *_, **__: None)
+    assert "(a fresh run)" in train(capsys)[1]

@@ -1,0 +1,107 @@
+"""`rltool eval --checkpoint`: what is refused before engines start, and what is left of them. No engine is started."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rltool.cli import main
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.errors import EngineUnreachable, UsageError
+from rltool.processes.run_directory import list_runs, open_run
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """The command lines of serve-engines that eval runs; each ends at once with this return code."""
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    found = SimpleNamespace(commands=[], returncode=0)
+
+    def run(command, **_):
+        found.commands.append(command)
+        endpoints = open_run(command[command.index("--run") + 1], create=False).endpoints_file
+        entry = ModelEndpoints(engines=(EngineEndpoint(url="http://127.0.0.1:9"),))
+        endpoints.write_text(Endpoints(models={"policy": entry}).model_dump_json())
+        return SimpleNamespace(returncode=found.returncode, stdout="what serve-engines said\nCtrl-C ends them\n")
+
+    monkeypatch.setattr("rltool.commands.evaluate.subprocess", SimpleNamespace(run=run, PIPE=-1, STDOUT=-2))
+    return found
+
+
+@pytest.fixture
+def arguments(tiny_tied_dir, tmp_path):
+    (tmp_path / "words.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
+    return ["eval", "--checkpoint", str(tiny_tied_dir), "--set", "eval.sets.words=words.jsonl"]
+
+
+def evaluate(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    out = capsys.readouterr()
+    return ended.value.code, out.out + out.err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--config", "missing.toml"], "missing.toml: no such file"),
+        (["--set", "eval.sets.more=gone.jsonl"], "eval.sets.more: gone.jsonl does not exist"),
+        (["--serve-flags", "--device 'cpu"], "No closing quotation"),
+        (["--out", "nowhere/results.json"], "--out nowhere/results.json"),
+        (["--rollout-external", "127.0.0.1:9"], "give one of them"),
+    ],
+)
+def test_what_is_wrong_is_found_before_engines_start(started, arguments, capsys, change, message):
+    code, output = evaluate([*arguments, *change], capsys)
+    assert code == 2 and message in output and "Traceback" not in output
+    assert not started.commands and not list_runs()
+
+
+def test_an_evaluation_without_sets_is_refused_before_engines_start(started, arguments, capsys):
+    code, output = evaluate(arguments[:3], capsys)
+    assert code == 2 and "eval.sets names no set" in output and not started.commands
+
+
+@pytest.mark.parametrize(("returncode", "code"), [(1, 1), (2, 2)])
+def test_engines_that_do_not_start_are_explained_with_their_output(started, arguments, capsys, returncode, code):
+    started.returncode = returncode
+    found, output = evaluate([*arguments, "--serve-flags", "--device cpu"], capsys)
+    assert found == code and "what serve-engines said" in output and "did not start" in output
+    assert started.commands[0][-2:] == ["--device", "cpu"]
+    runs = list_runs()
+    assert [run.name in output for run in runs] == [True] * (code == 1), "a failure keeps its logs, and names them"
+
+
+@pytest.mark.parametrize(("error", "kept"), [(EngineUnreachable("gone"), 1), (UsageError("wrong"), 0)])
+def test_the_run_of_the_engines_stays_where_an_engine_failed(started, arguments, capsys, monkeypatch, error, kept):
+    def probe(*_, **__):
+        raise error
+
+    monkeypatch.setattr("rltool.training.preflight.probe_fleet", probe)
+    code, output = evaluate(arguments, capsys)
+    assert code == error.exit_code and str(error) in output
+    assert len(list_runs()) == kept and ("rltool logs --run" in output) == bool(kept)
+
+
+def test_a_good_end_leaves_no_run_and_says_nothing_of_engines_that_are_gone(started, arguments, capsys, monkeypatch):
+    during = []
+
+    def alone(config, engines, *, say):
+        during.extend(list_runs())
+        return SimpleNamespace(metrics={})
+
+    endpoints = SimpleNamespace(engines=(), data_endpoint=lambda: None)
+    fleet = SimpleNamespace(endpoints=endpoints, infos={})
+    monkeypatch.setattr("rltool.training.preflight.probe_fleet", lambda *_: fleet)
+    for name in ("check_fleet", "check_router"):
+        monkeypatch.setattr(f"rltool.training.preflight.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("rltool.training.preflight.describe_fleet", lambda _: "the fleet")
+    monkeypatch.setattr("rltool.training.evaluate.evaluate_alone", alone)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    output = capsys.readouterr().out
+    assert ended.value.code == 0, output
+    assert len(during) == 1 and not list_runs()
+    assert "Ctrl-C ends them" not in output and "the fleet" in output
+
+
