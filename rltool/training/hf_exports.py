@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rltool.checkpoints.directory import remove
+from rltool.processes.run_directory import RunDirectory
 
 
 class ExportingTrainer(Protocol):
@@ -16,21 +17,18 @@ class ExportingTrainer(Protocol):
 
 
 class HfExports:
-    """directory: RUN/hf. say: a line for the console."""
+    """say: a line for the console."""
 
-    def __init__(self, trainer: ExportingTrainer, directory: Path, say: Callable[[str], None]) -> None:
-        self._trainer, self._directory, self._say = trainer, directory, say
-
-    def path(self, step: int) -> Path:
-        return self._directory / f"step_{step}"
+    def __init__(self, trainer: ExportingTrainer, run: RunDirectory, say: Callable[[str], None]) -> None:
+        self._trainer, self._run, self._say = trainer, run, say
 
     def save(self, step: int) -> None:
         """The present weights, which have `step` training steps."""
-        target = self.path(step)
+        target = self._run.hf_export(step)
         remove(target)  # a resumed run does steps again
         self._trainer.save_hf(target)
         self._say(f"Hugging Face export: {target}")
 
     def has(self, step: int) -> bool:
         """Exports appear whole or not at all."""
-        return self.path(step).exists()
+        return self._run.hf_export(step).exists()

@@ -21,6 +21,7 @@ from rltool.rollout.side_model import SideEngines
 from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device, visible_gpus
 from rltool.training.disaggregated import check_regular
+from rltool.training.evaluations import is_due
 from rltool.training.loggers import check_loggers
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import (
@@ -209,13 +210,14 @@ def _probed(
 
 
 def nothing_left(config: TrainConfig, run: RunDirectory) -> str | None:
-    """Why a run that is resumed would end at once: its newest checkpoint is of the last step, and the export that is
-    wanted at the end is there. None where something is left to do."""
+    """Why a run that is resumed would end at once: its newest checkpoint is of the last step, and the exports that were
+    due then are there. None where something is left to do."""
     newest = latest_checkpoint(run.checkpoints_dir)
     if newest is None or step_of(newest) < config.steps:
         return None
     done = step_of(newest)
-    if config.checkpoint.save_hf_at_end and not run.hf_export(done).exists():
+    exports = config.checkpoint.save_hf_at_end or is_due(config.checkpoint.save_hf_every, done)
+    if exports and not run.hf_export(done).exists():
         return None
     return f"run {run.name} is already at step {done} of {config.steps}; raise --steps to train on"
 

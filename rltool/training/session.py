@@ -205,7 +205,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
         samples = SampleLog(run.samples_dir)
-        exports = HfExports(trainer, run.path / "hf", console.say)
+        exports = HfExports(trainer, run, console.say)
         parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"

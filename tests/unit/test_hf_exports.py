@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rltool.processes.run_directory import RunDirectory
 from rltool.training.hf_exports import HfExports
 
 
@@ -17,10 +18,11 @@ class Trainer:
 
 def test_a_step_that_is_done_again_replaces_its_export(tmp_path):
     trainer, said = Trainer(), []
-    exports = HfExports(trainer, tmp_path / "hf", said.append)
+    run = RunDirectory(tmp_path)
+    exports = HfExports(trainer, run, said.append)
     assert not exports.has(2)
     exports.save(2)
     assert exports.has(2) and said == [f"Hugging Face export: {tmp_path}/hf/step_2"]
     trainer.weights = "of step 2, done again"
     exports.save(2)
-    assert (exports.path(2) / "model.safetensors").read_text() == "of step 2, done again"
+    assert (run.hf_export(2) / "model.safetensors").read_text() == "of step 2, done again"

@@ -109,10 +109,11 @@ def test_what_is_left_to_do_is_done(run_at_step_3):
     def left(**changes):
         return nothing_left(TrainConfig(model={"path": "m"}, **changes), run_at_step_3) is None
 
-    export = {"save_hf_at_end": True}
-    assert left(steps=4) and left(steps=3, checkpoint=export) and not left(steps=3)
+    exports = [{"save_hf_at_end": True}, {"save_hf_every": 3}]
+    assert left(steps=4) and not left(steps=3) and not left(steps=3, checkpoint={"save_hf_every": 2})
+    assert all(left(steps=3, checkpoint=export) for export in exports)
     run_at_step_3.hf_export(3).mkdir(parents=True)
-    assert not left(steps=3, checkpoint=export)
+    assert not any(left(steps=3, checkpoint=export) for export in exports)
     assert nothing_left(TrainConfig(model={"path": "m"}), RunDirectory(run_at_step_3.path.parent / "new")) is None
 
 
