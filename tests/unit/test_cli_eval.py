@@ -18,14 +18,15 @@ def started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = SimpleNamespace(commands=[], returncode=0)
 
-    def run(command, **_):
+    def run(command, *, stdout, **_):
+        stdout.write("what serve-engines said\nCtrl-C ends them\n")
         found.commands.append(command)
         endpoints = open_run(command[command.index("--run") + 1], create=False).endpoints_file
         entry = ModelEndpoints(engines=(EngineEndpoint(url="http://127.0.0.1:9"),))
         endpoints.write_text(Endpoints(models={"policy": entry}).model_dump_json())
-        return SimpleNamespace(returncode=found.returncode, stdout="what serve-engines said\nCtrl-C ends them\n")
+        return SimpleNamespace(returncode=found.returncode)
 
-    monkeypatch.setattr("rltool.commands.evaluate.subprocess", SimpleNamespace(run=run, PIPE=-1, STDOUT=-2))
+    monkeypatch.setattr("rltool.commands.evaluate.subprocess", SimpleNamespace(run=run, STDOUT=-2))
     return found
 
 
