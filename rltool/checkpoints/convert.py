@@ -32,6 +32,8 @@ from rltool.megatron.runtime import Rendezvous, Runtime
 from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.registry import family_for, read_hf_config
+from rltool.models.weight_files import INDEX, SINGLE
+from rltool.processes.run_directory import RunDirectory
 
 _M_MMAP_THRESHOLD = -3
 """From glibc's malloc.h."""
@@ -64,6 +66,7 @@ def hf_to_torch_dist(
     target.
     """
     started = time.monotonic()
+    _check_no_run(source)
     config = read_hf_config(source)
     if manifests.is_checkpoint(source):
         raise UsageError(f"{source} is a torch_dist directory already; to write a Hugging Face directory use --to hf")
@@ -98,6 +101,16 @@ def hf_to_torch_dist(
     return _summary(family, chosen, started, source, checked)
 
 
+def _check_no_run(source: Path) -> None:
+    """UsageError for the directory of a run, or that of all its checkpoints, in place of one checkpoint."""
+    for directory, what in ((source, "holds the checkpoints of a run"), (source / "checkpoints", "is a run")):
+        newest = directories.latest_checkpoint(directory)
+        if newest is not None:
+            raise UsageError(f"{source} {what}; take one of its checkpoints, such as {newest}")
+    if RunDirectory(source).is_made:
+        raise UsageError(f"{source} is a run without a complete checkpoint")
+
+
 def torch_dist_to_hf(
     source: Path,
     target: Path,
@@ -112,7 +125,11 @@ def torch_dist_to_hf(
     Errors as in `hf_to_torch_dist`, and CheckpointDamaged before anything is loaded from a damaged source.
     """
     started = time.monotonic()
-    family = family_for(read_hf_config(source))
+    _check_no_run(source)
+    config = read_hf_config(source)
+    if not manifests.is_checkpoint(source) and any((source / name).is_file() for name in (INDEX, SINGLE)):
+        raise UsageError(f"{source} is a Hugging Face directory already; without --to hf it becomes a torch_dist one")
+    family = family_for(config)
     directories.refuse_existing(target)
     chosen = _dtype(dtype or manifests.read(source).dtype)
     checked: list[tuple[int, float]] = []

@@ -126,9 +126,11 @@ def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], Non
     """Engines that serve the checkpoint while the block runs; yields their addresses, None without a checkpoint.
 
     They have a run of their own, whose GPUs other commands see to be taken. It goes with them: the newest run shall be
-    the user's. It stays, and is named, where an engine or the evaluation failed, for it has the logs.
+    the user's. It stays, and is named, where an engine or the evaluation failed, for it has the logs. SIGTERM ends them
+    as Ctrl-C does.
     """
     from rltool.processes.run_directory import open_run
+    from rltool.processes.signals import termination_interrupts
     from rltool.processes.stop_run import stop_run
 
     if checkpoint is None:
@@ -136,32 +138,36 @@ def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], Non
         return
     run = open_run(None, create=True)
     keep = False
-    try:
-        say(f"engines are starting on {checkpoint}: logs in {run.logs_dir}")
-        _serve(run, checkpoint, words)
-        yield [f"@{run.endpoints_file}"]
-    except UsageError:
-        raise
-    except RltoolError as error:
-        keep = True
-        raise error.with_context(after=f"\nThe engines' logs: rltool logs --run {run.name}") from error
-    except Exception:
-        keep = True
-        raise
-    finally:
-        stop_run(run)
-        if not keep:
-            shutil.rmtree(run.path, ignore_errors=True)
+    with termination_interrupts():
+        try:
+            say(f"engines are starting on {checkpoint}: logs in {run.logs_dir}")
+            _serve(run, checkpoint, words)
+            yield [f"@{run.endpoints_file}"]
+        except UsageError:
+            raise
+        except RltoolError as error:
+            keep = True
+            raise error.with_context(after=f"\nThe engines' logs: rltool logs --run {run.name}") from error
+        except Exception:
+            keep = True
+            raise
+        finally:
+            stop_run(run)
+            if not keep:
+                shutil.rmtree(run.path, ignore_errors=True)
 
 
 def _serve(run: RunDirectory, checkpoint: Path, words: list[str]) -> None:
-    """serve-engines, detached. What it says is for who starts engines to keep them: it is shown where it failed."""
+    """serve-engines, detached. What it says is for who starts engines to keep them: it goes into a log, which is shown
+    where it failed. (Not into a pipe: that would be at its end only when the last process that inherited it is.)"""
     command = [sys.executable, "-m", "rltool", "serve-engines", str(checkpoint), "--run", run.name, "--detach", *words]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode == 0:
+    log = run.new_log("eval")
+    with log.open("w") as output:
+        returncode = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT).returncode
+    if returncode == 0:
         return
-    print(done.stdout, end="", flush=True)
-    kind = UsageError if done.returncode == UsageError.exit_code else RltoolError
+    print(log.read_text(errors="replace"), end="", flush=True)
+    kind = UsageError if returncode == UsageError.exit_code else RltoolError
     raise kind("--checkpoint: the engines did not start (see above)")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from rltool.config.router import RouterConfig
 from rltool.config.serve import POLICY
 from rltool.engines.endpoints import resolve
 from rltool.engines.joining import join, leave, users_of_router
+from rltool.errors import UsageError
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import open_run
@@ -30,9 +32,14 @@ Model = Annotated[str, typer.Option(help="The model whose router it is, by its n
 
 
 class StartByDefault(TyperGroup):
-    """`rltool router @endpoints.json` is `rltool router start @endpoints.json`."""
+    """`rltool router @endpoints.json` is `rltool router start @endpoints.json`; a misspelt verb is not."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and (near := difflib.get_close_matches(args[0], self.commands, n=1)):
+            raise UsageError(
+                f"rltool router {args[0]}: did you mean `rltool router {near[0]}`? Engines are given as "
+                "@endpoints.json or HOST:PORT"
+            )
         if not args or (args[0] not in self.commands and args[0] != "--help"):
             args = ["start", *args]
         return super().parse_args(ctx, args)

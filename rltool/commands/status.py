@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rltool.commands.tables import engine_table, progress_line, short_version
+from rltool.commands.tables import engine_table, progress_line, say_no_run, short_version
 from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 
@@ -21,13 +21,25 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
 ) -> None:
     """Show what a run's processes are doing."""
-    runs = list_runs() if all_runs else [open_run(run, create=False)]
+    runs = _chosen(run, all_runs=all_runs, as_json=as_json)
     found = [(directory, run_status(directory)) for directory in runs]
     if as_json:
         print(json.dumps({"runs": [_as_json(directory, report) for directory, report in found]}, indent=2))
         return
+    if not found:
+        say_no_run()
     for directory, report in found:
         _print(directory, report)
+
+
+def _chosen(name: str | None, *, all_runs: bool, as_json: bool) -> list[RunDirectory]:
+    """A program that asks for the newest run gets its object also where there is none; a person is told how one is
+    made."""
+    if all_runs:
+        return list_runs()
+    if as_json and name is None:
+        return list_runs()[-1:]
+    return [open_run(name, create=False)]
 
 
 def _as_json(run: RunDirectory, report: RunReport) -> dict:

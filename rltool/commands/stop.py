@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rltool.commands.tables import say_no_run
 from rltool.engines.joining import leave, users_of_engines
 from rltool.engines.plan import is_router
 from rltool.engines.run_client import DRIVER_ROLE
@@ -24,11 +25,14 @@ def stop(
     ] = None,
     run: Annotated[str | None, typer.Option("--run", help="Run to stop; default: the newest, which is named.")] = None,
     all_runs: Annotated[bool, typer.Option("--all", help="Every run.")] = False,
-    grace: Annotated[float, typer.Option(help="Seconds between TERM and KILL.")] = GRACE_SECONDS,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds between TERM and KILL.")] = GRACE_SECONDS,
 ) -> None:
     """Stop processes that rltool started, with everything that they started: first asked, then killed."""
     console = Console()
-    for directory in list_runs() if all_runs else [open_run(run, create=False)]:
+    runs = list_runs() if all_runs else [open_run(run, create=False)]
+    if not runs:
+        say_no_run()
+    for directory in runs:
         console.print(f"run {directory.name}: {directory.path}", highlight=False, markup=False, soft_wrap=True)
         if not all_runs:
             _leave_living_runs(directory, roles or (), console)

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+
+from rltool.processes.run_directory import runs_root
 
 if TYPE_CHECKING:
     from rltool.engines.run_client import EngineStatus, RunStatus
 
 _SERVING = "ready"
+
+
+def say_no_run() -> None:
+    """Of --all, where there is none: silence would pass for success."""
+    Console().print(f"no run in {runs_root()}", highlight=False, markup=False, soft_wrap=True)
 
 
 def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:

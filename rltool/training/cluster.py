@@ -146,18 +146,30 @@ def _connect(address: str, preflight: float) -> None:
 
 
 def _knock(address: str, timeout: float) -> None:
-    """OSError where nothing takes a TCP connection at HOST:PORT within `timeout` seconds (deadlines.preflight).
+    """OSError where nothing takes a TCP connection at HOST:PORT within `timeout` seconds (deadlines.preflight): a head
+    node that is starting beside this command (docs/hosts.md) has so long.
 
     ray.init asks such an address again for minutes, with nothing but warnings of its C++ part. Of "auto" and of a Ray
     client's ray://HOST:PORT Ray itself says at once, or soon, that nobody is there.
     """
     found = _HOST_PORT.fullmatch(address)
-    if found is not None:
-        host, port = found["host"].strip("[]"), int(found["port"])
+    if found is None:
+        return
+    host, port = found["host"].strip("[]"), int(found["port"])
+    ends, is_said = time.monotonic() + timeout, False
+    while True:
         try:
-            socket.create_connection((host, port), timeout=timeout).close()
+            socket.create_connection((host, port), timeout=max(_POLL_SECONDS, ends - time.monotonic())).close()
+            return
         except OverflowError as error:
             raise ValueError(f"{port} is no port") from error
+        except OSError as error:
+            if time.monotonic() + _POLL_SECONDS >= ends:
+                raise
+            if not is_said:
+                print(f"Ray at {address}: {error}; asked again for deadlines.preflight = {timeout:g} s", flush=True)
+                is_said = True
+        time.sleep(_POLL_SECONDS)
 
 
 def check_versions() -> None:

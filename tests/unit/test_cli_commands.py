@@ -264,6 +264,68 @@ def test_commands_without_a_run_say_how_to_make_one(runs, capsys, words):
     assert "serve-engines" in output
 
 
+@pytest.mark.parametrize("verb", ["status", "stop"])
+def test_all_runs_where_there_is_none_is_said(runs, capsys, verb):
+    assert run_main([verb, "--all"], capsys) == (0, f"no run in {runs}\n")
+
+
+def test_a_program_gets_json_where_there_is_no_run(runs, capsys):
+    for words in (["status", "--json"], ["status", "--json", "--all"]):
+        code, output = run_main(words, capsys)
+        assert code == 0 and json.loads(output) == {"runs": []}
+    assert run_main(["status", "--json", "--run", "nope"], capsys)[0] == 2
+    for name in ("old", "new"):
+        open_run(name, create=True)
+    assert [run["name"] for run in json.loads(run_main(["status", "--json"], capsys)[1])["runs"]] == ["new"]
+
+
+@pytest.mark.parametrize("verb", ["top", "samples", "report"])
+def test_a_run_that_is_not_there_is_named_without_an_option_that_nobody_gave(runs, capsys, verb):
+    code, output = run_main([verb, "nope"], capsys)
+    assert code == 2 and "no run nope in" in output and "--run nope" not in output
+    if verb != "report":
+        assert run_main([verb, "--run", "nope"], capsys) == (code, output)
+
+
+def test_stop_takes_no_negative_grace(runs, capsys):
+    open_run("r", create=True)
+    code, output = run_main(["stop", "--grace", "-1"], capsys)
+    assert code == 2 and "--grace" in output
+
+
+def test_a_misspelt_verb_of_the_router_is_no_address(runs, capsys):
+    code, output = run_main(["router", "lst"], capsys)
+    assert code == 2 and "did you mean `rltool router list`?" in output
+
+
+def test_convert_ckpt_says_what_it_was_given_in_place_of_a_checkpoint(runs, tiny_tied_dir, tmp_path, capsys):
+    code, output = run_main(["convert-ckpt", str(tiny_tied_dir), "out", "--to", "hf"], capsys)
+    assert code == 2 and "is a Hugging Face directory already" in output
+    run = open_run("two", create=True)
+    for words in (["--to", "hf"], []):
+        code, output = run_main(["convert-ckpt", str(run.path), "out", *words], capsys)
+        assert code == 2 and "is a run without a complete checkpoint" in output
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_ckpt_names_the_newest_checkpoint_of_a_run(runs, monkeypatch, capsys):
+    run = open_run("two", create=True)
+    newest = run.checkpoints_dir / "step_7"
+    monkeypatch.setattr(
+        "rltool.checkpoints.directory.latest_checkpoint", lambda of: newest if of == run.checkpoints_dir else None
+    )
+    for source in (run.path, run.checkpoints_dir):
+        code, output = run_main(["convert-ckpt", str(source), "out", "--to", "hf"], capsys)
+        assert code == 2 and f"such as {newest}" in output
+
+
+def test_sources_that_were_both_given_are_not_asked_for(runs, capsys):
+    code, output = run_main(["debug", "train-only", "--rollouts", "r", "--fake-data"], capsys)
+    assert code == 2 and "--rollouts and --fake-data: give one of them" in output
+    code, output = run_main(["debug", "train-only"], capsys)
+    assert code == 2 and "say where the rollouts come from" in output
+
+
 def test_a_malformed_address_is_quoted(runs, capsys):
     code, output = run_main(["router", "localhost"], capsys)
     assert code == 2

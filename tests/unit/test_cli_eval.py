@@ -1,5 +1,6 @@
 """`rltool eval --checkpoint`: what is refused before engines start, and what is left of them. No engine is started."""
 
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -17,14 +18,15 @@ def started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = SimpleNamespace(commands=[], returncode=0)
 
-    def run(command, **_):
+    def run(command, *, stdout, **_):
+        stdout.write("what serve-engines said\nCtrl-C ends them\n")
         found.commands.append(command)
         endpoints = open_run(command[command.index("--run") + 1], create=False).endpoints_file
         entry = ModelEndpoints(engines=(EngineEndpoint(url="http://127.0.0.1:9"),))
         endpoints.write_text(Endpoints(models={"policy": entry}).model_dump_json())
-        return SimpleNamespace(returncode=found.returncode, stdout="what serve-engines said\nCtrl-C ends them\n")
+        return SimpleNamespace(returncode=found.returncode)
 
-    monkeypatch.setattr("rltool.commands.evaluate.subprocess", SimpleNamespace(run=run, PIPE=-1, STDOUT=-2))
+    monkeypatch.setattr("rltool.commands.evaluate.subprocess", SimpleNamespace(run=run, STDOUT=-2))
     return found
 
 
@@ -81,6 +83,14 @@ def test_the_run_of_the_engines_stays_where_an_engine_failed(started, arguments,
     code, output = evaluate(arguments, capsys)
     assert code == error.exit_code and str(error) in output
     assert len(list_runs()) == kept and ("rltool logs --run" in output) == bool(kept)
+
+
+def test_sigterm_leaves_no_engine_and_no_run_either(started, arguments, capsys, monkeypatch):
+    stopped = []
+    monkeypatch.setattr("rltool.processes.stop_run.stop_run", stopped.append)
+    monkeypatch.setattr("rltool.training.preflight.probe_fleet", lambda *_: signal.raise_signal(signal.SIGTERM))
+    code, _ = evaluate(arguments, capsys)
+    assert code == 130 and len(stopped) == 1 and not list_runs()
 
 
 def test_a_good_end_leaves_no_run_and_says_nothing_of_engines_that_are_gone(started, arguments, capsys, monkeypatch):

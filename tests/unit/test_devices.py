@@ -109,13 +109,34 @@ def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch, address):
             cluster.available_gpus(RayConfig(address=address))
 
 
-def test_an_address_that_takes_no_connection_is_refused_without_ray_which_would_ask_for_minutes(monkeypatch):
-    monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+def a_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+        return server.getsockname()[1]
+
+
+def test_an_address_that_takes_no_connection_is_refused_without_ray_which_would_ask_for_minutes(monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: pytest.fail("Ray was asked"))
+    port = a_free_port()
     for ask in (cluster.available_gpus, cluster.cluster_hosts):
         with pytest.raises(UsageError, match=f"--ray-address 127.0.0.1:{port}: cannot connect: .*refused"):
-            ask(RayConfig(address=f"127.0.0.1:{port}"), 5.0)
+            ask(RayConfig(address=f"127.0.0.1:{port}"), 0.1)
+        assert capsys.readouterr().out.count("asked again for deadlines.preflight = 0.1 s") == 1
+
+
+def test_a_head_node_that_is_starting_is_waited_for(monkeypatch):
+    """As in the job of docs/hosts.md, which starts Ray and train one after the other."""
+    port, servers = a_free_port(), []
+    monkeypatch.setattr(cluster.time, "sleep", lambda _: servers.append(socket.create_server(("127.0.0.1", port))))
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "cluster_resources", lambda: {"GPU": 2.0})
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    try:
+        assert cluster.available_gpus(RayConfig(address=f"127.0.0.1:{port}"), 30.0)[0] == 2.0
+        assert len(servers) == 1
+    finally:
+        for server in servers:
+            server.close()
 
 
 def test_the_plan_says_what_its_ranks_run_on():

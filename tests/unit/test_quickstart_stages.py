@@ -7,9 +7,11 @@ import pytest
 from rich.console import Console
 
 from rltool.cli import main
+from rltool.commands.quickstart import _print
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessFailed, ProcessSpec
 from rltool.processes.supervise import ProcessGroup
+from rltool.quickstart.compose import Result
 from rltool.quickstart.metrics_tail import MetricsTail, finished_step, headline, numbers
 from rltool.quickstart.stages import Stages
 
@@ -121,3 +123,11 @@ def test_a_run_that_was_trained_is_refused_before_anything_is_made(tmp_path, mon
         main(["quickstart", "--run", "mine"])
     assert ended.value.code == 2 and "run mine was trained already" in capsys.readouterr().err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_last_lines_name_the_checkpoint_that_verbs_take(tmp_path, capsys):
+    run = open_run("mine", create=True, root=tmp_path)
+    checkpoint = run.checkpoints_dir / "step_100"
+    _print(Console(), Result(0.1, 0.9, 0.1, 0.9, run.report_file, checkpoint, run, {"a": 61.0}))
+    said = capsys.readouterr().out
+    assert f"checkpoint:   {checkpoint}\n" in said and "latest" not in said
