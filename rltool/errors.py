@@ -86,6 +86,14 @@ class SaveFailed(RltoolError):
     """A checkpoint could not be written. Nothing of its name is there, and those before it are untouched."""
 
 
+class ExportFailed(SaveFailed):
+    """A Hugging Face export could not be written. The training state is whole, and its checkpoint can be."""
+
+
+class OutputFailed(RltoolError):
+    """A file beside the checkpoints (metrics, samples, a dump) could not be written. The training state is whole."""
+
+
 class ContractViolation(RltoolError):
     """A user's function does not keep the contract of its extension point; the text lists every violation."""
 

@@ -14,6 +14,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import plan_buckets, tensor_bytes
+from rltool.errors import ExportFailed
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import INDEX, SINGLE
 
@@ -79,7 +80,8 @@ def write_hf_directory(
 
 
 def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
-    """The trainer's current weights as a Hugging Face directory. Collective; rank 0 writes. UsageError if it exists."""
+    """The trainer's current weights as a Hugging Face directory. Collective; rank 0 writes. UsageError if it exists,
+    ExportFailed where it cannot be written."""
     stream = trainer.export_weights()
 
     def write() -> None:
@@ -88,6 +90,8 @@ def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int
             write_hf_directory(
                 directory, tensors, trainer.weight_metadata(), trainer.model_path, max_shard_bytes=max_shard_bytes
             )
+        except OSError as error:
+            raise ExportFailed(f"Hugging Face export {directory} was not written: {error.strerror or error}") from error
         finally:
             # The other ranks are inside the same gather: it has to run to its end even if the disk is full.
             _drain(stream)

@@ -184,8 +184,8 @@ class CheckpointConfig(Config):
     best_is: Literal["highest", "lowest"] = "highest"
     """Which value of best_metric is the best."""
     on_save_failure: Literal["stop", "continue"] = "stop"
-    """A checkpoint that cannot be written ends the run, or is counted and warned of; the one at the end of the run must
-    succeed."""
+    """Whether a checkpoint or a Hugging Face export that cannot be written ends the run, or is warned of (a checkpoint
+    also counted). Those at the end of the run must succeed."""
     save_hf_every: int = Field(default=0, ge=0)
     """Also export Hugging Face weights every so many steps; 0: never."""
     save_hf_at_end: bool = False

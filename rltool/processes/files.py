@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from rltool.errors import OutputFailed
 
 
 def write_bytes_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -43,3 +47,15 @@ def replace_symlink(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}.{os.getpid()}.{secrets.token_hex(4)}")
     os.symlink(target, temporary)
     os.replace(temporary, link)
+
+
+@contextmanager
+def writing(what: str, path: Path) -> Iterator[None]:
+    """OutputFailed for an OSError of the block, which writes `path`. what: for the error, such as "the samples"."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputFailed(
+            f"{what} cannot be written to {path}: {error.strerror or error}; make room there, and go on with `rltool "
+            "train --resume`"
+        ) from error

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rltool.config.own_functions import raised
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
 from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
 from rltool.rollout.data import PromptSupply
@@ -27,6 +28,10 @@ its task is cancelled and its open requests are lost."""
 
 class CollectionInterrupted(RltoolError):
     """The batch that was waited for will not come: the run is stopping."""
+
+
+class GroupFailed(RltoolError):
+    """The task of a group raised what is none of our errors, which is the cause."""
 
 
 class Published(Protocol):
@@ -268,9 +273,14 @@ class Collector:
             )
         except (EngineRejected, PoisonousRequest) as error:
             self._lose(group, error)
-        except Exception as error:
+        except RltoolError as error:
             self._set_back(group)
             self._fail(error)
+        except Exception as error:  # nobody expected it; the trainer's state is whole, and is to be saved
+            self._set_back(group)
+            failure = GroupFailed(f"group {group.id}: {raised(error)}")
+            failure.__cause__ = error
+            self._fail(failure)
         finally:
             del self._tasks[group.id]
             self._scoring.discard(group.id)

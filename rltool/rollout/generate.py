@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from rltool.config.import_path import load_callable
+from rltool.config.own_functions import named_async
 from rltool.config.rollout import RolloutConfig
 from rltool.engines.tasks import all_of
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
-from rltool.errors import EngineError, RltoolError, UsageError
+from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
 from rltool.rollout.data import Prompt
 from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
@@ -65,16 +66,19 @@ FAILED."""
 
 
 def load_generate(config: RolloutConfig) -> GenerateFunction | None:
-    """rollout.generate_function as a function; None: the built-in generation. UsageError for what is none."""
+    """rollout.generate_function as a function; None: the built-in generation. UsageError for what is none. Called, it
+    raises what the data plane does, and FunctionFailed for anything else."""
     if config.generate_function is None:
         return None
-    return load_callable(config.generate_function, setting="rollout.generate_function", takes=("group", "context"))
+    function = load_callable(config.generate_function, setting="rollout.generate_function", takes=("group", "context"))
+    return named_async(function, f"rollout.generate_function = {config.generate_function!r}")
 
 
 async def fill_group(group: list[Sample], context: GenerateContext, function: GenerateFunction | None = None) -> None:
     """Fill all samples of a prompt in place and check what came: the built-in generation, or `function`.
 
-    Whatever the data plane or the function raises is raised, with the prompt named in a note.
+    Whatever the data plane or the function raises is raised, with the prompt named in a note; ContractViolation for
+    samples that the function left inconsistent.
     """
     try:
         await (function or generate_group)(group, context)
@@ -82,7 +86,11 @@ async def fill_group(group: list[Sample], context: GenerateContext, function: Ge
         error.add_note(_name(group[0]))
         raise
     for sample in group:
-        sample.validate()
+        try:
+            sample.validate()
+        except ValueError as error:
+            found = f"the generate function left what is no sample: {error}"
+            raise ContractViolation(f"{_name(sample)}: {found}") from error
         if sample.status is SampleStatus.PENDING and not context.interrupted():
             raise RltoolError(
                 f"the generate function left sample {sample.index} of prompt {sample.prompt_index} without a response"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rltool.config.import_path import load_callable
+from rltool.config.own_functions import named
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.json_fields import unwritable
@@ -59,19 +60,22 @@ def equal_rewards(group: list[Sample]) -> str | None:
 
 
 def load_filter(config: RolloutConfig) -> GroupFilter | None:
-    """rollout.group_filter as a function; UsageError for an import path that leads nowhere."""
+    """rollout.group_filter as a function; UsageError for an import path that leads nowhere. FunctionFailed for what one
+    of the user's raises."""
     if config.group_filter == "none":
         return None
     if config.group_filter == "equal_rewards":
         return equal_rewards
-    return load_callable(config.group_filter, setting="rollout.group_filter", takes=("group",))
+    function = load_callable(config.group_filter, setting="rollout.group_filter", takes=("group",))
+    return named(function, f"rollout.group_filter = {config.group_filter!r}")
 
 
 def load_hook(config: RolloutConfig) -> GroupHook | None:
-    """rollout.group_hook as a function."""
+    """rollout.group_hook as a function. Errors as for `load_filter`."""
     if config.group_hook is None:
         return None
-    return load_callable(config.group_hook, setting="rollout.group_hook", takes=("group",))
+    function = load_callable(config.group_hook, setting="rollout.group_hook", takes=("group",))
+    return named(function, f"rollout.group_hook = {config.group_hook!r}")
 
 
 class Scorer:

@@ -17,6 +17,7 @@ from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
+from rltool.config.own_functions import calling
 from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
 
@@ -281,7 +282,9 @@ def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
 
 
 def _own_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
-    values = load_callable(algorithm.advantage, setting="algorithm.advantage")(batch, algorithm)
+    function = load_callable(algorithm.advantage, setting="algorithm.advantage")
+    with calling(f"algorithm.advantage = {algorithm.advantage!r}", function):
+        values = function(batch, algorithm)
     shapes = ((batch.num_samples,), tuple(batch.tokens.shape))
     if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
         found = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__

@@ -111,16 +111,24 @@ class Checkpointer:
         self._awaited = None
         if step == self._in_flight:
             self._settle(wait=True)
-        if manifests.is_checkpoint(self.path(step)) and self._later.add(step, metrics):
+        try:
+            kept = manifests.is_checkpoint(self.path(step)) and self._later.add(step, metrics)
+        except OSError as error:
+            self._warn(SaveFailed(f"what checkpoint {self.path(step)} has come to cannot be kept: {error}"))
+            return
+        if kept:
             self._thin_out()
 
     def _start(self, progress: Progress) -> None:
         final = self.path(progress.step)
-        if final.exists():
-            # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed it
-            # as it died.
-            directories.remove(final)
-        self._later.forget(progress.step)
+        try:
+            if final.exists():
+                # The run was resumed from an earlier step: this one is damaged, or a trainer that was killed completed
+                # it as it died.
+                directories.remove(final)
+            self._later.forget(progress.step)
+        except OSError as error:
+            raise SaveFailed(f"checkpoint {final} cannot be replaced: {error}") from error
         measured = {name: value for name, value in progress.metrics.items() if math.isfinite(value)}
         extra, files = self._described(progress)
         self._trainer.save_checkpoint(final, extra, measured, files)
@@ -185,7 +193,10 @@ class Checkpointer:
             protected=protected,
         )
         for step in going:
-            directories.remove_unread(self.path(step))
+            try:
+                directories.remove_unread(self.path(step))
+            except OSError as error:
+                self._warn(SaveFailed(f"checkpoint {self.path(step)} cannot be deleted: {error}"))
 
     def _value(self, path: Path) -> float | None:
         if self._config.best_metric is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rltool.checkpoints.directory import remove
+from rltool.errors import ExportFailed
 from rltool.processes.run_directory import RunDirectory
 
 
@@ -17,17 +18,30 @@ class ExportingTrainer(Protocol):
 
 
 class HfExports:
-    """say: a line for the console."""
+    """say: a line for the console. stops: whether one that fails ends the run
+    (checkpoint.on_save_failure)."""
 
-    def __init__(self, trainer: ExportingTrainer, run: RunDirectory, say: Callable[[str], None]) -> None:
-        self._trainer, self._run, self._say = trainer, run, say
+    def __init__(
+        self, trainer: ExportingTrainer, run: RunDirectory, say: Callable[[str], None], *, stops: bool = True
+    ) -> None:
+        self._trainer, self._run, self._say, self._stops = trainer, run, say, stops
 
-    def save(self, step: int) -> None:
-        """The present weights, which have `step` training steps."""
+    def save(self, step: int, *, final: bool = False) -> None:
+        """The present weights, which have `step` training steps. One that cannot be written is ExportFailed, or a
+        warning; final: the former whatever the configuration says."""
         target = self._run.hf_export(step)
-        remove(target)  # a resumed run does steps again
-        self._trainer.save_hf(target)
-        self._say(f"Hugging Face export: {target}")
+        try:
+            try:
+                remove(target)  # a resumed run does steps again
+            except OSError as error:
+                raise ExportFailed(f"{target} cannot be replaced: {error.strerror or error}") from error
+            self._trainer.save_hf(target)
+        except ExportFailed as failure:
+            if final or self._stops:
+                raise
+            self._say(f"warning: {failure}")
+        else:
+            self._say(f"Hugging Face export: {target}")
 
     def has(self, step: int) -> bool:
         """Exports appear whole or not at all."""

@@ -15,7 +15,7 @@ from rltool.algorithms.controllers import Coefficients
 from rltool.algorithms.mismatch import logprob_difference, off_policy_metrics
 from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.config.train import TrainConfig
-from rltool.errors import PartLost, RltoolError, SaveFailed, TrainingStopped
+from rltool.errors import ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.training.advantages import (
     needs_old_logprobs_pass,
     optimizer_step_samples,
@@ -147,6 +147,9 @@ class Loop:
         """
         try:
             self._run()
+        except ExportFailed:
+            self._save_before_raising()
+            raise
         except (SaveFailed, PartLost):
             raise
         except (RltoolError, StopRequested):
@@ -189,12 +192,13 @@ class Loop:
             self.sourced = sourced = self.source.next_batch(step)
         check_has_routing(self.config, sourced.batch)
         metrics.update(sourced.metrics)
-        with timed(metrics, "time/train_seconds"), self._keeping_samples(step, sourced):
-            metrics.update(self.train(sourced.batch))
-        self.coefficients = self.coefficients.adapted(algorithm, metrics)
-        adapted = self.coefficients if algorithm.adapts_coefficients else None
-        self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
-        self.stop.consequence = SAVES
+        with self._keeping_samples(step, sourced):
+            with timed(metrics, "time/train_seconds"):
+                metrics.update(self.train(sourced.batch))
+            self.coefficients = self.coefficients.adapted(algorithm, metrics)
+            adapted = self.coefficients if algorithm.adapts_coefficients else None
+            self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
+            self.stop.consequence = SAVES
 
     def _after_update(self, done: int, metrics: dict[str, float]) -> None:
         """What follows from weights of `done` training steps: the reference's, the engines', an evaluation."""
@@ -335,28 +339,44 @@ class Loop:
     @contextmanager
     def _keeping_samples(self, step: int, sourced: SourcedBatch) -> Iterator[None]:
         """Also where the block fails: samples of the step on which trainer and engines disagreed are those to look
-        at."""
+        at. The step counts before they are written: where they cannot be, its weights are saved under its number."""
         self.scored = None
-        try:
+        with self._afterwards(lambda: self._keep_samples(step, sourced)):
             yield
-        finally:
-            if self.samples is not None:
-                self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
+
+    def _keep_samples(self, step: int, sourced: SourcedBatch) -> None:
+        if self.samples is not None:
+            self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
 
     @contextmanager
     def _recording(self, step: int, metrics: dict[str, float]) -> Iterator[None]:
         """Writes the record of a step that counts once the block has ended, in whatever way: a signal that ends its
         evaluation, or engines that cannot be synced, leave the step in the checkpoint, and a run that resumes does not
         do it again."""
+        with self._afterwards(lambda: self._record(step, metrics)):
+            yield
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        config, sourced = self.config, self.sourced
+        if self.progress.step == step or sourced is None:
+            return
+        metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
+        version = self.engines.weight_version if self.engines else ""
+        self.writer.write(step, version, metrics, weight_versions=list(sourced.weight_versions))
+        self.writer.say(step_line(step, config.steps, metrics))
+
+    @contextmanager
+    def _afterwards(self, write: Callable[[], None]) -> Iterator[None]:
+        """Writes once the block has ended, in whatever way. That it cannot is told beside the block's own error."""
         try:
             yield
-        finally:
-            if self.progress.step > step and self.sourced is not None:
-                config, sourced = self.config, self.sourced
-                metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
-                version = self.engines.weight_version if self.engines else ""
-                self.writer.write(step, version, metrics, weight_versions=list(sourced.weight_versions))
-                self.writer.say(step_line(step, config.steps, metrics))
+        except BaseException:
+            try:
+                write()
+            except OutputFailed as failure:
+                self.writer.say(str(failure))
+            raise
+        write()
 
     def _export_if_missing(self) -> None:
         """The export of the step that the run resumes from, if the run before it ended between the step and its

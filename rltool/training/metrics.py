@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from rltool.processes.files import writing
 from rltool.training.loggers import MetricLogger
 
 
@@ -31,11 +32,13 @@ class MetricsWriter:
         self._file = file.open("a")
 
     def write(self, step: int, weight_version: str, metrics: dict[str, float], **facts: Any) -> None:
-        """One record. A value that is not finite is written as null: JSON has no NaN, and readers would stumble."""
+        """One record. A value that is not finite is written as null: JSON has no NaN, and readers would stumble.
+        OutputFailed."""
         record: dict[str, Any] = {"step": step, "weight_version": weight_version, **facts}
         record.update({name: float(value) if math.isfinite(value) else None for name, value in sorted(metrics.items())})
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with writing("metrics", Path(self._file.name)):
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         for logger in list(self._loggers):
             try:
@@ -48,7 +51,10 @@ class MetricsWriter:
         self._console.print(text, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what could not be written before is tried once more
+            self.say(f"{self._file.name} lacks its last record: {error.strerror or error}")
         for logger in self._loggers:
             try:
                 logger.close()

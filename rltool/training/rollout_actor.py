@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from rltool.agents.gateway_process import GatewayPlace
+from rltool.config.own_functions import raised
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import ComparedWeights, EngineStatus
+from rltool.errors import RltoolError
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.rollout.evaluation import Evaluated
@@ -20,6 +25,25 @@ from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService
 from rltool.weights.sync_report import SyncReport
+
+
+class ManagerFailed(RltoolError):
+    """The rollout manager raised what nobody expected. The trainer's state is whole, and is to be saved."""
+
+
+@contextmanager
+def failing_in_order() -> Iterator[None]:
+    """ManagerFailed for what is none of our errors; its traceback goes to the manager's log. What a rank raised stays
+    as it is: its peers may wait for it, and cannot save."""
+    try:
+        yield
+    except (RltoolError, RayError):
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        raise ManagerFailed(
+            f"the rollout manager failed: {raised(error)}; rollout_manager.log has the traceback (`rltool logs`)"
+        ) from error
 
 
 @ray.remote(num_cpus=0)
@@ -42,7 +66,8 @@ class RolloutActor:
         return summary
 
     async def next_batch(self, step: int) -> Rollout:
-        return await self._service.next_batch(step)
+        with failing_in_order():
+            return await self._service.next_batch(step)
 
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)
@@ -55,11 +80,13 @@ class RolloutActor:
 
     async def evaluate(self, *, with_samples: bool) -> Evaluated:
         """with_samples: they are many, and travel only to be written."""
-        found = await self._service.evaluate()
+        with failing_in_order():
+            found = await self._service.evaluate()
         return found if with_samples else Evaluated(found.metrics, {})
 
     async def state_dict(self, done: int) -> SourceState:
-        return await self._service.state_dict(done)
+        with failing_in_order():
+            return await self._service.state_dict(done)
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         await self._service.load_state_dict(state, directory)

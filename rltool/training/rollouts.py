@@ -17,6 +17,7 @@ from rltool.engines.fleet import State
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.files import writing
 from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
@@ -104,13 +105,14 @@ class Rollouts:
         )
         self._show_events()
         if self._dump_dir is not None:
-            write_dump(
-                self._dump_dir,
-                step=step,
-                seed=self.config.seed,
-                samples=rollout.samples,
-                info={"metrics": rollout.metrics, **about_model(self.config)},
-            )
+            with writing("the rollout (rollout.dump)", self._dump_dir):
+                write_dump(
+                    self._dump_dir,
+                    step=step,
+                    seed=self.config.seed,
+                    samples=rollout.samples,
+                    info={"metrics": rollout.metrics, **about_model(self.config)},
+                )
         return SourcedBatch(rollout.batch, rollout.metrics, rollout.versions, rollout.kept)
 
     def start_evaluation(self, step: int) -> None:
@@ -131,7 +133,8 @@ class Rollouts:
             return None
         self._evaluation = None
         found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
-        write_evaluated(self._evals_dir, found, self.config, step=step)
+        with writing("the evaluation's samples (eval.dump)", self._evals_dir):
+            write_evaluated(self._evals_dir, found, self.config, step=step)
         return found.metrics
 
     def free_gpus(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.processes.files import write_bytes_atomic
+from rltool.processes.files import write_bytes_atomic, writing
 from rltool.report.samples import SampleRecord, StepSamples, encoded, sample_file
 
 
@@ -51,8 +51,9 @@ class SampleLog:
 
     def write(self, step: int, kept: Mapping[int, SampleRecord], *, of: int, scored: Scored | None) -> None:
         """Nothing where the source kept no samples of this step. of: samples in its batch. What an earlier attempt has
-        written of it is replaced."""
+        written of it is replaced. OutputFailed."""
         if kept:
-            self._directory.mkdir(parents=True, exist_ok=True)
             found = StepSamples(step, of, tuple(with_trainer_logprobs(kept, scored)))
-            write_bytes_atomic(sample_file(self._directory, step), encoded(found))
+            with writing("the step's samples", self._directory):
+                self._directory.mkdir(parents=True, exist_ok=True)
+                write_bytes_atomic(sample_file(self._directory, step), encoded(found))

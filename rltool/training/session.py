@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ray.exceptions import RayError
 from rich.console import Console
 
 import rltool
@@ -17,7 +18,7 @@ from rltool.algorithms.controllers import Coefficients
 from rltool.checkpoints.directory import latest_checkpoint, step_of, sweep
 from rltool.engines.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
-from rltool.errors import PartLost, RltoolError, UsageError
+from rltool.errors import PartLost, UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.marks import TRAINER_ROLE, marking
 from rltool.processes.run_directory import RunDirectory, attempt_of, open_run
@@ -205,7 +206,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
         stack.callback(recording.close)
         samples = SampleLog(run.samples_dir)
-        exports = HfExports(trainer, run, console.say)
+        stops = config.checkpoint.on_save_failure == "stop"
+        exports = HfExports(trainer, run, console.say, stops=stops)
         parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
@@ -213,7 +215,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         if stop.requested and done.step == progress.step:
             raise StopRequested
         if config.checkpoint.save_hf_at_end:
-            exports.save(done.step)
+            exports.save(done.step, final=True)
         digest = trainer.parameter_hash()
         stopped_by = stop.name if stop.requested and done.step < config.steps else None
         return Outcome(done.step, latest_checkpoint(run.checkpoints_dir), digest, stop.exit_code, stopped_by)
@@ -251,11 +253,12 @@ def _fleets(prepared: Prepared) -> list[ProbedFleet]:
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
-    """Closes the ranks, which waits for a save in flight. Not where one of them died or hangs, where the start was
-    given up or something unexpected broke, and not after a second Ctrl-C: they end with Ray then."""
+    """Closes the ranks, which waits for a save in flight. Not where one of them died, hangs or raised what nobody
+    expected, for the others may wait for it; where the start was given up; and not after a second Ctrl-C: they end
+    with Ray then. What the driver failed of costs no save."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or (issubclass(kind, RltoolError) and not issubclass(kind, PartLost)):
+        if kind is None or (issubclass(kind, Exception) and not issubclass(kind, (PartLost, RayError))):
             trainer.close()
 
     return close

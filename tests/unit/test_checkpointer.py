@@ -155,6 +155,16 @@ def test_what_no_checkpoint_can_hold_is_a_save_that_failed(tmp_path):
         stops.save(2)
 
 
+def test_an_old_checkpoint_that_cannot_be_deleted_or_replaced_is_no_unexpected_error(tmp_path):
+    run = Run(tmp_path, keep_last=1)
+    run.save(1)
+    (tmp_path / ".step_1.deleting").write_text("in the way")
+    run.save(2)
+    assert run.steps() == [1, 2] and "step_1 cannot be deleted" in run.out.getvalue()
+    with pytest.raises(SaveFailed, match="step_1 cannot be replaced"):
+        run.save(1)
+
+
 def test_a_manager_that_is_lost_or_late_is_no_matter_of_the_checkpoint(tmp_path):
     """`train --restarts` goes on after these, and not after a save that failed."""
     run = Run(tmp_path, on_save_failure="continue")

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.train import TrainConfig
-from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped
+from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.report.samples import SampleRecord, read_samples
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter, progress_line
 from rltool.training.sample_log import SampleLog
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
+from tests.full_disk import FullDisk
 from tests.metric_names import undocumented
 
 
@@ -119,8 +120,11 @@ class Saves(list):
 class Exports(list):
     """Hugging Face exports: the step of each."""
 
-    save = list.append
-    has = list.__contains__
+    def save(self, step):
+        self.append(step)
+
+    def has(self, step):
+        return step in self
 
 
 class Run:
@@ -343,6 +347,44 @@ def test_engines_that_cannot_be_synced_cost_no_record(tmp_path):
     assert run.saves == [1]
     [record] = run.records()
     assert (record["step"], record["weight_version"]) == (0, "v0"), "the engines have the weights of before"
+
+
+def on_a_full_disk(writer):
+    writer._file.close()
+    writer._file = FullDisk()
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_a_checkpoint(tmp_path):
+    run = Run(tmp_path, World(), steps=9, eval={})
+    on_a_full_disk(run.writer)
+    with pytest.raises(OutputFailed, match="metrics cannot be written to on_a_full_disk: No space left"):
+        run.loop.run()
+    assert run.saves == [1]
+    run.writer.close()  # raises nothing: it would take the place of the error that ended the run
+
+
+def test_the_error_that_ends_a_step_is_not_hidden_by_a_record_that_cannot_be_written(tmp_path):
+    world = World()
+    world.fail_on_call, world.fail_at = 1, {"sync": EngineError("gone")}
+    run = Run(tmp_path, world, eval={})
+    on_a_full_disk(run.writer)
+    said = []
+    run.writer.say = said.append
+    with pytest.raises(EngineError, match="gone"):
+        run.loop.run()
+    assert run.saves == [1] and "metrics cannot be written" in said[0]
+
+
+def test_an_export_that_fails_ends_the_run_after_a_checkpoint(tmp_path):
+    run = Run(tmp_path, World(), steps=9, eval={}, checkpoint={"save_hf_every": 3})
+
+    def no_space(step):
+        raise ExportFailed("no space")
+
+    run.exports.save = no_space
+    with pytest.raises(ExportFailed):
+        run.loop.run()
+    assert run.saves == [3]
 
 
 def test_a_step_that_does_not_count_has_no_record(tmp_path):
@@ -620,6 +662,23 @@ def test_the_samples_on_which_trainer_and_engines_disagreed_are_kept(tmp_path):
     with pytest.raises(TrainingStopped, match="disagree"):
         run_with_samples(tmp_path, world).loop.run()
     assert [r.differences for r in read_samples(tmp_path / "samples", 0).samples] == [(-8.0,), (-8.0,)]
+
+
+def test_samples_that_cannot_be_written_end_the_run_with_the_weights_under_their_own_step(tmp_path):
+    (tmp_path / "samples").write_text("a file is in the way")
+    run = run_with_samples(tmp_path, WorldWithSamples(), eval={}, steps=9)
+    with pytest.raises(OutputFailed, match=r"the step's samples cannot be written to .*samples: "):
+        run.loop.run()
+    assert run.world.calls.count("update") == 1 and run.saves == [1], "one update, and it is saved as step 1"
+    assert [record["step"] for record in run.records()] == [0]
+
+
+def test_a_disagreement_is_not_hidden_by_samples_that_cannot_be_written(tmp_path):
+    (tmp_path / "samples").write_text("a file is in the way")
+    world = WorldWithSamples()
+    world.trainer_logprob = -9.0
+    with pytest.raises(TrainingStopped, match="disagree"):
+        run_with_samples(tmp_path, world).loop.run()
 
 
 def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.weight_version import Lineage
-from rltool.errors import RltoolError, UsageError
+from rltool.errors import OutputFailed, RltoolError, UsageError
 from rltool.rollout.evaluation import Evaluated
 from rltool.training import rollouts
 from rltool.training.rollout_batch import Rollout
@@ -54,11 +54,11 @@ def manager(monkeypatch):
     return made
 
 
-def driver(tmp_path, mode: str, **sections) -> Rollouts:
+def driver(tmp_path, mode: str, *, dump_dir=None, **sections) -> Rollouts:
     config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)}, **sections)
     return Rollouts(
         config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
-        vocab_size=8, dump_dir=None, evals_dir=tmp_path / "evals", log_file=None,
+        vocab_size=8, dump_dir=dump_dir, evals_dir=tmp_path / "evals", log_file=None,
         endpoints_file=tmp_path / "endpoints.json", gateway=GatewayPlace(tmp_path, tmp_path / "key", tmp_path / "log"),
         console=Console(file=io.StringIO()), stop=StopSignal(),
     )  # fmt: skip
@@ -76,6 +76,13 @@ def test_the_trainer_gets_the_gpus_once_and_a_sync_gives_them_back(manager, tmp_
     assert manager.calls == [
         "sync_weights 0", "next_batch 0", "free_gpus", "sync_weights 1", "next_batch 1", "free_gpus"
     ]  # fmt: skip
+
+
+def test_a_dump_that_cannot_be_written_is_an_error_on_which_the_run_saves(manager, tmp_path):
+    (tmp_path / "rollouts").write_text("a file is in the way")
+    it = driver(tmp_path, "colocate", dump_dir=tmp_path / "rollouts")
+    with pytest.raises(OutputFailed, match=r"the rollout \(rollout.dump\) cannot be written to .*rollouts: "):
+        it.next_batch(0)
 
 
 def test_engines_that_slept_since_their_sync_are_synced_before_they_generate(manager, tmp_path):

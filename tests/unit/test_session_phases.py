@@ -1,22 +1,25 @@
 """What `train` says between its plan and its first step, when nothing but waiting happens for minutes."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 from rich.console import Console
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
-from rltool.errors import RltoolError
+from rltool.errors import PartLost, RltoolError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.run_lock import RunLock
 from rltool.training import session
+from rltool.training.console import LoggedConsole
 from rltool.training.placement import plan_placement
 from rltool.training.prepare import Prepared
 from rltool.training.session import execute
-from rltool.training.stopping import StopSignal
+from rltool.training.stopping import StopRequested, StopSignal
+from tests.full_disk import FullDisk
 
 
 class Ranks:
@@ -46,6 +49,40 @@ class Manager:
 
     def close(self):
         pass
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "waits"),
+    [
+        (None, True),
+        (RltoolError("failing rewards"), True),
+        (OSError(28, "No space left on device"), True),
+        (KeyError("of the driver's own"), True),
+        (PartLost("trainer rank 1 died"), False),
+        (RayTaskError("train_step", "Traceback", RuntimeError("CUDA error")), False),
+        (StopRequested(), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=repr,
+)
+def test_a_save_in_flight_is_waited_for_unless_the_ranks_may_hang_or_nobody_wants_to_wait(ended_by, waits):
+    closed = []
+    with suppress(type(ended_by) if ended_by else OSError), ExitStack() as stack:
+        stack.push(session._closing(SimpleNamespace(close=lambda: closed.append(True))))
+        if ended_by is not None:
+            raise ended_by
+    assert bool(closed) is waits
+
+
+def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
+    screen = StringIO()
+    console = LoggedConsole(Console(file=screen, width=200), tmp_path / "train.log")
+    console._log.file = FullDisk()
+    console.say("step 1")
+    console.say("step 2")
+    assert screen.getvalue().splitlines() == [
+        "step 1", f"{tmp_path}/train.log cannot be written: No space left on device", "step 2",
+    ]  # fmt: skip
 
 
 def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeypatch):

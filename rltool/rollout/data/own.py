@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from rltool.config.data import DataConfig
 from rltool.config.import_path import load_callable
+from rltool.config.own_functions import calling
 from rltool.errors import UsageError
 from rltool.rollout.data.prompt import Prompt
 from rltool.rollout.data.rows import Refusal, RowParser, takes_all
@@ -46,11 +47,13 @@ class OwnSource:
         self.num_too_long = 0
 
     def next(self, count: int) -> list[Prompt]:
-        """The next `count` prompts. Raises UsageError for a source that gives none, or rows that are none."""
+        """The next `count` prompts. Raises UsageError for a source that gives none, or rows that are none, and
+        FunctionFailed for what it raises itself."""
         taken: list[Prompt] = []
         too_long = 0
         while len(taken) < count:
-            rows = self._source.next(count - len(taken))
+            with calling(f"{SETTING}: next", self._source.next):
+                rows = self._source.next(count - len(taken))
             if not rows or len(rows) > count - len(taken):
                 raise UsageError(
                     f"{SETTING}: next({count - len(taken)}) gave {len(rows)} rows; it must give at least one and at "
@@ -80,7 +83,8 @@ class OwnSource:
 
     def state_dict(self) -> dict[str, Any]:
         """With the source's own, which must be JSON."""
-        own = self._source.state_dict()
+        with calling(f"{SETTING}: state_dict", self._source.state_dict):
+            own = self._source.state_dict()
         try:
             own = json.loads(json.dumps(own, allow_nan=False))
         except (TypeError, ValueError) as error:
