@@ -321,10 +321,7 @@ class Benchmark:
                     with negated([] if number == self.args.rounds - 1 else self.weights):
                         rows.append(await link.sync(self.weights[: len(senders)], f"v{number}"))
                     show(engine=kind, backend=name, round=number, **rows[-1])
-                leave = link.control
-                await link.run(
-                    leave.leave_generating(GROUP) if isinstance(leave, PausingControl) else leave.leave(GROUP)
-                )
+                await link.run(link.control.leave(GROUP))  # the engine is idle
             return rows
 
         try:

@@ -205,9 +205,10 @@ class FleetMembership:
         self._endpoints[url], self._infos[url] = endpoint, info
         try:
             await self._admit(url)  # first: a member is brought to the run's weights by whichever sync comes next
-        except EngineConflict:
-            for facts in (self._endpoints, self._infos):
-                facts.pop(url, None)
+        except BaseException:  # also where it is taken back meanwhile
+            if not self._is_member(url):
+                for facts in (self._endpoints, self._infos):
+                    facts.pop(url, None)
             raise
         self._refuse_member(url)
         self._fleet.add(url, takes_weights=self._trainer_device is not None and endpoint.takes_weights)

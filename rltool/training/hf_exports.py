@@ -18,8 +18,7 @@ class ExportingTrainer(Protocol):
 
 
 class HfExports:
-    """say: a line for the console. stops: whether one that fails ends the run
-    (checkpoint.on_save_failure)."""
+    """say: a line for the console. stops: whether one that fails ends the run (checkpoint.on_save_failure)."""
 
     def __init__(
         self, trainer: ExportingTrainer, run: RunDirectory, say: Callable[[str], None], *, stops: bool = True

@@ -152,10 +152,12 @@ class Loop:
             raise
         except (SaveFailed, PartLost):
             raise
-        except (RltoolError, StopRequested):
+        except (RltoolError, StopRequested) as error:
             if self.stop.requested is None:
                 self._save_before_raising()
                 raise
+            if not isinstance(error, StopRequested):
+                self.writer.say(f"after the signal: {error}")
             self._end()
         else:
             if self.progress.step < self.config.steps or self.config.checkpoint.save_at_end:

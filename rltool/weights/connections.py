@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from rltool.weights.transport import (
 )
 
 NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
+Run = Callable[[EngineEndpoint, Sequence[HttpRequest]], Awaitable[None]]
 STEP_SHARE = 2
 """Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
 
@@ -136,14 +137,14 @@ class Connections:
         self._left.add(url)
         connection = self._connected.pop(url, None)
         if connection is not None:
-            await self._calls.run_briefly(self._calls.endpoints[url], _leaving(connection.control))
+            await _leave(self._calls.run_briefly, self._calls.endpoints[url], connection.control)
 
     async def leave(self, ceded: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
         calls, urls = self._calls, [url for url in self._connected if url not in ceded and url in self._calls.endpoints]
 
         async def leave(endpoint: EngineEndpoint) -> None:
-            await calls.run(endpoint, _leaving(self._connected[endpoint.url].control))
+            await _leave(calls.run, endpoint, self._connected[endpoint.url].control)
 
         async def resume(endpoint: EngineEndpoint) -> None:
             await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
@@ -194,7 +195,7 @@ class Connections:
             control = self._transport(receivers[url]).control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
-                await self._calls.run_briefly(endpoint, _leaving(control))
+                await _leave(self._calls.run, endpoint, control)
             if joining.done() and url in joining.result():  # there are engines that wait half an hour for a trainer
                 raise EngineError(joining.result()[url])
             seconds = STEP_SHARE * self._calls.deadline
@@ -207,6 +208,15 @@ class Connections:
         return join
 
 
-def _leaving(control: ReceiverControl) -> list[HttpRequest]:
-    """Of an engine that generates, or may."""
-    return control.leave_generating(GROUP) if isinstance(control, PausingControl) else control.leave(GROUP)
+async def _leave(run: Run, endpoint: EngineEndpoint, control: ReceiverControl) -> None:
+    """Of an engine that generates, or may: it goes on, whatever became of its leaving. Raises EngineError."""
+    if not isinstance(control, PausingControl):
+        await run(endpoint, control.leave(GROUP))
+        return
+    try:
+        await run(endpoint, [*control.pause(), *control.leave(GROUP)])
+    except BaseException:
+        with suppress(EngineError):  # the first failure is the one to report
+            await run(endpoint, control.resume())
+        raise
+    await run(endpoint, control.resume())

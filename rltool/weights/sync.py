@@ -313,6 +313,9 @@ class WeightSync:
 
         async def resume(endpoint: EngineEndpoint) -> None:
             run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
+            if endpoint.url in self._begun:
+                with suppress(EngineError):  # it is to go on all the same
+                    await self.calls.run_briefly(endpoint, self._controls[endpoint.url].abandon())
             try:
                 await run(endpoint, self._go_on(endpoint))
                 if endpoint.url in self._has_weights:
@@ -336,10 +339,10 @@ class WeightSync:
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """After it, whatever became of the update: half awake an engine is of no use to anybody."""
         url = endpoint.url
-        requests = self._controls[url].abandon() if url in self._begun else []
+        resume = (self._pausing_control(url) or dialect(endpoint.dialect or "")).resume()
         if self.gpus is not None and url in self._asleep:
-            requests += self.gpus.residency(url).caches_back()
-        return [*requests, *(self._pausing_control(url) or dialect(endpoint.dialect or "")).resume()]
+            return [*self.gpus.residency(url).caches_back(), *resume]
+        return resume
 
     def _pausing_control(self, url: str) -> PausingControl | None:
         """Of an engine that does not pause by its dialect."""

@@ -214,15 +214,12 @@ class OneRequestControl(ReceiverControl, Protocol):
 
 @runtime_checkable
 class PausingControl(ReceiverControl, Protocol):
-    """Of an engine that stands still, its requests kept, sooner than by its dialect's pause."""
+    """Of an engine that stands still, its requests kept, sooner than by its dialect's pause; and that must when it
+    leaves."""
 
     def pause(self) -> list[HttpRequest]: ...
 
     def resume(self) -> list[HttpRequest]: ...
-
-    def leave_generating(self, group: str) -> list[HttpRequest]:
-        """`leave`, of an engine that is not paused."""
-        ...
 
 
 Located = Callable[[str, Rendezvous, str, float], Rendezvous]

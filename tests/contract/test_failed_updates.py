@@ -4,18 +4,24 @@ and no other engine's failure."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from contextlib import nullcontext
 
 import pytest
 from safetensors import SafetensorError
 
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import State
 from rltool.engines.types import INCOMPLETE_VERSION, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
+from rltool.errors import EngineError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.versions import VersionBook
+from rltool.weights import connections
+from rltool.weights.engine_calls import EngineCalls
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transports import disk
+from rltool.weights.transports.nccl_vllm import STOCK
 from tests.contract.fakes.sglang import FakeSglang, Fault
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.sync_rig import KEY, RUN, version
@@ -114,6 +120,7 @@ def test_an_engine_is_not_told_to_join_a_trainer_that_has_stopped_waiting(tmp_pa
                 engine._answer = slowly
                 joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 join = r.ranks.join
+                r.sync.calls.deadline = 30.0  # longer than the ranks wait, as deadlines.sync_step is
 
                 async def failing():
                     failures = await join()
@@ -150,12 +157,22 @@ def test_a_full_disk_is_a_failed_sync_and_what_it_left_goes_with_the_next(two, t
     asyncio.run(run())
 
 
-def test_a_stock_vllm_stands_still_while_it_forgets_a_failed_update():
+@pytest.mark.parametrize("status", [200, 503])
+def test_a_stock_vllm_stands_still_while_it_forgets_a_failed_update_and_goes_on_whatever_became_of_it(
+    fake_stock_vllm, tmp_path, status
+):
     """Between start and finish its layers have no weights."""
-    from rltool.weights.transports.nccl_vllm import STOCK
+    asked = ["/sleep", "/start_weight_update", "/finish_weight_update", "/shutdown_weight_transfer_engine", "/wake_up"]
+    if status != 200:
+        fake_stock_vllm.fail("/finish_weight_update", status)
+        del asked[3]
 
-    asked = [(request.path, request.tolerate) for request in STOCK.control.leave_generating("g")]
-    assert [path for path, _ in asked] == [
-        "/sleep", "/start_weight_update", "/finish_weight_update", "/wake_up", "/shutdown_weight_transfer_engine"
-    ]  # fmt: skip
-    assert replace(STOCK.control.leave("g")[0], tolerate=()).path == "/start_weight_update"
+    async def run() -> None:
+        async with EngineClient() as client:
+            endpoint = EngineEndpoint(url=fake_stock_vllm.url, dialect="vllm")
+            calls = EngineCalls(client, {endpoint.url: endpoint}, deadline=5.0)
+            with nullcontext() if status == 200 else pytest.raises(EngineError, match="503"):
+                await connections._leave(calls.run, endpoint, STOCK.control)
+        assert fake_stock_vllm.paths() == asked and not fake_stock_vllm.paused
+
+    asyncio.run(run())

@@ -304,6 +304,27 @@ def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     assert run.saves == [1] and run.stop.exit_code == 130
 
 
+def test_what_fails_after_a_signal_is_said_and_the_run_ends_as_it_was_told_to(tmp_path):
+    world, said = World(), []
+    run = Run(tmp_path, world, steps=9)
+    run.writer.say = said.append
+
+    def sync(*_, **__):
+        signal.raise_signal(signal.SIGINT)
+        raise OutputFailed("the disk is full")
+
+    plain = world.optimizer_step
+
+    def update():
+        world.sync_weights = sync
+        return plain()
+
+    world.optimizer_step = update
+    with run.stop.installed():
+        assert run.loop.run().step == 1
+    assert run.saves == [1] and "after the signal: the disk is full" in said
+
+
 def stops_in_the_second_evaluation(world, run):
     """Of weights of one step: as the wait for the rollout manager does, once a signal has come."""
     plain = world.evaluated

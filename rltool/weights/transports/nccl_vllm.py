@@ -88,19 +88,14 @@ class StockVllmControl(vllm.VllmControl):
         A failed one leaves layers that hold some of their tensors, and a worker that is or is not in an update. The
         next update would complete those layers with a mixture, and drop what comes after their last element. `start` is
         refused inside an update, and `finish` then ends that one; either way vLLM forgets what it has half loaded. It
-        warns of layers without weights, which keep theirs.
+        warns of layers without weights, which keep theirs. Between the two the layers have none, and vLLM would compute
+        without: it is paused.
         """
-        return [*_EMPTY_UPDATE, *super().leave(group)]
-
-    def leave_generating(self, group: str) -> list[HttpRequest]:
-        """Between `start` and `finish` the layers have no weights, and vLLM would compute without."""
-        return [*self.pause(), *_EMPTY_UPDATE, *self.resume(), *super().leave(group)]
-
-
-_EMPTY_UPDATE = (
-    HttpRequest("POST", "/start_weight_update", tolerate=(500,)),
-    HttpRequest("POST", "/finish_weight_update", tolerate=(500,)),
-)
+        return [
+            HttpRequest("POST", "/start_weight_update", tolerate=(500,)),
+            HttpRequest("POST", "/finish_weight_update", tolerate=(500,)),
+            *super().leave(group),
+        ]
 
 
 class PluginControl(vllm.PluginUpdateControl):

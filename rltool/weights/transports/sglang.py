@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rltool.engines.dialects import dialect
 from rltool.engines.inspection import NO_SUCH_ROUTE
@@ -42,8 +41,7 @@ class SglangControl:
         ]
 
     def abandon(self) -> list[HttpRequest]:
-        # An engine that refuses even that is to go on all the same.
-        return [replace(_version_request(INCOMPLETE_VERSION), tolerate=(400, NO_SUCH_ROUTE, 500))]
+        return [_version_request(INCOMPLETE_VERSION)]
 
     def leave(self, group: str) -> list[HttpRequest]:
         return dialect("sglang").leave_transfer(group)
