@@ -27,6 +27,7 @@ from rltool.weights.sending import Sending, end_in_order
 from rltool.weights.stream import Stream, drain, fill_buckets
 from rltool.weights.transport import (
     AcknowledgedSender,
+    PatchSender,
     Receiver,
     Rendezvous,
     SenderFactory,
@@ -116,9 +117,10 @@ class WeightSender:
         known = [url for url in urls if url in self._channels]
         unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels and url not in self._elsewhere}
         channels = self._of(known)
+        encoder = self._encoder if any(isinstance(c.transport, PatchSender) for c in channels) else None
         try:
             if channels:
-                self._feed(stream, buckets, version, channels)
+                self._feed(stream, buckets, version, channels, encoder)
             else:
                 drain(stream)
         except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
@@ -127,10 +129,10 @@ class WeightSender:
             raise
         finally:
             failures = self._drop_failed(known)
-            if self._encoder is not None:
-                self._encoder.release()
+            if encoder is not None:
+                encoder.release()
         size = sum(map(bucket_bytes, buckets))
-        patch_bytes = self._encoder.patch_bytes if self._encoder is not None and channels else None
+        patch_bytes = encoder.patch_bytes if encoder is not None else None
         return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes)
 
     def gathers_everywhere(self, urls: Collection[str]) -> bool:
@@ -197,11 +199,15 @@ class WeightSender:
             self._shared[kind.sender] = channel
         return channel
 
-    def _feed(self, stream: Stream, buckets: Sequence[Bucket], version: str, channels: Sequence[Channel]) -> None:
+    def _feed(
+        self, stream: Stream, buckets: Sequence[Bucket], version: str, channels: Sequence[Channel],
+        encoder: DeltaEncoder | None,
+    ) -> None:  # fmt: skip
+        """encoder: where a channel sends what it makes, which is on the CPU."""
+
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
-        encoder = self._encoder
         if encoder is not None:
             encoder.begin(version, buckets)
         begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]

@@ -152,6 +152,13 @@ class PipelinedSender(SenderTransport, Protocol):
     """Whether the engine waits for all buckets of the update, and not for one at a time: only then is it done."""
 
 
+@runtime_checkable
+class PatchSender(SenderTransport, Protocol):
+    """One that sends what the encoder has made of each bucket (weights.delta)."""
+
+    encoder: DeltaEncoder
+
+
 class ReceiverControl(Protocol):
     """What one kind of engine is asked to do, as HTTP requests: pure, without state. Runs in the rollout manager.
 

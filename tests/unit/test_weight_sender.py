@@ -115,8 +115,8 @@ def links(monkeypatch, request) -> Iterator[list[Link]]:
 def make(tmp_path: Path) -> Iterator:
     made = []
 
-    def make(*backends: str, deadline: float = PATIENCE) -> WeightSender:
-        sender = WeightSender(WeightsConfig(), device=torch.device("cpu"), deadline=deadline, model_files=tmp_path)
+    def make(*backends: str, deadline: float = PATIENCE, config: WeightsConfig = WeightsConfig()) -> WeightSender:
+        sender = WeightSender(config, device=torch.device("cpu"), deadline=deadline, model_files=tmp_path)
         made.append(sender)
         receivers = [Receiver(str(i), "vllm", backend, 1) for i, backend in enumerate(backends)]
         assert set(sender.host(receivers, "g", tmp_path)) == {receiver.url for receiver in receivers}
@@ -150,6 +150,18 @@ def test_one_gather_feeds_every_channel_and_each_has_all(make, links):
     for link in links:
         assert_got(link)
         assert link.log[0] == "begin v:1:2 6"
+
+
+def test_patches_are_made_where_an_engine_takes_them_alone(make, links, monkeypatch):
+    """They are made of a copy of all weights in the host's memory, where buckets that go to GPUs never come."""
+    sender = make("gloo", "disk", config=WeightsConfig(delta="auto"))
+    assert sender._encoder is not None
+    monkeypatch.setattr(sender._encoder, "add", lambda *_: pytest.fail("nobody takes patches"))
+    assert sender.join() == {}
+    report = sender.send(stream(), BUCKETS, "v", ["0", "1"])
+    assert report.failures == {} and report.patch_bytes is None
+    for link in links:
+        assert_got(link)
 
 
 def test_the_next_bucket_goes_out_before_the_wait_for_the_one_before_where_the_transport_can(make, links):

@@ -35,7 +35,7 @@ class DeltaGroupSender:
 
     def __init__(self, group: SenderTransport, options: SenderOptions) -> None:
         assert options.encoder is not None, "WeightSender has one with weights.delta"
-        self._group, self._encoder, self._seconds = group, options.encoder, options.deadline
+        self._group, self.encoder, self._seconds = group, options.encoder, options.deadline
         self._held: Held | None = None
         """What the engine has taken over this connection."""
         self._version = ""
@@ -49,12 +49,12 @@ class DeltaGroupSender:
         self._group.join(seconds)
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
-        base = self._encoder.base
+        base = self.encoder.base
         self._wholes = None if base is not None and base == self._held else {}
         self._version, self._shard = version, 0
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
-        part = self._encoder.part(self._shard)
+        part = self.encoder.part(self._shard)
         if part is None:
             raise TransportError("this connection is given up, and the others have gone on")
         if self._wholes is None:
@@ -66,7 +66,7 @@ class DeltaGroupSender:
         return _Sent()
 
     def finish(self) -> None:
-        manifest = self._encoder.manifest(self._wholes)
+        manifest = self.encoder.manifest(self._wholes)
         self._say(Kind.MANIFEST, flat_of(manifest.to_json()))
         self._held = manifest.held
 
