@@ -264,8 +264,8 @@ class WeightsConfig(Config):
     delta: bool | Literal["auto"] = False
     """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's
-    memory; over nccl a bucket of each engine lies on the trainer's GPU besides. auto: so to
-    the engines that can, whole weights to the others, which true refuses."""
+    memory; over nccl a bucket of each engine lies on the trainer's GPU besides. auto: so to the engines that can, whole
+    weights to the others, which true refuses."""
     store: str | None = None
     """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
     One run at a time."""
