@@ -75,17 +75,22 @@ def parameter_shapes(size: str) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def random_weights(size: str, seed: int, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A large last norm spreads the logits, so that wrong weights show in log-probabilities."""
+    """By name, in Hugging Face's order."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for name, shape in parameter_shapes(size):
-        tensor = torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        if name.endswith("norm.weight"):
-            tensor.mul_(0.1).add_(1.0).mul_(4.0 if name == "model.norm.weight" else 1.0)
-        else:
-            tensor.mul_(0.1 if name.endswith("bias") else 0.02)
-        weights[name] = tensor
+        weights[name] = torch.empty(shape, device=device, dtype=dtype)
+        randomize(name, weights[name], generator, last_norm="model.norm.weight")
     return weights
+
+
+def randomize(name: str, tensor: Tensor, generator: torch.Generator, *, last_norm: str) -> None:
+    """In place. A large last norm spreads the logits, so that wrong weights show in log-probabilities."""
+    tensor.normal_(generator=generator)
+    if name.endswith("norm.weight"):
+        tensor.mul_(0.1).add_(1.0).mul_(4.0 if name == last_norm else 1.0)
+    else:
+        tensor.mul_(0.1 if name.endswith("bias") else 0.02)
 
 
 def vllm_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:

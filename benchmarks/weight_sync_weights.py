@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.weight_sync_models import random_weights
+from benchmarks.weight_sync_models import random_weights, randomize
 from rltool.engines.types import TensorMeta
 from rltool.engines.wire import meta_of
 from rltool.processes.ports import reserved_ports
@@ -61,6 +61,7 @@ class MegatronModel(Weights):
         from rltool.megatron.hf_weights import weight_metadata
         from rltool.megatron.model import build_model, global_names
         from rltool.megatron.runtime import Rendezvous, Runtime
+        from rltool.models.base import FINAL_NORM
         from rltool.models.registry import family_for, read_hf_config
 
         layout = ParallelLayout(world_size=1)
@@ -75,13 +76,7 @@ class MegatronModel(Weights):
         self.metas = weight_metadata(self._family, dtype)
         generator = torch.Generator(device).manual_seed(1)
         for name, parameter in global_names(self._model).items():
-            values = torch.randn(parameter.shape, generator=generator, device=device, dtype=dtype)
-            # As random_weights: a large last norm spreads the logits.
-            if "norm" in name:
-                values.mul_(0.1).add_(1.0).mul_(4.0 if "final" in name else 1.0)
-            else:
-                values.mul_(0.1 if name.endswith("bias") else 0.02)
-            parameter.data.copy_(values)
+            randomize(name, parameter.data, generator, last_norm=FINAL_NORM)
 
     def stream(self) -> Iterator[tuple[TensorMeta, Tensor]]:
         from rltool.megatron.hf_weights import export_weights
