@@ -28,9 +28,6 @@ from rltool.training.ray_start import start_ray
 LOOPBACK = "127.0.0.1"
 NICENESS = "RAY_worker_niceness"
 
-PREFLIGHT_SECONDS = 30.0
-"""As deadlines.preflight has it by default."""
-
 _POLL_SECONDS = 0.5
 _HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d+)")
 
@@ -41,8 +38,8 @@ class PlacementTimeout(RltoolError):
 
 @contextmanager
 def ray_cluster(
-    config: RayConfig, plan: PlacementPlan, *, gpus: Sequence[int] = (), deadline: float = 300.0,
-    preflight: float = PREFLIGHT_SECONDS, while_waiting: Waiting = lambda _: None,
+    config: RayConfig, plan: PlacementPlan, *, preflight: float, gpus: Sequence[int] = (), deadline: float = 300.0,
+    while_waiting: Waiting = lambda _: None,
 ) -> Iterator[None]:  # fmt: skip
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
@@ -99,7 +96,7 @@ def _on_loopback() -> Iterator[None]:
         ray_constants.ENABLE_RAY_CLUSTER = before
 
 
-def available_gpus(config: RayConfig, preflight: float = PREFLIGHT_SECONDS) -> tuple[float, str]:
+def available_gpus(config: RayConfig, preflight: float) -> tuple[float, str]:
     """GPUs where the ranks of a run would be, in use or not, and whose they are.
 
     With an address those that the nodes of that cluster declare; this host may have none. UsageError if it cannot be
@@ -114,7 +111,7 @@ def available_gpus(config: RayConfig, preflight: float = PREFLIGHT_SECONDS) -> t
         ray.shutdown()
 
 
-def cluster_hosts(config: RayConfig, preflight: float = PREFLIGHT_SECONDS) -> list[Host]:
+def cluster_hosts(config: RayConfig, preflight: float) -> list[Host]:
     """The nodes of the cluster at ray.address, with the GPUs that each declares, in use or not. UsageError if it cannot
     be reached."""
     assert config.address is not None

@@ -106,7 +106,7 @@ def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch, address):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = address.format(listening=server.getsockname()[1])
         with pytest.raises(UsageError, match=f"--ray-address {re.escape(address)}: cannot connect: nobody there"):
-            cluster.available_gpus(RayConfig(address=address))
+            cluster.available_gpus(RayConfig(address=address), 30.0)
 
 
 def a_free_port() -> int:
