@@ -262,6 +262,14 @@ def test_an_engine_that_joins_must_not_be_another_runs(run_as, spellers):  # noq
                 await joining
             theirs.heal()
             assert [member.url for member in service.fleet.members()] == [ours.url]
+            assert [*service._policy.endpoints] == [*service._policy.infos] == [ours.url], "nothing of it is kept"
+            theirs.delay("/rltool/lease", 5.0)
+            joining = asyncio.create_task(service.add_engine(endpoint_of(theirs, None)))
+            await until(lambda: theirs.url in service._policy.infos, "it is asked for its lease")
+            joining.cancel()
+            await asyncio.wait([joining])
+            assert [*service._policy.endpoints] == [*service._policy.infos] == [ours.url]
+            theirs.heal()
             await asked(theirs, "release", B)
             await service.add_engine(endpoint_of(theirs, None))
             assert theirs.leases.lease().holder == A

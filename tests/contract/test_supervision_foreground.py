@@ -247,6 +247,16 @@ def test_stopping_the_whole_run_ends_the_foreground_command_as_well(start):
     assert read_states(foreground.run) == []
 
 
+@pytest.mark.parametrize("trainer", ["train", "train-restarts"])
+def test_a_trainer_goes_before_those_who_watch_its_engines(trainer):
+    """It resumes them; and both may take as long for an orderly end."""
+    states = [
+        state_of_this_process(role, argv=(), orderly_seconds=seconds)
+        for role, seconds in (("engine-0", 0.0), ("router-command", 30.0), ("serve-engines", 300.0), (trainer, 300.0))
+    ]
+    assert [s.role for s in stop_order(states)] == [trainer, "serve-engines", "router-command", "engine-0"]
+
+
 def test_a_process_is_marked_as_stopping_before_it_is_signalled(tmp_path, monkeypatch):
     """Otherwise a foreground command that sees the death first takes it for a failure."""
     run = open_run("r", create=True, root=tmp_path)
