@@ -91,9 +91,9 @@ class SampleSource:
 def find_samples(name: str | None) -> SampleSource:
     """A run by its name, the newest for None, or a directory: a run's, one of recorded rollouts, or one with exactly
     one such directory in it, as `eval --dump` writes for one set. Raises UsageError."""
-    directory = None if name is None else Path(name)
-    if name is None or name in (run.name for run in list_runs()) or directory is None or not directory.is_dir():
+    if name is None or name in (run.name for run in list_runs()) or not Path(name).is_dir():
         return _of_run(open_run(name, create=False))
+    directory = Path(name)
     run = RunDirectory(directory.absolute())
     if run.is_made:
         return _of_run(run)

@@ -206,7 +206,9 @@ def too_long(launch: EngineLaunch) -> str | None:
     config = text if isinstance(text, dict) else config
     longest = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(longest, int) or launch.max_model_len <= longest or "factor" in rope:
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
+    is_scaled = any("factor" in kind for kind in kinds)
+    if not isinstance(longest, int) or launch.max_model_len <= longest or is_scaled:
         return None
     return (
         f"--max-model-len {launch.max_model_len}: {launch.model} has max_position_embeddings = {longest}, and vLLM "

@@ -231,7 +231,7 @@ def _check_name(name: str | None, root: Path) -> None:
             f"in {root})"
         )
     if name is not None and len(name) > _LONGEST_NAME:
-        raise UsageError(f"run: a run's name has at most {_LONGEST_NAME} characters; this one has {len(name)}")
+        raise UsageError(f"a run's name has at most {_LONGEST_NAME} characters; this one has {len(name)}")
 
 
 def _create(path: Path) -> RunDirectory:

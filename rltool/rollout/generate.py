@@ -40,8 +40,8 @@ class GenerateContext:
     this rollout; vocab_size: ids below it are valid; tokenizer: the policy's, None only in tests; require_versions:
     whether a completion without weight-version spans is an error. interrupted: True once this group is to be put aside
     (rollout.partial_rollout, so never in a function of rollout.generate_function): what was aborted is then left
-    ABORTED and not taken up again. models: those beside the policy. prompt: the row of
-    the data set that the samples are of.
+    ABORTED and not taken up again. models: those beside the policy. prompt: the row of the data set that the samples
+    are of.
     """
 
     generate: Callable[[GenerateRequest], Awaitable[list[Completion]]]

@@ -241,6 +241,8 @@ def test_a_dry_run_refuses_a_model_without_weights(runs, tmp_path, capsys):
         ({"text_config": {"max_position_embeddings": 32}, "max_position_embeddings": 999}, [], True),
         ({"max_position_embeddings": 64}, [], False),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, [], False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 8.0}}}, [], False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, [], True),
         ({}, ["--engine", "sglang"], False),
         ({}, ["--", "--hf-overrides", "{}"], False),
     ],
