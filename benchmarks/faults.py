@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from benchmarks.pictures import standalone
 from rltool.engines.endpoints import EngineEndpoint, resolve
 from rltool.engines.vllm import VllmDialect
 from rltool.processes.ports import reserved_ports
@@ -41,10 +42,6 @@ STEADY_STEPS = 5
 """Between two faults."""
 FOLLOWING_STEPS = 4
 """Timed after a fault: what the first one leaves over may hold up a later one."""
-STYLE = (
-    "<style>svg{background:#fff;--c0:#1f77b4;--c1:#d62728;font:12px sans-serif}.line,.faint{fill:none;stroke-width:1.5}"
-    ".grid{stroke:#ddd}.hit{opacity:0}</style>"
-)
 
 
 class Bench:
@@ -243,8 +240,7 @@ def picture(steps: list[dict]) -> str:
             series.append(Series(f"{serving:g} engines", points, "line", color=0 if serving == 2 else 1))
             points, serving = points[-1:], record["rollout/engines_serving"]
     chart = line_chart(series, label="steps per minute", y_range=(0, max(y for item in series for _, y in item.points)))
-    head, body = chart.split(">", 1)
-    return head.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"') + ">" + STYLE + body + "\n"
+    return standalone(chart)
 
 
 def main() -> None:

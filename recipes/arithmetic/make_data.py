@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--terms", type=int, default=2)
     parser.add_argument("--digits", type=int, default=2, help="of each term")
-    parser.add_argument("--train", type=int, default=8000)
+    parser.add_argument("--train", type=int, default=15500, help="of 16,200 that there are with two digits and terms")
     parser.add_argument("--held-out", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()

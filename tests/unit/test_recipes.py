@@ -134,7 +134,8 @@ def test_a_recipe_passes_the_checks_and_its_plan_fits_the_hardware(recipe, hardw
     assert plan.describe() in out.getvalue()
     if expected is not None:
         assert len(expected.launches) == sum(group.count for group in config.engines.groups)
-    assert config.trainer.device == "cpu" or config.model.dtype == "bfloat16"
+    exact = recipe == "recipes/arithmetic/grpo.toml"  # for its mismatch KL; everything else on a GPU is in 16 bits
+    assert config.trainer.device == "cpu" or config.model.dtype == ("float32" if exact else "bfloat16")
 
 
 def test_every_recipe_and_every_kind_of_hardware_is_tried():
