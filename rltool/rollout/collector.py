@@ -77,7 +77,8 @@ class CollectorConfig:
 class Collected:
     """A batch. seconds: since it was asked for; interval: since the batch before (or the first start); tokens: sampled
     in it, by all groups that ended generation. dropped, resampled, interrupted: groups since the batch before;
-    resampled_tokens: what was thrown away of those sampled again."""
+    resampled_tokens: what was thrown away of those sampled again. filtered_reward: mean reward of the samples of
+    scored groups that were dropped, None without any."""
 
     groups: list[Group]
     seconds: float
@@ -87,6 +88,7 @@ class Collected:
     resampled: int
     resampled_tokens: int
     interrupted: int
+    filtered_reward: float | None = None
 
 
 @dataclass
@@ -100,6 +102,18 @@ class _Since:
     resampled: int = 0
     resampled_tokens: int = 0
     interrupted: int = 0
+    filtered_rewards: float = 0.0
+    filtered_samples: int = 0
+
+    @property
+    def filtered_reward(self) -> float | None:
+        return self.filtered_rewards / self.filtered_samples if self.filtered_samples else None
+
+    def add_filtered(self, group: Group, reason: str) -> None:
+        self.dropped[reason] += 1
+        rewards = [sample.reward for sample in group.samples if sample.reward is not None]
+        self.filtered_rewards += sum(rewards)
+        self.filtered_samples += len(rewards)
 
 
 class Collector:
@@ -175,6 +189,7 @@ class Collector:
             since.resampled,
             since.resampled_tokens,
             since.interrupted,
+            since.filtered_reward,
         )
 
     def trained(self) -> None:
@@ -258,7 +273,7 @@ class Collector:
             self._scoring.add(group.id)
             reason = await self._work.finish(group)
             if reason is not None:
-                self._since.dropped[reason] += 1
+                self._since.add_filtered(group, reason)
             self._move(group, GroupState.READY if reason is None else GroupState.DROPPED, reason)
             self._ages_due |= self._judges_age and self.policy.is_too_old(group.oldest_version, self.delivered)
         except asyncio.CancelledError:
@@ -330,10 +345,12 @@ class Collector:
             if groups is not None:
                 return groups
             if self._since.dropped.total() >= self.config.max_filtered:
+                mean = self._since.filtered_reward
                 raise TrainingStopped(
                     f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) "
-                    f"before {self.policy.batch} good ones were found (rollout.max_filtered_batches): "
-                    "are the prompts all too easy or too hard for rollout.group_filter?"
+                    f"before {self.policy.batch} good ones were found (rollout.max_filtered_batches)"
+                    + (f"; the mean reward of those that were scored is {mean:.3g}" if mean is not None else "")
+                    + ": are the prompts all too easy or too hard for rollout.group_filter?"
                 )
             await self._changed.wait()
 

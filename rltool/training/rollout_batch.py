@@ -73,4 +73,6 @@ def _collection_metrics(collected: Collected, stats: ScoreStats) -> dict[str, fl
         "time/generate_seconds": collected.seconds,
         "time/reward_seconds": stats.seconds / max(stats.groups, 1),
     }
+    if collected.filtered_reward is not None:
+        metrics["rollout/filtered_reward_mean"] = collected.filtered_reward
     return metrics | {f"rollout/dropped_groups_{reason}": float(count) for reason, count in collected.dropped.items()}

@@ -743,6 +743,7 @@ def test_a_filter_drops_groups_under_its_reason_and_others_take_their_place(serv
             [rollout] = await train(service, 1)
             assert sorted(set(rollout.batch.group_ids.tolist())) == [0, 2, 4, 6]
             assert rollout.metrics["rollout/dropped_groups_odd"] == rollout.metrics["rollout/dropped_groups"] >= 3
+            assert rollout.metrics["rollout/filtered_reward_mean"] > 0
 
     asyncio.run(run())
 

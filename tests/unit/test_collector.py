@@ -149,6 +149,7 @@ def test_a_filtered_group_is_counted_and_another_prompt_takes_its_place():
         [batch] = await batches(collector := make(work, AdmissionPolicy(batch=4)), 1)
         assert [g.id for g in batch.groups] == [0, 3, 4, 5]
         assert batch.dropped == {"equal_rewards": 2} and collector.ledger.counts()["dropped"] == 2
+        assert batch.filtered_reward == sum(range(len(batch.groups[0].samples))) / len(batch.groups[0].samples)
 
     asyncio.run(run())
 
@@ -156,7 +157,7 @@ def test_a_filtered_group_is_counted_and_another_prompt_takes_its_place():
 def test_filtering_without_end_stops_the_run():
     async def run():
         work = Work(Versions(), reason=lambda g: "equal_rewards")
-        with pytest.raises(TrainingStopped, match="equal_rewards.*max_filtered_batches"):
+        with pytest.raises(TrainingStopped, match=r"equal_rewards.*max_filtered_batches\); the mean reward .* is 0.5:"):
             await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
 
     asyncio.run(run())
