@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+import torch
 from ray.exceptions import (
     GetTimeoutError,
     LocalRayletDiedError,
@@ -146,7 +147,9 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
     for name, error in failures.items():
         if has_died(error):
             return _died(name, error)
-    for error in failures.values():
+    for name, error in failures.items():
+        if isinstance(_raised(error), torch.OutOfMemoryError):
+            return _out_of_memory(name, error)
         if not is_of_a_peer(error):
             return unwrapped(error)
     name, error = next(iter(failures.items()))
@@ -215,10 +218,23 @@ def _died(name: str, error: BaseException) -> PartLost:
     return PartLost(f"{who} died: {text}. Its log tells more (`rltool logs`); go on with `rltool train --resume`")
 
 
+def _out_of_memory(name: str, error: BaseException) -> PartLost:
+    said = _root(error).partition("If reserved but unallocated memory is large")[0].strip()
+    return PartLost(
+        f"{name} ran out of GPU memory: {said} Lower trainer.max_tokens_per_micro_batch, compute activations again "
+        '(trainer.recompute = "selective" or "full"), or leave it more room beside what else is on that GPU '
+        "(--gpu-memory-utilization of engines). Then go on with `rltool train --resume`, or from the start where there "
+        "is no checkpoint yet"
+    )
+
+
 def _root(error: BaseException) -> str:
     """What was raised there, without the traceback that Ray puts around it."""
-    inner = error.cause if isinstance(error, RayTaskError) else error
-    return str(inner)
+    return str(_raised(error))
+
+
+def _raised(error: BaseException) -> BaseException | None:
+    return error.cause if isinstance(error, RayTaskError) else error
 
 
 def _listed(names: Any) -> str:

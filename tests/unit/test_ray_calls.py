@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
@@ -33,6 +34,20 @@ def test_what_a_rank_says_of_itself_comes_before_what_its_peer_says_of_it():
     assert cause({"trainer rank 0": raised(RuntimeError(GLOO)), "trainer rank 1": own}, []) is own
     own = SaveFailed("no space")
     assert cause({"a": raised(OtherRankFailed("the save failed on rank 1")), "b": raised(own)}, []) is own
+
+
+@pytest.mark.parametrize("first", ["trainer rank 0", "trainer rank 1"], ids=["alone", "beside a complaint of its peer"])
+def test_a_rank_without_gpu_memory_says_who_holds_it_and_what_to_set(first):
+    text = (
+        "CUDA out of memory. Tried to allocate 158.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 63.12 MiB "
+        "is free. Process 2353 has 8.95 GiB memory in use. If reserved but unallocated memory is large try setting "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    )
+    others = {"trainer rank 0": raised(RuntimeError(GLOO))} if first == "trainer rank 1" else {}
+    found = cause(others | {first: raised(torch.OutOfMemoryError(text))}, ["trainer rank 2"])
+    assert isinstance(found, PartLost) and str(found).startswith(f"{first} ran out of GPU memory: CUDA out of memory.")
+    assert "Process 2353 has 8.95 GiB" in str(found) and "PYTORCH" not in str(found)
+    assert "trainer.max_tokens_per_micro_batch" in str(found) and "trainer.recompute" in str(found)
 
 
 def test_a_rank_that_hangs_is_named_by_those_that_waited_for_it_in_vain():
