@@ -182,7 +182,8 @@ def test_a_killed_router_is_started_again_and_used_again(job):
     assert code == 1, output[-4000:]
     assert "router was killed by signal 9; it is started again in 0.1 s" in output
     assert "router was killed by signal 9; it stays dead: too many restarts" in output
-    assert f"the router {first.url}, through which all generation goes, has not answered for" in " ".join(output.split())
+    said = " ".join(output.split())
+    assert f"the router {first.url}, through which all generation goes, has not answered for" in said, output[-4000:]
     assert list((job.runs / "routed" / "checkpoints").glob("step_*")), "the run stopped with a checkpoint"
     assert engines_of(job, "routed") == {} and alive_with(job, "routed") == []
 
