@@ -60,7 +60,7 @@ class Restarts(Protocol):
 
 @dataclass(frozen=True)
 class _Due:
-    """at: when it is started again. was_stopped: what was left of it has been ended here already."""
+    """at: when its owner starts it again. was_stopped: what was left of it has been ended here already."""
 
     at: float
     process: RunningProcess
@@ -232,7 +232,7 @@ def supervise(
             raise process.failure(wrong)
         else:
             note(f"{process.role} {wrong}; it stays dead: too many restarts (log: {process.log})")
-            with suppress(RltoolError):  # what cannot be ended is no reason to end the others
+            with suppress(RltoolError, OSError):  # what cannot be ended is no reason to end the others
                 owner.end(process)
 
     while watched or due:
