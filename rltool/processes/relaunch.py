@@ -18,13 +18,11 @@ Launch = TypeVar("Launch")
 class Relaunch(ABC, Generic[Launch]):
     """`Restarts` (supervise.py) of one kind of process in a group."""
 
+    vital: bool
+
     def __init__(self, group: ProcessGroup, policy: RestartPolicy) -> None:
         self._group, self._policy, self._budget = group, policy, RestartBudget(policy)
         self._launches: dict[str, Launch] = {}
-
-    @property
-    @abstractmethod
-    def vital(self) -> bool: ...
 
     @abstractmethod
     def start(self, process: RunningProcess) -> RunningProcess: ...

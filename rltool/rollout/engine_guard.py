@@ -32,7 +32,8 @@ class RouterLost(GenerationLost):
 class GuardedRouter(Protocol):
     """The router's worker list (rollout/router_members.py)."""
 
-    url: str
+    @property
+    def url(self) -> str: ...
 
     @property
     def unreachable_since(self) -> float | None:

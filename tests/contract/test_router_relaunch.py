@@ -235,7 +235,7 @@ def test_engines_outlive_a_router_that_is_given_up_and_its_address_is_taken_out(
         assert serving.data_url() == serving.url
 
         def scenario() -> Iterator[Callable[[], bool]]:
-            yield serving.is_back(serving.kill_process("router"), [engine.url])
+            yield serving.is_back(serving.kill_process("router"), [str(engine.url)])
             serving.kill_process("router")
             yield lambda: serving.data_url() is None
 
