@@ -29,7 +29,10 @@ def evaluate(
     set_: Sets = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Hugging Face directory: engines are started on it for this evaluation, and stopped."),
+        typer.Option(
+            help="Hugging Face directory, or a name of the hub: engines are started on it for this evaluation, and "
+            "stopped."
+        ),
     ] = None,
     serve_flags: Annotated[
         str, typer.Option(help='With --checkpoint: options of serve-engines, such as "--device cpu --num-engines 2".')
@@ -43,6 +46,7 @@ def evaluate(
     """Evaluate the sets of [eval] with engines as they are, or with a checkpoint. No trainer, no Ray."""
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
+    from rltool.models.hub import local_model, with_local_models
     from rltool.report.eval_table import result, result_table
     from rltool.rollout.evaluation import write_evaluated
     from rltool.training.evaluate import check_alone, evaluate_alone
@@ -57,10 +61,11 @@ def evaluate(
     if serve_flags and checkpoint is None:
         raise UsageError("--serve-flags are of the engines that --checkpoint starts")
     words = _words(serve_flags)
-    if checkpoint is not None:
-        _check_checkpoint(checkpoint)
     if out is not None and not out.absolute().parent.is_dir():
         raise UsageError(f"--out {out}: {out.absolute().parent} is no directory; make it, or choose another file")
+    if checkpoint is not None:
+        checkpoint = local_model(checkpoint, setting="--checkpoint")
+        _check_checkpoint(checkpoint)
     console = Console()
 
     def say(line: str) -> None:
@@ -72,7 +77,7 @@ def evaluate(
             "eval.seed": ("--seed", seed),
             "model.path": ("--checkpoint", checkpoint),
         }
-        return load_config(TrainConfig, config or [], set_ or [], flags).config
+        return with_local_models(load_config(TrainConfig, config or [], set_ or [], flags).config, trains=False)
 
     # All of it before engines are started, which takes half a minute and more.
     settings = configured(rollout_external)

@@ -37,7 +37,7 @@ from rltool.processes.run_choice import train_command
 from rltool.processes.run_directory import RunDirectory, check_writable, open_run, plan_run
 from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_command
-from rltool.router.launch import start_planned_routers
+from rltool.router.planned import start_planned_routers
 
 console = Console()
 

@@ -40,10 +40,11 @@ class EnginesConfig(Config):
     start_router: bool = False
     """managed, colocate, serve-engines --config: start a router in front of the policy's engines."""
     max_restarts: int = Field(default=5, ge=0)
-    """managed, colocate, serve-engines --config: how often an engine that has died is started again. One that has
-    served for engines.restart_forget seconds since has all of them again; one that has none left stays dead."""
+    """managed, colocate, serve-engines --config: how often an engine that has died is started again, and a router that
+    was started with it. One that has served for engines.restart_forget seconds since has all of them again; one that
+    has none left stays dead."""
     restart_backoff: float = Field(default=1.0, gt=0)
-    """See max_restarts: seconds before the first restart of an engine, doubled with each that follows, 60 at most."""
+    """See max_restarts: seconds before the first restart of one, doubled with each that follows, 60 at most."""
     restart_forget: float = Field(default=600.0, gt=0)
     """See max_restarts."""
     groups: tuple[EngineGroup, ...] = ()
@@ -316,8 +317,9 @@ class DeadlinesConfig(Config):
     generate: float = Field(default=600.0, gt=0)
     """For one generation request at one engine; then it counts as failed there, and is sent to another."""
     engines: float = Field(default=300.0, gt=0)
-    """For engines.min_serving engines to serve, or to take weights, again; then the run ends with a checkpoint. For an
-    engine of a model that rewards ask to serve again; then these samples have no reward."""
+    """For engines.min_serving engines to serve, or to take weights, again, and for the router in front of them to
+    answer; then the run ends with a checkpoint. For an engine of a model that rewards ask to serve again; then these
+    samples have no reward."""
     bucket: float = Field(default=30.0, gt=0)
     """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
     drain: float = Field(default=120.0, gt=0)

@@ -332,7 +332,8 @@ def launch_engines(
     read_key(run.ensure_key(), f"run {run.name}")  # of an older run, it may have been edited
     living = living_engines(run)
     serve: dict[int, EngineEndpoint] = {}
-    relaunch = group.restarts = EngineRelaunch(group, order.restarts)
+    relaunch = EngineRelaunch(group, order.restarts)
+    group.restarts.append(relaunch)
     with _planned(order, run, first=max(living, default=-1) + 1) as (plan, release):
         for launches in start_order(plan.launches):
             processes = start_here(launches, group, release=release)

@@ -5,7 +5,6 @@ A run that trains with them finds them there by its probes, and brings them to i
 
 from __future__ import annotations
 
-import math
 import uuid
 
 from rltool.config.serve import EngineLaunch
@@ -13,33 +12,15 @@ from rltool.engines.endpoints import Endpoints, edit_endpoints
 from rltool.engines.engine_process import engine_spec
 from rltool.engines.liveness import LivenessFromStart
 from rltool.engines.plan import url_of
-from rltool.processes.restarts import RestartBudget, RestartPolicy
-from rltool.processes.signals import deferred_interrupts
+from rltool.processes.relaunch import Relaunch
 from rltool.processes.spawn import RunningProcess
-from rltool.processes.supervise import ProcessGroup
 
 
-class EngineRelaunch:
-    """`Restarts` of the engines in a group."""
+class EngineRelaunch(Relaunch[EngineLaunch]):
+    """`Restarts` of the engines in a group. Ended first is what a killed server leaves: its engine core, and that
+    core's GPU memory."""
 
-    def __init__(self, group: ProcessGroup, policy: RestartPolicy) -> None:
-        self._group, self._policy, self._budget = group, policy, RestartBudget(policy)
-        self._launches: dict[str, EngineLaunch] = {}
-
-    def watch(self, process: RunningProcess, launch: EngineLaunch) -> None:
-        self._launches[process.role] = launch
-
-    def owns(self, process: RunningProcess) -> bool:
-        return self._policy.most > 0 and process.role in self._launches
-
-    def delay(self, process: RunningProcess) -> float:
-        delay = self._budget.died(process.role)
-        return math.inf if delay is None else delay
-
-    def end(self, process: RunningProcess) -> None:
-        """A server that was killed leaves its engine core, and that its GPU memory."""
-        with deferred_interrupts():  # which stopping would take for impatience
-            self._group.stop([process])
+    vital = True
 
     def start(self, process: RunningProcess) -> RunningProcess:
         self.end(process)

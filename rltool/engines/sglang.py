@@ -149,6 +149,7 @@ class SglangDialect(SglangInspection, SglangClassification):
             model_id=server["served_model_name"],  # in /model_info, a load from disk replaces it by the directory
             world_size=server["tp_size"] * server["pp_size"] * replicas,
             dp_size=server["dp_size"],
+            own_seeds=server.get("enable_deterministic_inference"),
             max_model_len=models[0].get("max_model_len") if models else None,
             vocab_size=None,  # SGLang does not tell
             dtype=server["dtype"] if server["dtype"] != "auto" else None,
@@ -251,10 +252,11 @@ class SglangDialect(SglangInspection, SglangClassification):
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.
 
-        SGLang answers 400 where there is no such group or no open update. Both may well be so.
+        SGLang answers 400 where there is no such group or no open update. Both may well be so. With data parallelism it
+        has no groups: an assertion of its own, which is a 500.
         """
         return [
-            HttpRequest("POST", "/destroy_weights_update_group", {"group_name": group}, tolerate=(400,)),
+            HttpRequest("POST", "/destroy_weights_update_group", {"group_name": group}, tolerate=(400, 500)),
             HttpRequest("POST", "/end_weight_update", {}, tolerate=(400, NO_SUCH_ROUTE)),
         ]
 
@@ -297,8 +299,8 @@ class SglangDialect(SglangInspection, SglangClassification):
         }
         if launch.device == "cpu":
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-            if launch.tp > 1:
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.tp)))
+            if launch.world_size > 1:  # one core for each: else it wants a NUMA node for each
+                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.world_size)))
         return environment
 
 

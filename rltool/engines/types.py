@@ -222,6 +222,8 @@ class EngineInfo:
     model_config: dict[str, Any] = field(default_factory=dict)
     dp_size: int = 1
     """Data-parallel replicas behind its one address, where it tells."""
+    own_seeds: bool | None = None
+    """Whether the seed of a request is honoured; None where it does not tell, as vLLM, which does."""
     model_path: str | None = None
     """Where the server says that it read its model: a directory of its own host, or a name on a hub."""
     sleep_levels: tuple[int, ...] = ()

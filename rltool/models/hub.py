@@ -52,10 +52,11 @@ def local_model(path: Path, *, setting: str = "model.path") -> Path:
         raise UsageError(f"{setting}: {path} cannot be fetched from the Hugging Face hub: {reason}") from error
 
 
-def with_local_models(config: TrainConfig) -> TrainConfig:
-    """The same with a directory for every model that it names."""
-    model = _with_local(config.model, "model", ("path", "teacher_path"))
-    critic = _with_local(config.critic, "critic", ("path",))
+def with_local_models(config: TrainConfig, *, trains: bool = True) -> TrainConfig:
+    """The same with a directory for every model that it names. trains: False leaves those alone that only a trainer
+    reads."""
+    model = _with_local(config.model, "model", ("path", "teacher_path") if trains else ("path",))
+    critic = _with_local(config.critic, "critic", ("path",) if trains else ())
     models = {name: _with_local(entry, f"models.{name}", ("path",)) for name, entry in config.models.items()}
     return config.model_copy(update={"model": model, "critic": critic, "models": models})
 

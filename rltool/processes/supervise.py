@@ -32,10 +32,15 @@ from rltool.processes.stop import GRACE_SECONDS, stop_processes
 Check = Callable[[], str | None]
 
 class Restarts(Protocol):
-    """Starts processes again that have ended by themselves, or are useless."""
+    """Starts processes of one kind again that have ended by themselves, or are useless."""
+
+    @property
+    def vital(self) -> bool:
+        """Whether the last of its processes to be given up ends the others: without them these are of no use."""
+        ...
 
     def owns(self, process: RunningProcess) -> bool:
-        """False: the others end with it."""
+        """Whether it is one of its processes. One that nobody owns takes the others with it."""
         ...
 
     def delay(self, process: RunningProcess) -> float:
@@ -55,10 +60,11 @@ class Restarts(Protocol):
 
 @dataclass(frozen=True)
 class _Due:
-    """at: when it is started again. was_stopped: what was left of it has been ended here already."""
+    """at: when its owner starts it again. was_stopped: what was left of it has been ended here already."""
 
     at: float
     process: RunningProcess
+    owner: Restarts
     was_stopped: bool
 
 
@@ -79,8 +85,8 @@ class ProcessGroup:
         self.processes: list[RunningProcess] = []
         self.checks: dict[str, Check] = {}
         """Role -> what is wrong with a process that runs, or None; asked by `supervise`."""
-        self.restarts: Restarts | None = None
-        """What `supervise` does about processes that end by themselves."""
+        self.restarts: list[Restarts] = []
+        """What `supervise` does about processes that end by themselves, of each kind."""
         self.before_stop: Callable[[], None] = lambda: None
         """Called before an orderly end (Ctrl-C, SIGTERM) stops the processes; not where one has failed. What it raises
         is noted, and keeps no process alive."""
@@ -201,42 +207,42 @@ def supervise(
     processes: Sequence[RunningProcess],
     *,
     checks: Mapping[str, Check] | None = None,
-    restarts: Restarts | None = None,
+    restarts: Sequence[Restarts] = (),
     poll: float = 0.2,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
     note: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself, or the
-    check of its role finds it useless, unless `restarts` has a word for it.
+    check of its role finds it useless, unless one of `restarts` has a word for it.
 
     Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
     """
     watched, due = list(processes), list[_Due]()
 
     def ended(process: RunningProcess, wrong: str, *, was_stopped: bool = False) -> None:
-        if restarts is None or not restarts.owns(process):
+        owner = next((one for one in restarts if one.owns(process)), None)
+        if owner is None:
             raise process.failure(wrong)
-        delay = restarts.delay(process)
+        delay = owner.delay(process)
         if delay < math.inf:
-            due.append(_Due(clock() + delay, process, was_stopped))
+            due.append(_Due(clock() + delay, process, owner, was_stopped))
             note(f"{process.role} {wrong}; it is started again in {delay:g} s (log: {process.log})")
-        elif not due and not any(map(restarts.owns, watched)):
+        elif owner.vital and not any(map(owner.owns, [*watched, *(one.process for one in due)])):
             raise process.failure(wrong)
         else:
             note(f"{process.role} {wrong}; it stays dead: too many restarts (log: {process.log})")
-            with suppress(RltoolError):  # what cannot be ended is no reason to end the others
-                restarts.end(process)
+            with suppress(RltoolError, OSError):  # what cannot be ended is no reason to end the others
+                owner.end(process)
 
     while watched or due:
         for one in [one for one in due if clock() >= one.at]:
-            assert restarts is not None
             due.remove(one)
             if not one.was_stopped and was_asked_to_stop(one.process):
                 note(f"{one.process.role} was stopped")
                 continue
             try:
-                watched.append(restarts.start(one.process))
+                watched.append(one.owner.start(one.process))
             except (RltoolError, OSError) as error:
                 ended(one.process, f"could not be started again: {error}", was_stopped=True)
         for process in list(watched):

@@ -1,9 +1,11 @@
-"""Whether enough engines are left to go on with, and what to say when they do not come back."""
+"""Whether enough engines are left to go on with, and the router in front of them; what to say when they do not come
+back."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
@@ -15,13 +17,34 @@ LOG_LINES = 6
 """Of each engine's log in the error that ends a run."""
 
 
-class TooFewEngines(RltoolError):
-    """Fewer engines than engines.min_serving, for longer than deadlines.engines."""
+class GenerationLost(RltoolError):
+    """Nobody has been there to generate for longer than deadlines.engines."""
+
+
+class TooFewEngines(GenerationLost):
+    """Fewer engines than engines.min_serving."""
+
+
+class RouterLost(GenerationLost):
+    """The router that all requests go through does not answer."""
+
+
+class GuardedRouter(Protocol):
+    """The router's worker list (rollout/router_members.py)."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def unreachable_since(self) -> float | None:
+        """On the guard's clock; None: it answers."""
+        ...
 
 
 class EngineGuard:
     """endpoints: of the members, by URL, a live view. deadline: seconds (deadlines.engines). An engine that is paused
-    for a sync counts, and one that sleeps while the trainer has its GPUs: both have deadlines of their own."""
+    for a sync counts, and one that sleeps while the trainer has its GPUs: both have deadlines of their own. router:
+    None where engines are asked directly."""
 
     def __init__(
         self,
@@ -30,10 +53,11 @@ class EngineGuard:
         *,
         min_serving: int,
         deadline: float,
+        router: GuardedRouter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet, self._endpoints, self._clock = fleet, endpoints, clock
-        self._min_serving, self._deadline = min_serving, deadline
+        self._min_serving, self._deadline, self._router = min_serving, deadline, router
         self._since: float | None = None
 
     @property
@@ -42,7 +66,8 @@ class EngineGuard:
         return self._since is not None
 
     def check(self) -> None:
-        """To be called every second or so. TooFewEngines once it has lasted too long."""
+        """To be called every second or so. TooFewEngines, RouterLost once it has lasted too long."""
+        self._check_router()
         there = [m for m in self._fleet.members() if m.state is State.READY or m.state in QUIET]
         if len(there) >= self._min_serving:
             self._since = None
@@ -51,6 +76,18 @@ class EngineGuard:
         self._since = self._since if self._since is not None else now
         if now - self._since >= self._deadline:
             raise TooFewEngines(self.explain())
+
+    def _check_router(self) -> None:
+        """A run never leaves its router by itself: whoever set it up may mean it to choose."""
+        since = self._router.unreachable_since if self._router is not None else None
+        if self._router is None or since is None or self._clock() - since < self._deadline:
+            return
+        raise RouterLost(
+            f"the router {self._router.url}, through which all generation goes, has not answered for "
+            f"{self._clock() - since:.0f} s (deadlines.engines = {self._deadline:g} s). Start it again at that address "
+            "(`rltool router --port`), or leave it out (engines.router, data_url in endpoints.json), and go on with "
+            "`rltool train --resume`"
+        )
 
     def explain(self) -> str:
         """Each engine, its reason, the end of its log where that is on this host, and what to do."""

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, Member, State, Transition
 from rltool.engines.fleet_state import QUIET
-from rltool.errors import EngineError, TrainingStopped
+from rltool.errors import EngineError, EngineUnreachable, TrainingStopped
 from rltool.router.workers import Worker
 
 REMOVE_SECONDS = 10.0
@@ -109,11 +109,18 @@ class RouterMembers:
         self._router, self._fleet, self._endpoints = router, fleet, endpoints
         self._foreign, self._on_refused, self._log, self._clock = foreign, on_refused, log, clock
         self.counts: Counter[str] = Counter()
+        self.unreachable_since: float | None = None
+        """When the router first gave no answer of those looks that are without one; None: it gave one at the last."""
         self._renew = set(away)
         self._registrations: dict[str, _Registration] = {}
         self._refused = False
         self._trouble: str | None = None
         self._lock = asyncio.Lock()
+
+    @property
+    def url(self) -> str:
+        """Of the router."""
+        return self._router.url
 
     def note(self, transition: Transition) -> None:
         """An engine's state has changed. One that may not serve now is renewed at the next look, whatever it is by
@@ -131,8 +138,11 @@ class RouterMembers:
                 await self._follow()
             except EngineError as error:
                 self.counts["failures"] += 1
+                silent = isinstance(error, EngineUnreachable)
+                self.unreachable_since = (self.unreachable_since or self._clock()) if silent else None
                 self._say(f"router {self._router.url}: {error}")
             else:
+                self.unreachable_since = None
                 if self._trouble is not None:
                     self._log(f"router {self._router.url}: its workers are those of the fleet again")
                     self._trouble = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +13,7 @@ from pathlib import Path
 from rltool.config.router import RouterConfig
 from rltool.config.serve import POLICY
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, files_in, resolve
-from rltool.engines.launch import Order
-from rltool.engines.plan import planned_routers, router_role
+from rltool.engines.plan import router_role
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, EngineUnreachable, UsageError
@@ -111,6 +110,32 @@ def router_argv(
     return (*argv, "--pd-disaggregation") if disaggregated else argv
 
 
+@dataclass(frozen=True)
+class RouterLaunch:
+    """One router, as often as it is started. name: the model's; config: with its port; key_file: with the key that it
+    demands; disaggregated: see router_argv."""
+
+    name: str
+    config: RouterConfig
+    key_file: Path
+    disaggregated: bool
+
+    @property
+    def endpoint(self) -> EngineEndpoint:
+        url = http_url(self.config.host, self.config.port)
+        return EngineEndpoint(url=url, dialect="sglang", key_file=self.key_file)
+
+    def start(self, group: ProcessGroup, *, log: Path | None = None) -> RunningProcess:
+        """It knows no worker yet. log: see spawn.start."""
+        with reserved_ports(1) as metrics:
+            argv = router_argv(
+                self.config, port=self.config.port, prometheus_port=metrics.ports[0], key_file=self.key_file,
+                disaggregated=self.disaggregated,
+            )  # fmt: skip
+            metrics.release()
+            return group.start(ProcessSpec(router_role(self.name), argv, url=self.endpoint.url), log=log)
+
+
 def start_router(
     config: RouterConfig,
     model: ModelEndpoints,
@@ -118,10 +143,11 @@ def start_router(
     *,
     name: str = POLICY,
     endpoints_file: Path | None = None,
+    started: Callable[[RunningProcess, RouterLaunch], None] = lambda *_: None,
     report: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Start a router for the model called `name` in `group`, register every engine, wait until it serves, write
-    data_url; returns the router's URL.
+    data_url; returns the router's URL. started: called when it serves.
 
     Raises UsageError for an engine that cannot stand behind it, ProcessFailed if the router dies, EngineError if a
     worker is not registered in time.
@@ -133,21 +159,17 @@ def start_router(
     disaggregated = any(engine.role == "prefill" for engine in routed)
     engines = _probed(routed, config.ready_timeout, report)
     key_file = router_key_file(config, engines, group.run)
-    with reserved_ports(1, host=config.host, first=config.port) as main, reserved_ports(1) as metrics:
-        argv = router_argv(
-            config, port=main.ports[0], prometheus_port=metrics.ports[0], key_file=key_file,
-            disaggregated=disaggregated,
-        )  # fmt: skip
-        url = http_url(config.host, main.ports[0])
+    with reserved_ports(1, host=config.host, first=config.port) as main:
+        at_port = config.model_copy(update={"port": main.ports[0]})
+        launch = RouterLaunch(name, at_port, key_file, disaggregated)
         main.release()
-        metrics.release()
-        process = group.start(ProcessSpec(role=router_role(name), argv=argv, url=url))
-    router = EngineEndpoint(url=url, dialect="sglang", key_file=key_file)
+        process = launch.start(group)
     with waiting(f"registering {_count(engines)} (--ready-timeout = {config.ready_timeout:g} s)", report):
-        _register(process, router, engines, config.ready_timeout, report)
+        _register(process, launch.endpoint, engines, config.ready_timeout, report)
     if endpoints_file is not None:
-        set_data_url(endpoints_file, model, url)
-    return url
+        set_data_url(endpoints_file, model, launch.endpoint.url)
+    started(process, launch)
+    return launch.endpoint.url
 
 
 def set_data_url(file: Path, model: ModelEndpoints, url: str | None) -> None:
@@ -173,22 +195,6 @@ def forget_router(file: Path, url: str) -> None:
     for model in endpoints.models.values():
         if model.data_url == url:
             set_data_url(file, model, None)
-
-
-def start_planned_routers(
-    order: Order, engines: Mapping[str, Sequence[EngineEndpoint]], group: ProcessGroup,
-    *, report: Callable[[str], None] = lambda _: None,
-) -> dict[str, str]:  # fmt: skip
-    """A router for each model that the order wants one for, its address written into the run's endpoints.json; URLs by
-    model. engines: those that serve, by model. Raises as `start_router`."""
-    urls = {}
-    for router in planned_routers(order.groups, order.models):
-        model = ModelEndpoints(engines=tuple(engines[router.model]))
-        urls[router.model] = start_router(
-            RouterConfig(), model, group, name=router.model, endpoints_file=group.run.endpoints_file, report=report
-        )
-        report(f"router of {router.model} ready: {urls[router.model]}")
-    return urls
 
 
 def running_router(run: RunDirectory, name: str = POLICY) -> EngineEndpoint:

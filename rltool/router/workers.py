@@ -74,8 +74,7 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
     if known is not None and known.healthy:
         # Not asked again: the router would register it a second time in its own time, and so undo a removal meanwhile.
         return known
-    accepted = _call(router, HttpRequest("POST", "/workers", registration(engine)))
-    job = f"/workers/{accepted['worker_id']}"
+    job = ask_to_add(router, engine)
 
     def registered() -> Worker | None:
         worker = find_worker(list_workers(router), engine.url)
@@ -85,6 +84,12 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
         return None
 
     return _until(registered, timeout, f"{router.url} did not register {engine.url} as a healthy worker")
+
+
+def ask_to_add(router: EngineEndpoint, engine: EngineEndpoint) -> str:
+    """Ask for an engine's registration; the list shows what comes of it. Returns the path of the job."""
+    accepted = _call(router, HttpRequest("POST", "/workers", registration(engine)))
+    return f"/workers/{accepted['worker_id']}"
 
 
 def remove_worker(router: EngineEndpoint, url: str, *, timeout: float) -> bool:

@@ -43,8 +43,8 @@ class EvaluationEngines:
         await self._members.start()
 
     async def hold(self, step: int) -> SyncReport:
-        """Bring them to the weights after `step` training steps; the ranks are idle meanwhile. TooFewEngines where none
-        takes them within deadlines.engines."""
+        """Bring them to the weights after `step` training steps; the ranks are idle meanwhile. GenerationLost where
+        none takes them within deadlines.engines."""
         assert self._members.weights is not None
         return await self._members.weights.update(step)
 

@@ -5,7 +5,8 @@ trainer's, and ends them.
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
                    close     all are ended, whichever way the run ends
 
-Starting them again when they die is the rollout manager's business (rollout/engine_restarts.py).
+Starting engines again when they die is the rollout manager's business (rollout/engine_restarts.py); routers are watched
+here, in a thread.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
 from rltool.processes.supervise import ProcessGroup
-from rltool.router.launch import start_planned_routers
+from rltool.processes.watching import Watching
+from rltool.router.planned import start_planned_routers
 from rltool.training.console import LoggedConsole
 from rltool.training.engine_host import EngineHost, HostHandles
 from rltool.training.placement import PlacementPlan
@@ -133,6 +135,7 @@ class ManagedEngines:
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
         group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
         routers = start_planned_routers(self._order, found, group, report=self._console.say)
+        self._routers.enter_context(Watching(group, self._console.say))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 
     def handles(self) -> HostHandles:

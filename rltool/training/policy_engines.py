@@ -71,13 +71,14 @@ class PolicyEngines:
             min_serving=config.engines.min_serving, judge=book if syncing else None,
             saw_version=self.ownership.saw, clock=clock,
         )  # fmt: skip
+        router = self._router_members(engines.router) if engines.router else None
         self.guard = EngineGuard(
             fleet, self.endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
-            clock=clock,
+            router=router, clock=clock,
         )  # fmt: skip
         self.monitor = FleetMonitor(
             client, fleet, self.endpoints, self.infos,
-            router=self._router_members(engines.router) if engines.router else None, restart=hooks.restart,
+            router=router, restart=hooks.restart,
             on_change=self.plane.changed, saw_version=self.ownership.saw, log=say, clock=clock,
         )  # fmt: skip
         self.weights = self._weight_updates(syncing, vocab_size) if syncing else None

@@ -365,13 +365,32 @@ def uncompared(fleet: ProbedFleet) -> list[str]:
     ]
 
 
+def alike_replicas(fleet: ProbedFleet) -> list[str]:
+    """A line for engines whose data-parallel replicas draw the same random numbers: SGLang gives all the one
+    --random-seed (managers/tp_worker.py), so that equal prompts which reach them in turn get equal samples."""
+    urls = [url for url, info in fleet.infos.items() if info.dialect == "sglang" and _draws_alike(info)]
+    if not urls:
+        return []
+    return [
+        f"{', '.join(urls)}: SGLang starts all data-parallel replicas of a server with one random seed, so they may "
+        "give the same samples of a prompt, which are worth one: start engines in their place (count of a group, "
+        "--num-engines), which have seeds of their own, or use --enable-deterministic-inference, which takes one for "
+        "each sample"
+    ]
+
+
+def _draws_alike(info: EngineInfo) -> bool:
+    return info.dp_size > 1 and not info.own_seeds
+
+
 def describe_engines(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
     """Lines for the log of a run and for its dry run."""
     absent = [
         f"engine {endpoint.url} does not answer: the run goes on without it, and takes it in when it does ({why})"
         for endpoint, why in fleet.absent.items()
     ]
-    return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *uncompared(fleet), *absent]
+    facts = [*uncompared(fleet), *alike_replicas(fleet), *absent]
+    return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *facts]
 
 
 def describe_fleet(fleet: ProbedFleet) -> str:

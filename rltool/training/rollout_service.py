@@ -27,7 +27,7 @@ from rltool.errors import RltoolError, UnknownEngine, UsageError
 from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
-from rltool.rollout.engine_guard import TooFewEngines
+from rltool.rollout.engine_guard import GenerationLost
 from rltool.rollout.engine_rates import EngineRates
 from rltool.rollout.engine_restarts import EngineRestarts
 from rltool.rollout.evaluation import Evaluated
@@ -80,7 +80,7 @@ class RolloutService:
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
         self._stopping = self._closed = False
-        self._too_few: TooFewEngines | None = None
+        self._lost: GenerationLost | None = None
 
     # -- life
 
@@ -290,8 +290,8 @@ class RolloutService:
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
             ) from error
         except asyncio.CancelledError:
-            if self._too_few is not None:
-                raise self._too_few from None
+            if self._lost is not None:
+                raise self._lost from None
             raise CollectionInterrupted("the evaluation was interrupted: the run is stopping") from None
         finally:
             self._evaluations.discard(task)
@@ -357,15 +357,15 @@ class RolloutService:
         self._log(line)
 
     async def _guard_engines(self) -> None:
-        """Ends the waits of a run that has had too few engines for too long."""
-        while self._too_few is None:
+        """Ends the waits of a run that has had too few engines, or no router, for too long."""
+        while self._lost is None:
             await asyncio.sleep(GUARD_SECONDS)
             try:
                 self._policy.guard.check()
                 if self._held is not None and self._evaluations:
                     self._held.check()
-            except TooFewEngines as error:
-                self._too_few = error
+            except GenerationLost as error:
+                self._lost = error
                 self.collector.fail(error)
                 for task in self._evaluations:
                     task.cancel()

@@ -44,7 +44,7 @@ class WeightUpdates:
 
     async def update(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps. While there is none that takes them, it is
-        tried again: TooFewEngines when that has lasted too long, CollectionInterrupted when the run is stopping.
+        tried again: GenerationLost when that has lasted too long, CollectionInterrupted when the run is stopping.
 
         WeightSyncFailed where all engines sample something else than the trainer twice in a row; once may be an engine
         that was started again between its update and the comparison.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,37 +17,26 @@ from rltool.engines.plan import Model
 from rltool.engines.sync_client import probe
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartPolicy
-from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import ProcessState, is_alive, read_state
 from rltool.processes.stop_run import stop_run
-from rltool.processes.supervise import ProcessGroup, supervise
+from rltool.processes.supervise import ProcessGroup
 from tests.contract.fakes.engine_process import write_python
-
-SECONDS = 60.0
-Scenario = Callable[[], Iterator[Callable[[], bool]]]
+from tests.contract.supervised import SECONDS, Over, Supervised
 
 
-class Over(Exception):
-    """The scenario was played."""
+class Serving(Supervised):
+    """Two engines in a group of their own."""
 
-
-class Serving:
-    """Two engines in a group of their own; `play` watches them while a scenario goes on."""
-
-    def __init__(
-        self, run: RunDirectory, model: Path, python: Path, group: ProcessGroup, most: int, backoff: float
-    ) -> None:
-        self.run, self.group, self.now = run, group, 0.0
-        self.said: list[str] = []
+    def __init__(self, model: Path, python: Path, group: ProcessGroup, most: int, backoff: float) -> None:
+        super().__init__(group)
         engines = EngineGroup(device="cpu", count=2, engine_python=python, ready_timeout=SECONDS)
         order = Order((engines,), {"policy": Model(model)}, RestartPolicy(most, backoff))
         self.first = launch_engines(order, group)["policy"]
 
     def state(self, number: int) -> ProcessState:
-        state = read_state(self.run, f"engine-{number}")
-        assert state is not None
-        return state
+        return self.process(f"engine-{number}")
 
     def listed(self) -> list[EngineEndpoint]:
         return list(Endpoints.load(self.run.endpoints_file).models["policy"].engines)
@@ -71,30 +57,7 @@ class Serving:
         return True
 
     def kill(self, number: int) -> ProcessState:
-        state = self.state(number)
-        os.kill(state.pid, signal.SIGKILL)
-        return state
-
-    def play(self, scenario: Scenario) -> None:
-        """The scenario yields what is waited for."""
-        waits, ends = scenario(), time.monotonic() + SECONDS
-        until: Callable[[], bool] = lambda: True  # noqa: E731
-
-        def sleep(_seconds: float) -> None:
-            nonlocal until
-            time.sleep(0.02)
-            assert time.monotonic() < ends, f"never happened; said: {self.said}"
-            while until():
-                following = next(waits, None)
-                if following is None:
-                    raise Over
-                until = following
-
-        group, began = self.group, time.monotonic()
-        supervise(
-            group.processes, checks=group.checks, restarts=group.restarts, sleep=sleep, note=self.said.append,
-            clock=lambda: time.monotonic() - began + self.now,
-        )  # fmt: skip
+        return self.kill_process(f"engine-{number}")
 
 
 @pytest.fixture
@@ -104,7 +67,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (model / "pytorch_model.bin").touch()
     with ProcessGroup(run) as group:
-        yield lambda most, backoff=0.05: Serving(run, model, write_python(tmp_path), group, most, backoff)
+        yield lambda most, backoff=0.05: Serving(model, write_python(tmp_path), group, most, backoff)
 
 
 def test_an_engine_that_is_killed_serves_again_at_its_address_and_the_other_goes_on(serving):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from contextlib import ExitStack
 
 import pytest
@@ -14,13 +16,15 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, TrainingStopped, UnknownEngine, UsageError
-from rltool.processes.run_directory import open_run
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.state import read_state
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.rollout.engine_guard import RouterLost
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.router.launch import running_router, start_router
 from rltool.router.workers import add_worker, list_workers
-from rltool.training import fleet_membership, weight_updates
+from rltool.training import fleet_membership, rollout_service, weight_updates
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService
 from tests.contract.fakes.vllm import FakeVllm
@@ -505,6 +509,32 @@ def test_the_router_has_exactly_the_engines_that_serve_whoever_comes_and_goes(se
 
     engines = (leaving, staying)
     serve(work, *engines, router=router, key_file=router.key_file)
+
+
+def test_a_router_that_is_gone_for_good_ends_the_run_and_no_group_is_lost(serve, behind_router, monkeypatch):
+    """Its requests would be tried again for ever: the engines serve."""
+    (first, second, _), router = behind_router
+    monkeypatch.setattr(rollout_service, "GUARD_SECONDS", 0.01)
+
+    async def work(run: Run):
+        await a_step(run, 0)
+        await run.service.sync_weights(1)
+        kill_router(router)
+        with pytest.raises(RouterLost, match=rf"{router.url}, through which .*deadlines.engines = 0.5 s"):
+            await run.service.next_batch(1)
+        assert {run.state(engine) for engine in (first, second)} == {State.READY}
+        run.service.collector.ledger.check()
+        assert run.service.collector.ledger.counts()["partial"] == 4
+
+    policy = FleetPolicy(probe_seconds=0.05)
+    serve(work, first, second, policy=policy, router=router, key_file=router.key_file, deadlines={"engines": 0.5})
+
+
+def kill_router(router: EngineEndpoint) -> None:
+    assert router.key_file is not None
+    state = read_state(RunDirectory(router.key_file.parent.parent), "router")
+    assert state is not None and state.url == router.url
+    os.kill(state.pid, signal.SIGKILL)
 
 
 def test_a_foreign_worker_ends_the_run_where_it_is_refused(serve, behind_router):

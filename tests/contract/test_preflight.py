@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 from aiohttp import web
@@ -72,6 +73,24 @@ def test_engines_given_as_host_and_port_are_recognised_and_counted(configure, fa
         fleet = preflight(configure(fake_vllm.url.removeprefix("http://"), other.url))
     assert {e.dialect for e in fleet.endpoints.engines} == {"vllm"} and fleet.total_world_size == 2
     assert describe_fleet(fleet).startswith("2 x vllm")
+
+
+@pytest.mark.parametrize(
+    ("facts", "is_said"),
+    [
+        ({"dialect": "sglang", "dp_size": 2}, True),
+        ({"dialect": "sglang", "dp_size": 2, "own_seeds": False}, True),
+        ({"dialect": "sglang", "dp_size": 2, "own_seeds": True}, False),
+        ({"dialect": "sglang", "dp_size": 1, "own_seeds": False}, False),
+        ({"dialect": "vllm", "dp_size": 2}, False),
+    ],
+)
+def test_replicas_that_draw_the_same_numbers_are_named(configure, fake_vllm, facts, is_said):
+    config = configure(fake_vllm.url)
+    fleet = preflight(config)
+    alike = replace(fleet, infos={url: replace(info, **facts) for url, info in fleet.infos.items()})
+    said = [line for line in describe_engines(alike, config) if "one random seed" in line]
+    assert [line.startswith(f"{fake_vllm.url}: SGLang") for line in said] == [True] * is_said
 
 
 def test_every_address_that_does_not_answer_is_named(configure, fake_vllm):

@@ -22,7 +22,8 @@ from rltool.errors import EngineError, UsageError
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.rollout.data_plane import DataPlane
-from rltool.router.launch import running_router, start_planned_routers, start_router
+from rltool.router.launch import running_router, start_router
+from rltool.router.planned import start_planned_routers
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 from tests.contract.router_workers import FakeWorker
 

@@ -21,6 +21,7 @@ from rltool.weights import engine_calls, liveness
 from rltool.weights import sync as sync_module
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
+from rltool.weights.transport import transport
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
@@ -584,17 +585,15 @@ def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_pat
 # -- several transports
 
 
-def on_disk_alone(r: Rig, engine: FakeSglang) -> None:
-    """SGLang with data parallelism joins no update group."""
-    r.infos[engine.url] = replace(r.infos[engine.url], dp_size=2)
+REPLICAS = 2
+"""SGLang with data parallelism joins no update group: its weights lie on disk."""
 
 
 def test_one_sync_feeds_gloo_and_disk_engines_from_one_gather(stack, two, tmp_path):
-    sglang = stack.enter_context(FakeSglang())
+    sglang = stack.enter_context(FakeSglang(dp=REPLICAS))
 
     async def run() -> None:
         async with rig(*two, sglang, directory=tmp_path, transport="auto") as r:
-            on_disk_alone(r, sglang)
             gathers, stream = [], r.ranks.stream
             r.ranks.stream = lambda step: gathers.append(step) or stream(step)
             for step in (1, 2):
@@ -616,24 +615,36 @@ def test_one_sync_feeds_gloo_and_disk_engines_from_one_gather(stack, two, tmp_pa
 
 
 def test_an_sglang_that_was_started_without_weights_takes_them_from_a_directory(stack, two, tmp_path):
-    sglang = stack.enter_context(FakeSglang())
+    sglang = stack.enter_context(FakeSglang(dp=REPLICAS))
     sglang.load_format = "dummy"
 
     async def run() -> None:
         async with rig(two[0], sglang, directory=tmp_path, transport="auto") as r:
-            on_disk_alone(r, sglang)
             assert (await r.sync.sync(version(1))).failed == {}
 
     asyncio.run(run())
 
 
+def test_an_update_that_was_left_open_in_an_sglang_with_replicas_is_closed_before_the_next(stack, tmp_path):
+    sglang = stack.enter_context(FakeSglang(dp=REPLICAS))
+
+    async def run() -> None:
+        async with rig(sglang, directory=tmp_path, transport="auto") as r:
+            left = transport("sglang", "disk").control.begin()  # by a trainer that died
+            await r.client.run(r.endpoints[sglang.url], left, timeout=5.0)
+            report = await r.sync.sync(version(1))
+            assert (report.updated, report.failed) == ((sglang.url,), {})
+            assert await r.sync.leave() == {}
+
+    asyncio.run(run())
+
+
 def test_a_directory_that_cannot_be_written_fails_the_engines_that_read_it_alone(stack, two, tmp_path):
-    sglang = stack.enter_context(FakeSglang())
+    sglang = stack.enter_context(FakeSglang(dp=REPLICAS))
     (tmp_path / "weights").write_text("a file where the directory should be")
 
     async def run() -> None:
         async with rig(two[0], sglang, directory=tmp_path, transport="auto") as r:
-            on_disk_alone(r, sglang)
             report = await r.sync.sync(version(1))
             assert report.updated == (two[0].url,) and report.failed.keys() == {sglang.url}
             assert "sending weights" in report.failed[sglang.url] and "weights" in report.failed[sglang.url]

@@ -15,7 +15,7 @@ import pytest
 
 from rltool.engines.endpoints import Endpoints
 from rltool.processes.run_directory import RunDirectory
-from rltool.processes.state import ProcessState, read_states
+from rltool.processes.state import ProcessState, read_state, read_states
 from rltool.processes.stop import process_tree
 from tests.e2e.job import Job, write_job
 
@@ -141,6 +141,51 @@ def test_killed_engines_are_started_again_and_used_again(job):
     assert output.count("started again in 0.1 s (restart 1)") == 2, output[-4000:]
     assert "model judge: engine" in output
     assert engines_of(job, "kills") == {} and alive_with(job, "kills") == []
+
+
+@pytest.mark.long
+def test_a_killed_router_is_started_again_and_used_again(job):
+    """All generation goes through it: after the kill no step can be done without the new one. When it has no restart
+    left the run says so and ends, although its engine serves."""
+    sets = [
+        *MANAGED, POLICY, "steps=100000", "engines.start_router=true", "engines.max_restarts=1",
+        "engines.restart_backoff=0.1", "deadlines.engines=10",
+    ]  # fmt: skip
+    process = job.start("train", "routed", sets=sets)
+
+    def until(condition) -> None:
+        wait_for(condition, process, job, "routed")
+
+    def steps() -> int:
+        return len(job.steps("routed")) if (job.runs / "routed" / "metrics.jsonl").exists() else 0
+
+    def router() -> ProcessState | None:
+        return read_state(RunDirectory(job.runs / "routed"), "router")
+
+    try:
+        until(lambda: steps() >= 2)
+        first = router()
+        assert first is not None
+        os.kill(first.pid, signal.SIGKILL)
+        until(lambda: (now := router()) is not None and now.pid != first.pid)
+        now = steps()
+        until(lambda: steps() >= now + 3)
+        second = router()
+        assert second is not None and (second.url, second.log) == (first.url, first.log)
+        os.kill(second.pid, signal.SIGKILL)
+        code = process.wait(PATIENCE)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        stop(job, "routed")
+    output = job.output("routed")
+    assert code == 1, output[-4000:]
+    assert "router was killed by signal 9; it is started again in 0.1 s" in output
+    assert "router was killed by signal 9; it stays dead: too many restarts" in output
+    said = " ".join(output.split())
+    assert f"the router {first.url}, through which all generation goes, has not answered for" in said, output[-4000:]
+    assert list((job.runs / "routed" / "checkpoints").glob("step_*")), "the run stopped with a checkpoint"
+    assert engines_of(job, "routed") == {} and alive_with(job, "routed") == []
 
 
 def victim_log(job: Job, role: str) -> Path:

@@ -115,3 +115,68 @@ def test_a_good_end_leaves_no_run_and_says_nothing_of_engines_that_are_gone(star
     assert "Ctrl-C ends them" not in output and "the fleet" in output
 
 
+
+
+@pytest.fixture
+def hub(monkeypatch, tiny_tied_dir):
+    """The names that are fetched from the hub, each of which leads to the tiny model."""
+    fetched = []
+
+    def download(name, *, revision, allow_patterns):
+        fetched.append((name, revision))
+        return str(tiny_tied_dir)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    return fetched
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """The configurations that engines were to be asked with; none is."""
+    found = []
+
+    def probe(*_, **__):
+        raise EngineUnreachable("nobody is there")
+
+    monkeypatch.setattr("rltool.training.preflight.resolve_endpoints", found.append)
+    monkeypatch.setattr("rltool.training.preflight.probe_fleet", probe)
+    return found
+
+
+def test_a_checkpoint_may_be_a_name_of_the_hub(started, arguments, hub, evaluated, tiny_tied_dir, capsys):
+    arguments[2] = "acme/policy@v2"
+    code, output = evaluate(arguments, capsys)
+    assert (code, hub) == (1, [("acme/policy", "v2")]), output
+    assert str(tiny_tied_dir) in started.commands[0], "engines load what was fetched"
+    assert evaluated[0].model.path == tiny_tied_dir, "and the tokenizer is its own"
+
+
+def test_the_model_of_engines_that_run_may_be_a_name_and_what_only_a_trainer_reads_is_not_fetched(
+    started, arguments, hub, evaluated, tiny_tied_dir, capsys
+):
+    named = ["model.path=acme/policy", "models.judge.path=acme/judge", "model.teacher_path=acme/teacher"]
+    sets = [word for one in [*named, "critic.path=acme/critic"] for word in ("--set", one)]
+    code, output = evaluate(["eval", "--rollout-external", "127.0.0.1:9", *arguments[3:], *sets], capsys)
+    assert (code, hub) == (1, [("acme/policy", None), ("acme/judge", None)]), output
+    assert evaluated[0].model.path == evaluated[0].models["judge"].path == tiny_tied_dir
+
+
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--checkpoint", "acme/absent"], "--checkpoint"),
+        (["--rollout-external", "127.0.0.1:9", "--set", "model.path=acme/absent"], "model.path"),
+    ],
+)
+def test_a_name_that_cannot_be_fetched_is_refused_in_the_words_of_train(
+    started, arguments, monkeypatch, tmp_path, capsys, words, setting
+):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    code, output = evaluate(["eval", *words, *arguments[3:]], capsys)
+    said = " ".join(output.split())
+    assert code == 2 and not started.commands
+    assert f"{setting}: acme/absent is not (or not completely) in the cache of the Hugging Face hub" in said
+    assert "`hf download acme/absent`" in said

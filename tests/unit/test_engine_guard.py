@@ -6,7 +6,7 @@ import pytest
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
-from rltool.rollout.engine_guard import EngineGuard, TooFewEngines
+from rltool.rollout.engine_guard import EngineGuard, RouterLost, TooFewEngines
 from tests.clock import Clock
 
 A, B = "http://a:1", "http://b:1"
@@ -74,3 +74,41 @@ def test_the_error_names_each_engine_its_reason_its_log_the_deadline_and_the_nex
     assert "| CUDA out of memory" in text
     assert "min_serving = 1, waited 31 s (deadlines.engines = 30 s)" in text
     assert "rltool serve-engines" in text and "rltool train --resume" in text
+
+
+# -- the router in front
+
+
+class Router:
+    url = "http://router:1"
+    unreachable_since: float | None = None
+
+
+@pytest.fixture
+def routed(fleet, clock):
+    """A router and what guards it, in front of engines that serve."""
+    router = Router()
+    endpoints = {url: EngineEndpoint(url=url) for url in (A, B)}
+    return router, EngineGuard(fleet, endpoints, min_serving=1, deadline=30.0, router=router, clock=clock)
+
+
+def test_a_router_that_comes_back_in_time_is_no_error(routed, clock):
+    router, watch = routed
+    router.unreachable_since = clock()
+    clock.now += 29
+    watch.check()
+    router.unreachable_since = None
+    clock.now += 1000
+    watch.check()
+
+
+def test_a_router_that_does_not_come_back_ends_the_run_although_engines_serve(routed, clock):
+    router, watch = routed
+    router.unreachable_since = clock()
+    clock.now += 31
+    with pytest.raises(RouterLost) as error:
+        watch.check()
+    text = str(error.value)
+    assert "the router http://router:1, through which all generation goes, has not answered for 31 s" in text
+    assert "deadlines.engines = 30 s" in text
+    assert "rltool router --port" in text and "rltool train --resume" in text

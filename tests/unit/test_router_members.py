@@ -231,6 +231,27 @@ def test_a_router_that_is_down_is_said_once_and_followed_again():
     assert rig.lines[1:] == [f"router {Router.url}: its workers are those of the fleet again"]
 
 
+def test_since_when_a_router_gives_no_answer_is_known_until_it_gives_one():
+    rig = Rig(Router(A, B)).synced(A, B)
+    rig.router.down, rig.now = True, 10.0
+    rig.look()
+    rig.now = 20.0
+    rig.look()
+    assert rig.members.unreachable_since == 10.0
+    rig.router.down = False
+    rig.look()
+    assert rig.members.unreachable_since is None
+
+
+def test_a_router_that_answers_and_does_not_do_as_it_is_told_is_there(monkeypatch):
+    rig = ticking(Rig(Router(A, B)).synced(B), monkeypatch)
+    rig.router.down = True
+    rig.look()
+    rig.router.down, rig.router.stubborn = False, True
+    rig.look()
+    assert rig.members.counts["failures"] == 2 and rig.members.unreachable_since is None
+
+
 def test_a_worker_that_does_not_leave_is_named_and_waited_for_in_bounded_time(monkeypatch):
     rig = ticking(Rig(Router(A, B)).synced(B), monkeypatch)
     rig.router.stubborn = True

@@ -364,6 +364,12 @@ def test_leaving_a_transfer_that_is_not_there_is_no_failure():
     sent = SPEAKS.leave_transfer("g")
     assert [http.path for http in sent] == ["/destroy_weights_update_group", "/end_weight_update"]
     assert all(400 in http.tolerate for http in sent)
+    assert 500 in sent[0].tolerate, "a server with data-parallel replicas has no groups"
+
+
+@pytest.mark.parametrize(("flags", "own"), [({}, None), ({"enable_deterministic_inference": False}, False)])
+def test_whether_a_sample_has_a_seed_of_its_own_is_seen_in_its_flags(flags, own):
+    assert probed(**flags).own_seeds is own
 
 
 # -- launching
@@ -396,6 +402,14 @@ def test_argv_on_a_cpu(tmp_path):
     assert "--trust-remote-code" in argv
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(("sizes", "cores"), [({"tp": 1, "dp": 2}, "0|1"), ({"tp": 2, "pp": 2}, "0|1|2|3")])
+def test_on_a_cpu_every_worker_has_a_core_of_its_own(tmp_path, sizes, cores):
+    environment = SPEAKS.environment(launch(tmp_path, device="cpu", gpus=(), **sizes))
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == cores
+    alone = SPEAKS.environment(launch(tmp_path, device="cpu", gpus=(), tp=1))
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in alone
 
 
 def test_routers_ask_health_so_it_must_not_generate(tmp_path):

@@ -58,7 +58,7 @@ class FakeSglang:
     cpu_backup, role (disaggregation_mode), bootstrap_port: its flags; asleep: the tags of the memory that it has given
     back; routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts); rooms: where it
     met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
-    generates.
+    generates. dp: replicas, with which the real one knows no update groups (an assertion, so a 500).
     """
 
     seconds: float = 0.0
@@ -77,6 +77,7 @@ class FakeSglang:
     batch: Batch = field(init=False)
     port: int = 0
     tp: int = 1
+    dp: int = 1
     memory_saver: bool = True
     cpu_backup: bool = False
     logits: list[float] | None = None
@@ -315,7 +316,8 @@ class FakeSglang:
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
-            "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1, "dp_size": 1,
+            "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1,
+            "dp_size": self.dp,
             "enable_dp_attention": False, "dtype": "float32", "model_path": self.model_path,
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},
@@ -386,7 +388,12 @@ class FakeSglang:
 
     # -- weights
 
+    def _refuse_replicas(self) -> None:
+        if self.dp > 1:
+            raise web.HTTPInternalServerError(text="Internal Server Error")
+
     async def _init_group(self, request: web.Request) -> web.Response:
+        self._refuse_replicas()
         body = self.bodies[request.path]
         try:
             self._groups[body["group_name"]] = await asyncio.to_thread(_join_as_sglang_does, body)
@@ -395,6 +402,7 @@ class FakeSglang:
         return _outcome(True)
 
     async def _destroy_group(self, request: web.Request) -> web.Response:
+        self._refuse_replicas()
         left = await asyncio.to_thread(self._in_turn, self._leave, self.bodies[request.path]["group_name"])
         return _outcome(left, "The group to be destroyed does not exist.")
 
@@ -422,6 +430,7 @@ class FakeSglang:
         return _outcome(was_open, "no weight-update session is open; call begin_weight_update() first")
 
     async def _update(self, request: web.Request) -> web.Response:
+        self._refuse_replicas()
         if not self._session_open and self._since(21):
             return _outcome(
                 False, "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
