@@ -316,7 +316,7 @@ class FakeSglang:
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1, "dp_size": 1,
-            "enable_dp_attention": False, "dtype": "float32", "model_path": self.model_path,
+            "enable_dp_attention": False, "dtype": "float32", "device": "cpu", "model_path": self.model_path,
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},
             "enable_memory_saver": self.memory_saver, "enable_weights_cpu_backup": self.cpu_backup,
@@ -471,8 +471,9 @@ class FakeSglang:
         if self.bodies[request.path] != {"action": "checksum"}:
             return _outcome(False, "Unsupported action")
         digests = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.weights.items()}
-        rank = {"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [dict.fromkeys(RANKS, 0)]}
-        return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
+        places = [dict.fromkeys(RANKS, 0) | {"tp_rank": rank} for rank in range(self.tp)]
+        ranks = [{"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [place]} for place in places]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]
