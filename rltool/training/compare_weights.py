@@ -65,20 +65,20 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
     family = family_for(config)
     async with EngineClient() as client:
         engine, info = await _probed(client, engine, timeout)
-        stored = info.dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-        dtype = getattr(torch, stored)
+        dtype = info.dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
 
         async def score(samples: list[Sampled]) -> list[list[float]]:
             tokens = torch.tensor([token for sample in samples for token in sample.token_ids])
             lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-            logits = await asyncio.to_thread(transformers_logits, family, directory, dtype, tokens, lengths)
+            compute = getattr(torch, dtype)
+            logits = await asyncio.to_thread(transformers_logits, family, directory, compute, tokens, lengths)
             return _of_responses(logits.log_softmax(-1), tokens, samples)
 
         samples = await _sample(client, engine, family.vocab_size, info.max_model_len, timeout)
-        checksums = await client.checksums(engine, timeout=timeout)
-        layout = layout_of(info, checksums, stored)
-        if checksums is None or isinstance(layout, str):
-            parameters: Compared | str = str(layout)
+        checksums = await client.checksums(engine, timeout=timeout) or {}
+        layout = layout_of(info, checksums, dtype)
+        if isinstance(layout, str):
+            parameters: Compared | str = layout
         else:
             implied = await asyncio.to_thread(checksums_of_directory, directory, family, layout)
             parameters = compare(checksums, with_ranks(checksums, implied))

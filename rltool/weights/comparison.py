@@ -32,10 +32,10 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class _Found:
-    """What one engine showed."""
+    """What one engine showed. checksums: {} where it has none."""
 
     completions: list[Completion]
-    checksums: Checksums | None
+    checksums: Checksums
 
 
 class Comparison:
@@ -81,17 +81,17 @@ class Comparison:
             completions = await generate_at(
                 self._client, self._fleet, self._endpoints, url, request, timeout=self._deadline, attempts=1
             )
-            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline))
+            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline) or {})
         except EngineError as error:
             return str(error)
 
     async def _parameters(
-        self, info: EngineInfo, checksums: Checksums | None, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
+        self, info: EngineInfo, checksums: Checksums, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
     ) -> Compared | str:
         """digests: the ranks' by layout, each made once, for it reads the whole model."""
         layout = layout_of(self._described(info), checksums, self._check.trainer_dtype)
-        if checksums is None or isinstance(layout, str):
-            return str(layout)
+        if isinstance(layout, str):
+            return layout
         if layout not in digests:
             digests[layout] = await self._ranks.weight_checksums(layout)
         return compare(checksums, with_ranks(checksums, digests[layout]))

@@ -26,7 +26,7 @@ class ParameterLayout:
     digest: DigestKind = "sha256"
 
 
-def layout_of(info: EngineInfo, checksums: Checksums | None, fallback_dtype: str) -> ParameterLayout | str:
+def layout_of(info: EngineInfo, checksums: Checksums, fallback_dtype: str) -> ParameterLayout | str:
     """Of the engine that gave these checksums; or why they say nothing about a model in Hugging Face's names.
 
     fallback_dtype: of a vLLM that does not tell its own. An SGLang that was left to choose says so, and chooses by its

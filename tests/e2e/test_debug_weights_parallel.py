@@ -46,8 +46,8 @@ CASES = {
     "sglang-tp2": (BIAS, NORM, EMBEDDING, V, GATE, DOWN, OUTPUT),
 }
 COMPARED = {"vllm-tp2": 9, "sglang": 17, "sglang-tp2": 17}
-"""Parameters with checksums: of each layer four matrices, which vLLM has packed, a bias and two norms; embedding, norm and
-head."""
+"""Parameters with checksums: of each layer four matrices, which vLLM has packed, a bias and two norms; embedding, norm
+and head."""
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -125,8 +125,8 @@ def test_a_layout_follows_from_kind_device_dtype_and_ranks(facts, layout):
 @pytest.mark.parametrize(
     ("facts", "checksums", "why"),
     [
-        ({}, None, "sglang 0.5.23 has none"),
-        ({"dialect": "vllm", "engine_version": "0.31"}, None, "vllm 0.31 has none"),
+        ({}, {}, "sglang 0.5.23 has none"),
+        ({"dialect": "vllm", "engine_version": "0.31"}, {}, "vllm 0.31 has none"),
         ({}, {"http0:a": "1"}, "names its ranks in a way"),
         ({"dp_size": 2}, TWO, "data parallelism"),
         ({"device": "xpu"}, TWO, "on xpu"),
