@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
@@ -118,9 +119,12 @@ def test_without_any_engine_that_answers_the_ranks_are_left_alone(two, tmp_path)
     compared(two, tmp_path, scenario)
 
 
-def test_engines_of_several_ranks_and_of_both_kinds_are_compared_by_a_gather_for_each_layout(two, stack, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_of_several_ranks_and_of_both_kinds_are_compared_by_a_gather_for_each_layout(
+    two, stack, tmp_path, device
+):
     sglang = stack.enter_context(FakeSglang())
-    two[0].of_ranks, two[1].of_ranks, sglang.tp = [{}, {}], [{}, {}], 2
+    two[0].of_ranks, two[1].of_ranks, sglang.tp, sglang.device = [{}, {}], [{}, {}], 2, device
 
     async def scenario(r, comparison):
         wrong = r.ranks.weights(1)[NAMES[3]] * 2
