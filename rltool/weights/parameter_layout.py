@@ -2,7 +2,8 @@
 for vLLM and SGLang. Pure.
 
 Sources: QKVParallelLinear, VocabParallelEmbedding and weight_checksum.py of vLLM 0.32; the same layers,
-srt/utils/weight_checker.py and tensor_hash in srt/managers/mm_utils.py of SGLang 0.5.17 and 0.5.23.
+srt/utils/weight_checker.py, srt/layers/amx_utils.py, and tensor_hash in srt/managers/mm_utils.py of SGLang 0.5.23;
+the digests are those of 0.5.17 too.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def layout_of(info: EngineInfo, checksums: Checksums, fallback_dtype: str) -> Pa
     dtype = info.dtype or sglang_auto_dtype(info.model_config)
     if dtype is None:
         return f"checksums were not compared: {who} does not tell its dtype; start it with --dtype"
+    if info.device == "cpu" and dtype != "float32":
+        return f"checksums were not compared: {who} on a CPU may have packed matrices in {dtype} for AMX"
     return ParameterLayout(dtype, ranks, "sha256_64" if info.device == "cpu" else "sglang_cuda")
 
 

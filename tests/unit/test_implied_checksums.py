@@ -112,7 +112,7 @@ TWO = {"dp0:pp0:tp0:a": "1", "dp0:pp0:tp1:a": "2"}
     ("facts", "layout"),
     [
         ({}, ParameterLayout("bfloat16", 2, "sglang_cuda")),
-        ({"device": "cpu"}, ParameterLayout("bfloat16", 2, "sha256_64")),
+        ({"device": "cpu", "dtype": "float32"}, ParameterLayout("float32", 2, "sha256_64")),
         ({"dtype": None, "model_config": {"torch_dtype": "bfloat16"}}, ParameterLayout("bfloat16", 2, "sglang_cuda")),
         ({"dialect": "vllm"}, ParameterLayout("bfloat16", 2, "sha256")),
         ({"dialect": "vllm", "dtype": None}, ParameterLayout("float32", 2, "sha256")),
@@ -132,6 +132,7 @@ def test_a_layout_follows_from_kind_device_dtype_and_ranks(facts, layout):
         ({"device": "xpu"}, TWO, "on xpu"),
         ({"device": None}, TWO, "does not tell its device"),
         ({"dtype": None}, TWO, "--dtype"),
+        ({"device": "cpu"}, TWO, "matrices in bfloat16 for AMX"),
     ],
 )
 def test_what_cannot_be_compared_is_said_with_its_reason(facts, checksums, why):
