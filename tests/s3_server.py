@@ -33,7 +33,10 @@ def s3_server(log: Path) -> Iterator[str]:
             yield address
         finally:
             process.stdin.close()
-            process.wait(30)
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -46,8 +46,7 @@ def sglang_cuda(tensor: Tensor) -> str:
     Each 32-bit word is mixed with its index by MurmurHash3's finaliser and summed over tiles, twice; the tiles' sums
     are mixed with the size, added up, and finished as SplitMix64 does. All arithmetic is modulo 2^32 or 2^64.
     """
-    data = _bytes(tensor)
-    words = F.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    words = _words(tensor)
     if not len(words):
         return f"{0:016x}"
     size, total = _signed(4 * len(words)), 0
@@ -69,6 +68,14 @@ DIGESTS: Mapping[DigestKind, Callable[[Tensor], str]] = {
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """[bytes / 4] int32, zeros behind the last byte. Copied only where it must be: the largest are gigabytes."""
+    data = _bytes(tensor)
+    if len(data) % 4 or data.storage_offset() % 4:  # a rank's part of a 16-bit tensor may begin between two words
+        data = F.pad(data, (0, -len(data) % 4))
+    return data.view(torch.int32)
 
 
 def _mixed(words: Tensor) -> Tensor:

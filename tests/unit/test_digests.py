@@ -46,6 +46,12 @@ def test_one_bit_another_place_and_another_size_are_another_digest():
     assert len(found) == 6
 
 
+@pytest.mark.parametrize("start", [1, 2])
+def test_a_part_of_a_tensor_has_the_digest_of_its_copy_wherever_it_begins(start):
+    tensor = random_vector(0, 41).bfloat16()
+    assert sglang_cuda(tensor[start:]) == sglang_cuda(tensor[start:].clone())
+
+
 def test_the_others_are_sha256_of_the_bytes():
     tensor = torch.arange(12.0).reshape(3, 4)[:, 1:3]  # a view with gaps
     expected = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
