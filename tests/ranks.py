@@ -15,7 +15,9 @@ from rltool.engines.types import Bucket, TensorMeta
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
 from rltool.errors import EngineError
 from rltool.megatron.offload import Part
-from rltool.weights.implied_checksums import implied_checksums
+from rltool.models.base import Parameter
+from rltool.weights.implied_checksums import Rules, implied_checksums
+from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.sync_report import Failures
@@ -59,9 +61,13 @@ class SenderRanks:
         stream = self.stream(self.sent)
         return await asyncio.to_thread(self.sender.send, stream, buckets, version, urls)
 
-    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+    def rules(self) -> Rules:
+        """Of tensors that every rank of an engine holds as they are."""
+        return {name: Parameter(name, ((name, tuple(tensor.shape)),)) for name, tensor in self.weights(0).items()}
+
+    async def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         tensors = self.weights(self.sent)
-        return implied_checksums(list(tensors), tensors.items(), getattr(torch, dtype))
+        return implied_checksums(self.rules(), list(tensors), tensors.items(), layout)
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         self.sender.abort(urls, reason)

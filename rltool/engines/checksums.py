@@ -1,7 +1,8 @@
-"""Checksums of the parameters that an engine holds, and those that a checkpoint implies for them. Pure but for hashing.
+"""Checksums of the parameters that an engine holds, and how two sets of them compare. Pure.
 
-A parameter is named RANK:NAME, where RANK tells the engine's ranks apart and NAME is the engine's own: vLLM and SGLang
-keep the query, key and value projections of a layer in one matrix, and those of gate and up.
+A parameter is named RANK:NAME, where RANK tells the engine's ranks apart ("dp0:pp0:pcp0:tp1" in vLLM, "dp0:pp0:tp1" of
+SGLang's) and NAME is the engine's own: vLLM and SGLang keep the query, key and value projections of a layer in one
+matrix, and those of gate and up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 Checksums = dict[str, str]
-"""RANK:NAME -> hexadecimal digest, in the order of the engine's layers."""
+"""RANK:NAME -> hexadecimal digest, rank after rank, each in the order of the model's layers."""
 
 EMPTY = hashlib.sha256().hexdigest()
 """vLLM on a CPU gives this for a matrix that it has packed for its kernels: the parameter itself is empty then."""
@@ -23,30 +24,59 @@ FUSED = {
 }  # fmt: skip
 """A checkpoint's projection -> the engine's, and its place there, from the top."""
 _FUSED_PART = re.compile(rf"\.({'|'.join(FUSED)})\.(weight|bias)$")
+_TENSOR_PARALLEL = re.compile(r"(?:^|:)tp(\d+)$")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """equal: how many parameters were found equal; differing: those that are not, in the engine's order; unknown: those
-    that only one side has, or that cannot be compared."""
+    """By parameter, over all ranks that hold it or a part of it.
+
+    equal: how many are equal on every rank; differing: those that are not, in the order of the model's layers, each
+    with the ranks where it differs; unknown: those that only one side has, or that cannot be compared. ranks: of the
+    engine.
+    """
 
     equal: int
-    differing: tuple[str, ...]
+    differing: Mapping[str, tuple[str, ...]]
     unknown: tuple[str, ...]
+    ranks: int = 1
 
 
-def compare(engine: Mapping[str, str], other: Mapping[str, str]) -> Compared:
-    """Two sets of digests under the same names."""
-    both = [name for name in engine if name in other and EMPTY not in (engine[name], other[name])]
-    differing = tuple(name for name in both if engine[name] != other[name])
-    unknown = tuple(name for name in {**engine, **other} if name not in both)
-    return Compared(len(both) - len(differing), differing, unknown)
+def compare(engine: Checksums, other: Mapping[str, str]) -> Compared:
+    """Two sets of digests under the same keys. A key without a rank is a parameter that no rank of the engine has."""
+    of_parameter: dict[str, list[str]] = {}
+    for key in {**engine, **other}:
+        of_parameter.setdefault(_split(key)[1], []).append(key)
+    equal, differing, unknown = 0, {}, []
+    for parameter, keys in of_parameter.items():
+        if any(key not in engine or key not in other or EMPTY in (engine[key], other[key]) for key in keys):
+            unknown.append(parameter)
+        elif ranks := tuple(_split(key)[0] for key in keys if engine[key] != other[key]):
+            differing[parameter] = ranks
+        else:
+            equal += 1
+    return Compared(equal, differing, tuple(unknown), len({_split(key)[0] for key in engine}))
 
 
-def of_one_rank(checksums: Checksums) -> dict[str, str] | None:
-    """NAME -> digest where the engine has one rank; None where its parameters are spread over several."""
-    ranks = {name.rpartition(":")[0] for name in checksums}
-    return {name.rpartition(":")[2]: digest for name, digest in checksums.items()} if len(ranks) == 1 else None
+def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What `compare` takes for the other side: the digests that a checkpoint implies, under the engine's keys.
+
+    implied: NAME -> a digest for each tensor-parallel rank. Ranks that differ in anything else, replicas and pipeline
+    stages, hold the same of what they hold.
+    """
+    found, held = {}, set()
+    for key in engine:
+        rank, parameter = _split(key)
+        if parameter in implied and (place := _TENSOR_PARALLEL.search(rank)) is not None:
+            found[key] = implied[parameter][int(place[1])]
+            held.add(parameter)
+    return found | {parameter: digests[0] for parameter, digests in implied.items() if parameter not in held}
+
+
+def tensor_parallel_size(checksums: Checksums) -> int | None:
+    """How many tensor-parallel ranks there are. None where ranks are named in a way that tells no number."""
+    found = [_TENSOR_PARALLEL.search(_split(key)[0]) for key in checksums]
+    return None if None in found else 1 + max((int(match[1]) for match in found if match is not None), default=0)
 
 
 def parts_of_parameters(names: Sequence[str]) -> dict[str, list[str]]:
@@ -60,3 +90,9 @@ def parts_of_parameters(names: Sequence[str]) -> dict[str, list[str]]:
         fused, place = FUSED[found[1]]
         parts.setdefault(f"{name[: found.start()]}.{fused}.{found[2]}", {})[place] = name
     return {parameter: [tensors[place] for place in sorted(tensors)] for parameter, tensors in parts.items()}
+
+
+def _split(key: str) -> tuple[str, str]:
+    """(RANK, NAME)"""
+    rank, _, name = key.rpartition(":")
+    return rank, name

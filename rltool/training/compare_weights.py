@@ -1,9 +1,9 @@
 """Does an engine hold the weights of a checkpoint, or of another engine? For `rltool debug weights`.
 
-Two looks, for each misses something. Checksums compare every bit and name the parameter that differs, where both sides
-have them under the same names (vLLM 0.32 with one rank and a checkpoint; engines of one kind among each other). Values
-compare what the engine computes, whatever its kind, its layout and its packed copies: it samples, and the other side
-scores the same tokens.
+Two looks, for each misses something. Checksums compare every bit and name the parameter that differs: of a checkpoint,
+whose layout in the engine is worked out, and of another engine of the same kind and layout. Values compare what the
+engine computes, whatever its kind, its layout and its packed copies: it samples, and the other side scores the same
+tokens.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from torch import Tensor
 from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
-from rltool.engines.checksums import Compared, compare, of_one_rank
+from rltool.engines.checksums import Compared, compare, with_ranks
 from rltool.engines.client import EngineClient
 from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
+from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors
 from rltool.models.registry import family_for, read_hf_config
 from rltool.training.preflight import with_model_config
-from rltool.weights.implied_checksums import implied_checksums
+from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.parameter_layout import ParameterLayout, layout_of, why_no_checksums
 from rltool.weights.tolerances import check_tolerance
-from rltool.weights.verdict import Sampled, Verdict, verdict, why_not_compared
+from rltool.weights.verdict import Sampled, Verdict, verdict
 
 PROMPTS = 4
 PROMPT_TOKENS = 8
@@ -63,21 +65,23 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
     family = family_for(config)
     async with EngineClient() as client:
         engine, info = await _probed(client, engine, timeout)
-        dtype = getattr(torch, info.dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = info.dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
 
         async def score(samples: list[Sampled]) -> list[list[float]]:
             tokens = torch.tensor([token for sample in samples for token in sample.token_ids])
             lengths = torch.tensor([len(sample.token_ids) for sample in samples])
-            logits = await asyncio.to_thread(transformers_logits, family, directory, dtype, tokens, lengths)
+            compute = getattr(torch, dtype)
+            logits = await asyncio.to_thread(transformers_logits, family, directory, compute, tokens, lengths)
             return _of_responses(logits.log_softmax(-1), tokens, samples)
 
         samples = await _sample(client, engine, family.vocab_size, info.max_model_len, timeout)
-        checksums = await client.checksums(engine, timeout=timeout)
-        named = of_one_rank(checksums) if checksums is not None else None
-        if named is None or info.dialect != "vllm":
-            parameters: Compared | str = why_not_compared(info, checksums)
+        checksums = await client.checksums(engine, timeout=timeout) or {}
+        layout = layout_of(info, checksums, dtype)
+        if isinstance(layout, str):
+            parameters: Compared | str = layout
         else:
-            parameters = compare(named, await asyncio.to_thread(checksums_of_directory, directory, dtype))
+            implied = await asyncio.to_thread(checksums_of_directory, directory, family, layout)
+            parameters = compare(checksums, with_ranks(checksums, implied))
         allowed = check_tolerance(tolerance, "float32", info.dtype, info.device)
         return verdict(parameters, samples, await score(samples), allowed)
 
@@ -108,9 +112,10 @@ async def _with_engine(
         theirs = [list(score[-len(sample.logprobs) :]) for score, sample in zip(scores, samples, strict=True)]
         ours, others = [await client.checksums(one, timeout=timeout) for one in (engine, other)]
         if ours is None or others is None:
-            parameters: Compared | str = why_not_compared(info if ours is None else other_info, None)
-        elif (info.dialect, info.dtype) != (other_info.dialect, other_info.dtype) or ours.keys() != others.keys():
-            parameters = "checksums were not compared: the two engines differ in kind, dtype or parallel layout"
+            lacking = info if ours is None else other_info
+            parameters: Compared | str = why_no_checksums(lacking)
+        elif not _alike(info, other_info) or ours.keys() != others.keys():
+            parameters = "checksums were not compared: the two engines differ in kind, dtype, device or parallel layout"
         else:
             parameters = compare(ours, others)
         device = other_info.device if info.device == other_info.device else None
@@ -118,11 +123,18 @@ async def _with_engine(
         return verdict(parameters, samples, theirs, allowed)
 
 
-def checksums_of_directory(directory: Path, dtype: torch.dtype) -> dict[str, str]:
-    """vLLM's digests of its parameters for the tensors of a Hugging Face directory."""
+def _alike(info: EngineInfo, other: EngineInfo) -> bool:
+    """Whether equal parameters have equal digests: SGLang's are of another kind on a GPU."""
+    if info.dialect == "sglang" and info.device != other.device:
+        return False
+    return (info.dialect, info.dtype) == (other.dialect, other.dtype)
+
+
+def checksums_of_directory(directory: Path, family: Family, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
+    """An engine's digests of its parameters for the tensors of a Hugging Face directory."""
     with HFTensors(directory) as tensors:
         names = sorted(tensors.names)
-        return implied_checksums(names, ((name, tensors.read(name)) for name in names), dtype)
+        return implied_checksums(rules_of(family), names, ((name, tensors.read(name)) for name in names), layout)
 
 
 async def _probed(client: EngineClient, engine: EngineEndpoint, timeout: float) -> tuple[EngineEndpoint, EngineInfo]:

@@ -20,6 +20,7 @@ from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
+from rltool.training.preflight import with_model_config
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.weight_updates import WeightUpdates
 from rltool.weights.comparison import Comparison
@@ -129,7 +130,7 @@ class PolicyEngines:
         )  # fmt: skip
         comparison = Comparison(
             self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, check,
-            deadline=config.deadlines.sync_step, gpus=gpus,
+            deadline=config.deadlines.sync_step, gpus=gpus, described=with_model_config,
         )  # fmt: skip
         return WeightUpdates(
             sync, comparison, self.fleet, self.book, self.monitor, self.ownership, self.guard, lock=self._lock,

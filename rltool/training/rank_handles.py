@@ -15,6 +15,7 @@ from rltool.errors import EngineError
 from rltool.megatron.offload import Part
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
+from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
@@ -57,8 +58,8 @@ class RankHandles:
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         await self._all([rank.leave_transfer.remote(urls) for rank in self._handles])
 
-    async def weight_checksums(self, dtype: str) -> dict[str, str]:
-        return (await self._all([rank.weight_checksums.remote(dtype) for rank in self._handles]))[0]
+    async def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
+        return (await self._all([rank.weight_checksums.remote(layout) for rank in self._handles]))[0]
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""

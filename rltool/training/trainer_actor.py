@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-import torch
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
@@ -21,7 +20,8 @@ from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
-from rltool.weights.implied_checksums import implied_checksums
+from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.stream import drain
 from rltool.weights.transport import Receiver, Rendezvous
@@ -194,14 +194,16 @@ class TrainerActor:
         """Beside `send`: see WeightSender."""
         return self._sender.ready(url, version, number, seconds)
 
-    def weight_checksums(self, dtype: str) -> dict[str, str]:
-        """A collective of all ranks; those of an engine that holds the present weights in `dtype` come from rank 0."""
+    def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
+        """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
+        0."""
         stream = self.trainer.export_weights()
         if self.rank != 0:
             drain(stream)
             return {}
         names = [meta.name for meta in self.trainer.weight_metadata()]
-        return implied_checksums(names, ((meta.name, tensor) for meta, tensor in stream), getattr(torch, dtype))
+        tensors = ((meta.name, tensor) for meta, tensor in stream)
+        return implied_checksums(rules_of(self.trainer.family), names, tensors, layout)
 
     @ray.method(concurrency_group="abort")
     def abort_transfer(self, urls: Sequence[str], reason: str) -> None:

@@ -1,19 +1,19 @@
 """Do engines hold the weights that the ranks hold at this moment? For `rltool debug weights --run`.
 
-As the value check of a sync, with every parameter's checksum beside it where the engine's mean what the trainer's do:
-an engine of one rank that keeps the names of Hugging Face (vLLM). The ranks must be idle, and no sync may run.
+As the value check of a sync, with every parameter's checksum beside it where the engine's layout is known: the ranks
+work out what each rank of the engine should hold. They must be idle, and no sync may run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rltool.engines.checksums import Checksums, Compared, compare, of_one_rank
+from rltool.engines.checksums import Checksums, Compared, compare, with_ranks
 from rltool.engines.client import EngineClient
 from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
@@ -21,8 +21,9 @@ from rltool.engines.fleet import Fleet
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
+from rltool.weights.parameter_layout import ParameterLayout, layout_of
 from rltool.weights.residency import SharedGpus
-from rltool.weights.verdict import Sampled, Verdict, verdict, why_not_compared
+from rltool.weights.verdict import Sampled, Verdict, verdict
 from rltool.weights.verify import ValueCheck
 
 SAMPLES = 4
@@ -31,21 +32,23 @@ SAMPLES = 4
 
 @dataclass(frozen=True)
 class _Found:
-    """What one engine showed."""
+    """What one engine showed. checksums: {} where it has none."""
 
     completions: list[Completion]
-    checksums: Checksums | None
+    checksums: Checksums
 
 
 class Comparison:
     """endpoints, infos: of the engines, live views. deadline: seconds for each answer of an engine. gpus: where they
-    sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this."""
+    sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this. described:
+    adds what an engine does not tell of its model and can be read elsewhere."""
 
     def __init__(
         self, client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint],
         infos: Mapping[str, EngineInfo], ranks: Ranks, check: ValueCheck, *, deadline: float,
-        gpus: SharedGpus | None = None,
+        gpus: SharedGpus | None = None, described: Callable[[EngineInfo], EngineInfo] = lambda info: info,
     ) -> None:  # fmt: skip
+        self._described = described
         self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
         self._ranks, self._check, self._deadline, self._gpus = ranks, check, deadline, gpus
 
@@ -64,7 +67,7 @@ class Comparison:
         """What the ranks hold is on their devices."""
         batch = self._check.batch(request, [sample for look in found.values() for sample in look.completions])
         scores = iter(_of_responses(await self._ranks.logprobs(batch), batch.lengths, len(request.prompt_ids)))
-        digests: dict[str, dict[str, str]] = {}
+        digests: dict[ParameterLayout, dict[str, tuple[str, ...]]] = {}
         verdicts: dict[str, Verdict] = {}
         for url, look in found.items():
             samples = [Sampled.of(request.prompt_ids, completion) for completion in look.completions]
@@ -78,21 +81,20 @@ class Comparison:
             completions = await generate_at(
                 self._client, self._fleet, self._endpoints, url, request, timeout=self._deadline, attempts=1
             )
-            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline))
+            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline) or {})
         except EngineError as error:
             return str(error)
 
     async def _parameters(
-        self, info: EngineInfo, checksums: Checksums | None, digests: dict[str, dict[str, str]]
+        self, info: EngineInfo, checksums: Checksums, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
     ) -> Compared | str:
-        """digests: the ranks' by dtype, each made once, for it reads the whole model."""
-        named = of_one_rank(checksums) if checksums is not None else None
-        if named is None or info.dialect != "vllm":
-            return why_not_compared(info, checksums)
-        dtype = info.dtype or self._check.trainer_dtype
-        if dtype not in digests:
-            digests[dtype] = await self._ranks.weight_checksums(dtype)
-        return compare(named, digests[dtype])
+        """digests: the ranks' by layout, each made once, for it reads the whole model."""
+        layout = layout_of(self._described(info), checksums, self._check.trainer_dtype)
+        if isinstance(layout, str):
+            return layout
+        if layout not in digests:
+            digests[layout] = await self._ranks.weight_checksums(layout)
+        return compare(checksums, with_ranks(checksums, digests[layout]))
 
 
 def _of_responses(logprobs: Tensor, lengths: Tensor, prompt: int) -> list[list[float]]:

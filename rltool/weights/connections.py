@@ -21,6 +21,7 @@ from rltool.engines.types import EngineInfo, HttpRequest, TensorMeta
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.offload import Part
 from rltool.weights.engine_calls import Act, EngineCalls
+from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import (
@@ -65,7 +66,7 @@ class Ranks(Protocol):
 
     async def onload(self, parts: Sequence[Part]) -> None: ...
 
-    async def weight_checksums(self, dtype: str) -> dict[str, str]:
+    async def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         """See implied_checksums."""
         ...
 

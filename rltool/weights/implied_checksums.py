@@ -2,49 +2,96 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rltool.engines.checksums import parts_of_parameters
+from rltool.models.base import Family, Parameter
+from rltool.weights.digests import DIGESTS
+from rltool.weights.parameter_layout import ParameterLayout
 
 VOCABULARY_MULTIPLE = 64
-"""vLLM pads the rows of an embedding to a multiple of it, with zeros."""
+"""Engines pad the rows of an embedding to a multiple of it, with zeros."""
+
+Rules = Mapping[str, Parameter]
+"""HF name -> the parameter that tells how tensor parallelism cuts it."""
+
+
+def rules_of(family: Family) -> Rules:
+    """Without experts, of which engines stack those of a layer in ways of their own."""
+    return {name: p for p in family.parameters if p.expert is None for name, _ in p.hf}
 
 
 def implied_checksums(
-    names: Sequence[str], tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype
-) -> dict[str, str]:
-    """vLLM's digests of its parameters: SHA-256 of the bytes in `dtype`, projections that vLLM keeps in one matrix
-    below each other, embeddings padded.
+    rules: Rules, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]], layout: ParameterLayout
+) -> dict[str, tuple[str, ...]]:
+    """The engine's name of a parameter -> its digest on each tensor-parallel rank: of the bytes in the layout's dtype,
+    with projections that engines keep in one matrix below each other, and embeddings padded.
 
-    names: all Hugging Face names that come; tensors: in any order, on any device. At most the parts of parameters that
-    are not complete yet are held, so the tensors may be a stream of a model larger than the host's memory.
+    names: all Hugging Face names that come; tensors: in any order, on any device. Those without a rule, and those that
+    the ranks do not divide evenly, are passed over. At most the parts of parameters that are not complete yet are held,
+    so the tensors may be a stream of a model larger than the host's memory. SGLang's digest of tensors on a GPU is made
+    where they are: on a CPU it takes much longer.
     """
-    parts = parts_of_parameters(names)
+    ranks, dtype = layout.tensor_parallel, getattr(torch, layout.dtype)
+    digest, device = DIGESTS[layout.digest], None if layout.digest == "sglang_cuda" else "cpu"
+    parts = parts_of_parameters([name for name in names if name in rules and _divides(rules[name], ranks)])
     parameter_of = {part: parameter for parameter, of_it in parts.items() for part in of_it}
     waiting: dict[str, dict[str, Tensor]] = {}
-    digests: dict[str, str] = {}
+    digests: dict[str, tuple[str, ...]] = {}
     for name, tensor in tensors:
-        parameter = parameter_of[name]
+        parameter = parameter_of.get(name)
+        if parameter is None:
+            continue
         held = waiting.setdefault(parameter, {})
         # A part outlives the stream's next step, which may overwrite what the tensor is a view of.
-        held[name] = tensor.detach().to("cpu", dtype, copy=len(parts[parameter]) > 1)
+        held[name] = tensor.detach().to(device=device, dtype=dtype, copy=len(parts[parameter]) > 1)
         if len(held) == len(parts[parameter]):
             del waiting[parameter]
-            digests[parameter] = _digest(parameter, [held[part] for part in parts[parameter]])
+            shards = (_shards(rules[part], held[part], ranks) for part in parts[parameter])
+            digests[parameter] = tuple(digest(_joined(of_rank)) for of_rank in zip(*shards, strict=True))
     return digests
 
 
-def _digest(parameter: str, parts: Sequence[Tensor]) -> str:
-    tensor = torch.cat(list(parts)) if len(parts) > 1 else parts[0]
-    if parameter.endswith(("embed_tokens.weight", "lm_head.weight")):
-        tensor = _padded(tensor)
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().data).hexdigest()
+def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
+    """What each tensor-parallel rank of an engine holds of an HF tensor that the rule is about.
+
+    As Megatron cuts (Parameter.shard), but for two: a vocabulary is padded to a multiple of 64 rows, of 64 for each
+    rank where those cannot be divided; and where there are fewer heads of keys and values than ranks, several ranks
+    hold the same head.
+    """
+    if rule.vocabulary:
+        tensor = _padded(tensor, ranks)
+    for rank in range(ranks):
+        if rule.shard_dim is None:
+            yield tensor
+        else:
+            count = _distinct(rule, tensor.shape, ranks)
+            yield tensor.chunk(count, dim=rule.shard_dim)[rank * count // ranks]
 
 
-def _padded(tensor: Tensor) -> Tensor:
+def _distinct(rule: Parameter, shape: Sequence[int], ranks: int) -> int:
+    """How many different parts the ranks hold."""
+    return min(ranks, shape[0] // rule.head_dim) if rule.merge_as == "qkv" else ranks
+
+
+def _divides(rule: Parameter, ranks: int) -> bool:
+    """Whether every rank gets as much of each tensor as the others."""
+    if rule.shard_dim is None or rule.vocabulary:
+        return True
+    unit = rule.head_dim if rule.merge_as == "qkv" else 1
+    counts = [(shape[rule.shard_dim] // unit, _distinct(rule, shape, ranks)) for _, shape in rule.hf]
+    return all(whole % count == 0 and ranks % count == 0 for whole, count in counts)
+
+
+def _padded(tensor: Tensor, ranks: int) -> Tensor:
     rows = -len(tensor) % VOCABULARY_MULTIPLE
+    if (len(tensor) + rows) % ranks:
+        rows = -len(tensor) % (VOCABULARY_MULTIPLE * ranks)
     return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])]) if rows else tensor
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]

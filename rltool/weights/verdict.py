@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rltool.engines.checksums import Checksums, Compared
-from rltool.engines.types import Completion, EngineInfo
+from rltool.engines.checksums import Compared
+from rltool.engines.types import Completion
 
 NAMED = 5
 """How many of the differing parameters a report names."""
@@ -53,28 +53,27 @@ def verdict(
     return Verdict(agree and (isinstance(parameters, str) or not parameters.differing), lines)
 
 
-def why_not_compared(info: EngineInfo, checksums: Checksums | None) -> str:
-    """Why an engine's checksums say nothing about a model in Hugging Face's names."""
-    who = f"{info.dialect} {info.engine_version}"
-    if checksums is None:
-        return f"checksums were not compared: {who} has none"
-    if info.dialect != "vllm":
-        return f"checksums were not compared: those of {who} are of its own layout, so only its like has the same"
-    return "checksums were not compared: the engine's parameters are spread over several ranks"
-
-
 def _of_parameters(compared: Compared) -> list[str]:
     """The first that differs is named first: what comes before it, in the order of the layers, is right."""
-    total = compared.equal + len(compared.differing)
-    lines = [f"checksums: {compared.equal} of {total} parameters are bit-equal"]
+    differing = [_named(name, ranks, compared.ranks) for name, ranks in compared.differing.items()]
+    lines = [f"checksums: {compared.equal} of {compared.equal + len(differing)} parameters are bit-equal"]
+    if differing:
+        lines[0] += f", {len(differing)} differ"
+    if compared.ranks > 1:
+        lines[0] += f" (over {compared.ranks} ranks)"
     if compared.unknown:
         lines[0] += f"; {len(compared.unknown)} more cannot be compared (packed, fused or named otherwise)"
-    if compared.differing:
-        rest = len(compared.differing) - NAMED
-        named = ", ".join(compared.differing[1:NAMED])
+    if differing:
+        rest = len(differing) - NAMED
+        named = ", ".join(differing[1:NAMED])
         lines.append(
-            f"the first parameter that differs: {compared.differing[0]}"
+            f"the first parameter that differs: {differing[0]}"
             + (f"; then {named}" if named else "")
             + (f" and {rest} more" if rest > 0 else "")
         )
     return lines
+
+
+def _named(parameter: str, differing: Sequence[str], ranks: int) -> str:
+    """With the ranks where it differs, if it does not on all of the engine's."""
+    return parameter if len(differing) == ranks else f"{parameter} (of {', '.join(differing)})"

@@ -53,9 +53,9 @@ class Ranks(SenderRanks):
         assert self.held == {"parameters"}
         return batch.rollout_logprobs.clone()
 
-    async def weight_checksums(self, dtype):
+    async def weight_checksums(self, layout):
         assert self.held == {"parameters"}
-        return await super().weight_checksums(dtype)
+        return await super().weight_checksums(layout)
 
     async def offload(self, parts):
         self.held -= set(parts)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from rltool.cli import main
 from rltool.engines.checksums import Compared
-from rltool.training.compare_weights import checksums_of_directory
 from rltool.weights.verdict import Sampled, verdict
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
@@ -51,8 +46,18 @@ def test_the_first_parameter_that_differs_is_named_and_the_exit_code_is_1(two, d
         two[1].tensors[name] = two[1].tensors[name] + 1
     code, said = debug_weights(two[0].url, "--engine", two[1].url)
     assert code == 1 and "other weights than" in said
-    assert "2 of 4 parameters are bit-equal" in said
-    assert "the first parameter that differs: dp0:pp0:pcp0:tp0:layers.1; then dp0:pp0:pcp0:tp0:norm" in said
+    assert "2 of 4 parameters are bit-equal, 2 differ\n" in said
+    assert "the first parameter that differs: layers.1; then norm\n" in said
+
+
+def test_of_engines_with_several_ranks_the_one_that_differs_is_named(two, debug_weights):
+    for engine in two:
+        engine.of_ranks = [{}, {"layers.0": torch.zeros(3)}]
+    assert debug_weights(two[0].url, "--engine", two[1].url)[0] == 0
+    two[1].of_ranks[1]["layers.1"] = torch.zeros(2)
+    code, said = debug_weights(two[0].url, "--engine", two[1].url)
+    assert code == 1 and "3 of 4 parameters are bit-equal, 1 differ (over 2 ranks)\n" in said
+    assert "the first parameter that differs: layers.1 (of dp0:pp0:pcp0:tp1)\n" in said
 
 
 def test_values_that_differ_are_found_where_the_bits_are_equal(two, debug_weights):
@@ -89,29 +94,6 @@ def test_the_settings_of_a_run_are_its_own(debug_weights):
     assert code == 2 and "leave the others out" in said
 
 
-# -- a checkpoint
-
-
-def digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
-def test_a_checkpoint_implies_joined_projections_padded_embeddings_and_the_engines_dtype(tmp_path):
-    layer = "model.layers.0.self_attn."
-    tensors = {f"{layer}{part}_proj.weight": torch.randn(4, 8) for part in "qkv"}
-    tensors |= {"model.embed_tokens.weight": torch.randn(70, 8), "model.norm.weight": torch.randn(8)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    found = checksums_of_directory(tmp_path, torch.bfloat16)
-    joined = torch.cat([tensors[f"{layer}{part}_proj.weight"] for part in "qkv"])
-    padded = torch.cat([tensors["model.embed_tokens.weight"], torch.zeros(58, 8)])
-    assert found == {
-        f"{layer}qkv_proj.weight": digest(joined.bfloat16()),
-        "model.embed_tokens.weight": digest(padded.bfloat16()),
-        "model.norm.weight": digest(tensors["model.norm.weight"].bfloat16()),
-    }
-
-
 # -- the verdict
 
 
@@ -125,7 +107,8 @@ def test_a_value_that_is_not_a_number_is_no_agreement():
 
 
 def test_bits_that_differ_are_a_difference_whatever_the_values_say():
-    found = verdict(Compared(1, tuple("abcdefg"), ("x",)), SAMPLES, [[-1.0, -2.0], [-0.5]], 0.1)
+    differing = dict.fromkeys("abcdefg", ("tp0",))
+    found = verdict(Compared(1, differing, ("x",)), SAMPLES, [[-1.0, -2.0], [-0.5]], 0.1)
     assert not found.equal
-    assert "1 of 8 parameters are bit-equal; 1 more cannot be compared" in found.lines[0]
+    assert "1 of 8 parameters are bit-equal, 7 differ; 1 more cannot be compared" in found.lines[0]
     assert found.lines[1] == "the first parameter that differs: a; then b, c, d, e and 2 more"

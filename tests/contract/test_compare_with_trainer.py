@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.weights.comparison import Comparison
-from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.verify import ValueCheck
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
@@ -33,9 +33,9 @@ class Ranks(SenderRanks):
     def weights(self, step):
         return {name: torch.full((3,), float(step + index)) for index, name in enumerate(NAMES)}
 
-    async def weight_checksums(self, dtype):
+    async def weight_checksums(self, layout):
         self.gathers += 1
-        return await super().weight_checksums(dtype)
+        return await super().weight_checksums(layout)
 
     async def logprobs(self, batch):
         return batch.rollout_logprobs + self.shift
@@ -119,26 +119,36 @@ def test_without_any_engine_that_answers_the_ranks_are_left_alone(two, tmp_path)
     compared(two, tmp_path, scenario)
 
 
-@pytest.mark.parametrize("shift", [0.0, 0.5])
-def test_an_sglang_is_compared_by_values_alone(tmp_path, shift):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_engines_of_several_ranks_and_of_both_kinds_are_compared_by_a_gather_for_each_layout(
+    two, stack, tmp_path, device
+):
+    sglang = stack.enter_context(FakeSglang())
+    two[0].of_ranks, two[1].of_ranks, sglang.tp, sglang.device = [{}, {}], [{}, {}], 2, device
+
     async def scenario(r, comparison):
-        r.ranks.shift = shift
-        [verdict] = (await comparison.compare([sglang.url])).values()
-        assert verdict.equal is (shift == 0.0) and "of its own layout" in verdict.lines[0]
+        wrong = r.ranks.weights(1)[NAMES[3]] * 2
+        two[1].of_ranks[1] = {NAMES[3]: wrong}
+        sglang.weights[NAMES[5]] = bytes(12)
+        found = await comparison.compare([engine.url for engine in (*two, sglang)])
+        assert [verdict.equal for verdict in found.values()] == [True, False, False]
+        assert "6 of 6 parameters are bit-equal (over 2 ranks)" in found[two[0].url].lines[0]
+        assert found[two[1].url].lines[1] == f"the first parameter that differs: {NAMES[3]} (of dp0:pp0:pcp0:tp1)"
+        assert found[sglang.url].lines[1] == f"the first parameter that differs: {NAMES[5]}"
+        assert r.ranks.gathers == 2
+
+    compared([*two, sglang], tmp_path, scenario)
+
+
+def test_an_sglang_whose_dtype_nobody_knows_is_compared_by_values_alone(stack, tmp_path):
+    sglang = stack.enter_context(FakeSglang())
+
+    async def scenario(r, comparison):
+        r.infos[sglang.url] = replace(r.infos[sglang.url], dtype=None)
+        for shift in (0.0, 0.5):
+            r.ranks.shift = shift
+            [verdict] = (await comparison.compare([sglang.url])).values()
+            assert verdict.equal is (shift == 0.0) and "start it with --dtype" in verdict.lines[0]
         assert r.ranks.gathers == 0
 
-    with FakeSglang() as sglang:
-        compared([sglang], tmp_path, scenario)
-
-
-def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
-    parts = {f"l.{name}_proj.weight": torch.randn(2, 3) for name in ("k", "q", "v")}
-    whole = {"l.qkv_proj.weight": torch.cat([parts[f"l.{name}_proj.weight"] for name in "qkv"]), "n": torch.ones(2)}
-    buffer = torch.empty(2, 3)
-
-    def stream():
-        for name in ("l.v_proj.weight", "n", "l.q_proj.weight", "l.k_proj.weight"):
-            yield name, buffer.copy_(parts[name]) if name in parts else torch.ones(2)
-
-    found = implied_checksums([*parts, "n"], stream(), torch.float32)
-    assert found == implied_checksums(list(whole), whole.items(), torch.float32)
+    compared([sglang], tmp_path, scenario)

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.models.registry import family_for
+from rltool.weights.implied_checksums import Rules, rules_of
 from tests.e2e.weights import tensors_of
 from tests.ranks import SenderRanks
 
@@ -19,6 +22,10 @@ class HfRanks(SenderRanks):
 
     def weights(self, step: int) -> Mapping[str, Tensor]:
         return tensors_of(self.model)
+
+    def rules(self) -> Rules:
+        assert isinstance(self.model, PreTrainedModel)
+        return rules_of(family_for(self.model.config.to_dict()))
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """log p of each token given those before it, [T] float32; 0 for the first of a sample."""

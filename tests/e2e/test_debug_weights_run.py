@@ -16,7 +16,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.weights.transports.disk import version_directory
-from tests.e2e.engines import RunningEngine
+from tests.e2e.engines import RunningEngine, serving_vllm
 from tests.e2e.job import Job, write_job
 from tests.e2e.weights import Sender
 
@@ -34,10 +34,20 @@ ATTEMPTS = 20
 """The trainer syncs every few seconds, which mends what this test breaks: then it is broken again."""
 
 
+@pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
+def engine(request, tiny_tied_dir: Path, tmp_path: Path) -> Iterator[RunningEngine]:
+    """vLLM with so many tensor-parallel ranks."""
+    if request.param == 1:
+        yield request.getfixturevalue("vllm_engine_tied")
+        return
+    with serving_vllm(tiny_tied_dir, tmp_path, tp=request.param) as running:
+        yield running
+
+
 @pytest.fixture
-def job(vllm_engine_tied: RunningEngine, tiny_tied_dir: Path, tmp_path: Path) -> Iterator[Job]:
+def job(engine: RunningEngine, tiny_tied_dir: Path, tmp_path: Path) -> Iterator[Job]:
     """A run that trains and syncs over the disk until the test ends."""
-    endpoints = Endpoints(models={"policy": ModelEndpoints(engines=(vllm_engine_tied.endpoint,))})
+    endpoints = Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))})
     endpoints.save(tmp_path / "endpoints.json")
     job = write_job(tmp_path, tiny_tied_dir, f"@{tmp_path}/endpoints.json")
     process = job.start("train", RUN, sets=SETTINGS)
@@ -73,14 +83,14 @@ def debug_weights(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def test_the_engine_equals_the_trainer_and_one_changed_tensor_is_found(job, vllm_engine_tied, debug_weights, tmp_path):
+def test_the_engine_equals_the_trainer_and_one_changed_tensor_is_found(job, engine, debug_weights, tmp_path):
     code, _, said = debug_weights()
     assert code == 0 and "the same weights as" in said and "sampled tokens agree" in said, said
     equal, compared = map(int, re.search(r"(\d+) of (\d+) parameters are bit-equal", said).groups())
     assert equal == compared > 5
 
     for _ in range(ATTEMPTS):
-        version = asyncio.run(with_one_tensor_off(vllm_engine_tied, job.runs / RUN / "weights", tmp_path))
+        version = asyncio.run(with_one_tensor_off(engine, job.runs / RUN / "weights", tmp_path))
         code, held, said = debug_weights()
         if held == version:
             break

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rltool.engines.checksums import EMPTY, compare, of_one_rank, parts_of_parameters
+from rltool.engines.checksums import EMPTY, compare, parts_of_parameters, tensor_parallel_size, with_ranks
 from rltool.engines.dialects import dialect
 from rltool.engines.inspection import max_logprobs
 from rltool.errors import MissingLogprobs, UsageError
@@ -16,7 +16,7 @@ from rltool.errors import MissingLogprobs, UsageError
 def test_differences_come_in_the_engines_order_and_what_cannot_be_compared_is_named():
     engine = {"embed": "1", "layer.0": "2", "layer.1": "3", "packed": EMPTY, "own": "5"}
     found = compare(engine, {"layer.1": "x", "layer.0": "x", "embed": "1", "packed": "4", "theirs": "6"})
-    assert (found.equal, found.differing) == (1, ("layer.0", "layer.1"))
+    assert (found.equal, list(found.differing)) == (1, ["layer.0", "layer.1"])
     assert set(found.unknown) == {"packed", "own", "theirs"}
 
 
@@ -36,9 +36,34 @@ def test_projections_are_parts_of_the_matrix_that_engines_keep_them_in():
     assert parts["layers.0.mlp.down_proj.weight"] == ["layers.0.mlp.down_proj.weight"] and parts["norm"] == ["norm"]
 
 
-def test_parameters_of_one_rank_lose_its_name_and_those_of_several_cannot_be_compared_with_a_checkpoint():
-    assert of_one_rank({"tp0:a": "1", "tp0:b": "2"}) == {"a": "1", "b": "2"}
-    assert of_one_rank({"tp0:a": "1", "tp1:a": "2"}) is None
+def test_a_parameter_is_equal_where_all_ranks_are_and_the_first_that_differs_is_the_models_not_a_ranks():
+    stages = {"pp0": "ab", "pp1": "cd"}
+    engine = {f"{pp}:tp{tp}:{name}": "1" for pp, names in stages.items() for tp in range(2) for name in names}
+    other = engine | {"pp0:tp0:b": "x", "pp0:tp1:a": "x", "pp1:tp0:d": "x", "pp1:tp1:d": "x"}
+    found = compare(engine, other)
+    assert list(found.differing) == ["a", "b", "d"], "not b first, which the first rank has first"
+    assert found.differing == {"a": ("pp0:tp1",), "b": ("pp0:tp0",), "d": ("pp1:tp0", "pp1:tp1")}
+    assert (found.equal, found.unknown, found.ranks) == (1, (), 4)
+
+
+def test_a_parameter_that_one_rank_has_packed_is_unknown():
+    found = compare({"tp0:a": "1", "tp1:a": EMPTY}, {"tp0:a": "1", "tp1:a": "1"})
+    assert (found.equal, found.differing, found.unknown) == (0, {}, ("a",))
+
+
+def test_what_a_checkpoint_implies_is_compared_rank_by_rank_and_with_every_replica():
+    engine = {f"dp{dp}:pp0:pcp0:tp{tp}:a": str(tp) for dp in range(2) for tp in range(2)}
+    engine["dp0:pp0:pcp0:tp0:own"] = "5"
+    implied = {"a": ("0", "1"), "theirs": ("7", "8")}
+    found = compare(engine, with_ranks(engine, implied))
+    assert (found.equal, found.differing, set(found.unknown)) == (1, {}, {"own", "theirs"})
+    found = compare(engine | {"dp1:pp0:pcp0:tp1:a": "x"}, with_ranks(engine, implied))
+    assert found.differing == {"a": ("dp1:pp0:pcp0:tp1",)}
+
+
+def test_tensor_parallel_ranks_are_counted_and_other_ranks_have_no_such_number():
+    assert tensor_parallel_size({"dp0:pp0:tp0:a": "", "dp0:pp0:tp3:a": "", "dp1:pp1:tp2:b": ""}) == 4
+    assert tensor_parallel_size({"dp0:pp0:tp0:a": "", "http0:a": ""}) is None
 
 
 def test_vllm_is_asked_by_its_own_route_and_with_the_plugin_by_one_that_only_reads():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import hashlib
 import io
 import pickle
 import threading
@@ -78,6 +77,7 @@ class FakeSglang:
     port: int = 0
     tp: int = 1
     dp: int = 1
+    device: str = "cuda"
     memory_saver: bool = True
     cpu_backup: bool = False
     logits: list[float] | None = None
@@ -317,8 +317,8 @@ class FakeSglang:
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1,
-            "dp_size": self.dp,
-            "enable_dp_attention": False, "dtype": "float32", "model_path": self.model_path,
+            "dp_size": self.dp, "enable_dp_attention": False, "dtype": "float32", "device": self.device,
+            "model_path": self.model_path,
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},
             "enable_memory_saver": self.memory_saver, "enable_weights_cpu_backup": self.cpu_backup,
@@ -479,9 +479,17 @@ class FakeSglang:
     async def _check_weights(self, request: web.Request) -> web.Response:
         if self.bodies[request.path] != {"action": "checksum"}:
             return _outcome(False, "Unsupported action")
-        digests = {name: hashlib.sha256(data).hexdigest()[:16] for name, data in self.weights.items()}
-        rank = {"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [dict.fromkeys(RANKS, 0)]}
-        return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
+        import torch
+
+        from rltool.weights.digests import sglang_cuda, sha256_64
+
+        digest = sglang_cuda if self.device == "cuda" else sha256_64
+        digests = {
+            name: digest(torch.frombuffer(bytearray(data), dtype=torch.uint8)) for name, data in self.weights.items()
+        }
+        places = [dict.fromkeys(RANKS, 0) | {"tp_rank": rank} for rank in range(self.tp)]
+        ranks = [{"checksums": digests, "per_gpu_checksum": "", "parallelism_info": [place]} for place in places]
+        return web.json_response({"success": True, "message": "Success.", "ranks": ranks})
 
     async def _set_version(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]

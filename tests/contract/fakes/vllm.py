@@ -98,6 +98,7 @@ class FakeVllm(FakeServer):
         self.leases = LeaseTable(lambda: time.monotonic() + self.hours_later * 3600)
         self.batch = Batch("default")
         self.tensors: dict[str, Any] = {}
+        self.of_ranks: list[dict[str, Any]] = [{}]  # what a tensor-parallel rank holds in place of `tensors`
         self.transport: str | None = None
         self.worker = WeightUpdateRecovery()
         self.worker.weight_transfer_engine = self
@@ -264,8 +265,9 @@ class FakeVllm(FakeServer):
 
     async def _checksums(self, _) -> web.Response:
         digests = {
-            f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-            for name, tensor in self.tensors.items()
+            f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+            for rank, own in enumerate(self.of_ranks)
+            for name, tensor in (self.tensors | own).items()
         }
         return web.json_response({"checksums": digests})
 
