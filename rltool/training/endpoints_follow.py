@@ -48,5 +48,6 @@ class EndpointsFollow:
 
             try:
                 edit_endpoints(self._file, change)
+                self._data_url = None  # written once: whoever takes a router out of the file later knows why
             except (OSError, UsageError) as error:
                 self._say(f"{self._file} does not follow the fleet: {error}")

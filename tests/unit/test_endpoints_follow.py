@@ -68,6 +68,15 @@ def test_a_file_that_others_made_has_the_whole_fleet_after_a_change(file, follow
     assert urls(found) == [A.url, B.url] and found.data_url == ROUTER
 
 
+def test_a_router_that_others_took_out_of_the_file_stays_out(file, follow):
+    following = EndpointsFollow(file, [A], data_url=ROUTER, say=follow.said.append)
+    following.follow(lambda: [A, B])
+    Endpoints(models={"policy": ModelEndpoints(engines=(A, B))}).save(file)  # as serve-engines does that gave it up
+    following.follow(lambda: [A, B, C])
+    found = resolve([f"@{file}"])
+    assert urls(found) == [A.url, B.url, C.url] and found.data_url is None
+
+
 def test_a_file_that_cannot_be_written_is_said_and_the_run_goes_on(file, follow):
     file.write_text("{")
     EndpointsFollow(file, [A], data_url=None, say=follow.said.append).follow(lambda: [A, B])
