@@ -70,7 +70,7 @@ def export_weights(
     for gather in plan_gathers(family, layout, dtype.itemsize, everywhere=everywhere, bound=bound):
         shards = gathered(gather, local, dtype, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
-            yield from _tensors(parameter, shards and shards[parameter.name], metadata)
+            yield from _tensors(parameter, None if shards is None else shards[parameter.name], metadata)
         del shards  # its buffer goes before there is another one
 
 
