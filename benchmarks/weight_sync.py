@@ -136,21 +136,22 @@ class Link:
             raise RuntimeError(reasons[0])
 
     async def sync(self, copies: Sequence[Weights], version: str) -> dict[str, float]:
-        """copies: the weights, as each rank has them. Seconds of each phase, and in all from the pause to the
-        resume."""
+        """copies: the weights, as each rank has them. Seconds of each phase, and in all from the pause to the resume;
+        bytes that the rank that held most did on the host and on its GPU."""
         buckets = plan_buckets(copies[0].metas, self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
         rendezvous = self.rendezvous
         loop = asyncio.get_running_loop()
 
         def send() -> asyncio.Future[list[SendReport]]:
-            streams = [weights.stream() for weights in copies]
-            return asyncio.gather(
-                *(
-                    loop.run_in_executor(None, sender.send, stream, buckets, version, [self.server.url])
-                    for sender, stream in zip(self.senders, streams, strict=True)
+            sends = [
+                partial(
+                    sender.send, weights.stream(), buckets, version, [self.server.url],
+                    stream_bytes=weights.stream_bytes,
                 )
-            )
+                for sender, weights in zip(self.senders, copies, strict=True)
+            ]  # fmt: skip
+            return asyncio.gather(*(loop.run_in_executor(None, send) for send in sends))
 
         async def load() -> None:
             if isinstance(self.control, OneRequestControl):
@@ -177,6 +178,7 @@ class Link:
                 report = one_report(await sending)
             if report.failures:
                 raise RuntimeError(str(report.failures))
+            held.update(host_bytes=report.memory.host, device_bytes=report.memory.device)
 
         async def transfer() -> None:
             async with sent() as sending:
@@ -184,7 +186,7 @@ class Link:
                     await sending
                 await load()
 
-        seconds: dict[str, float] = {}
+        seconds, held = dict[str, float](), dict[str, float]()
 
         async def timed(name: str, step: Awaitable[None]) -> None:
             started = time.perf_counter()
@@ -214,7 +216,8 @@ class Link:
             else:
                 total = await paused(transfer())
                 moved = seconds.get("transfer", total)
-        return seconds | {"total": total, "gb_per_second": sum(map(bucket_bytes, buckets)) / 1e9 / moved}
+        rate = sum(map(bucket_bytes, buckets)) / 1e9 / moved
+        return seconds | held | {"total": total, "gb_per_second": rate}
 
 
 class Benchmark:

@@ -22,6 +22,8 @@ class Weights(ABC):
     """Of one rank of the trainer, on its device."""
 
     metas: list[TensorMeta]
+    stream_bytes: int = 0
+    """What `stream` holds at most beside them."""
 
     @abstractmethod
     def stream(self) -> Iterator[tuple[TensorMeta, Tensor]]:
@@ -58,6 +60,7 @@ class MegatronModel(Weights):
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         from rltool.config.parallel import ParallelLayout
         from rltool.config.train import TrainerConfig
+        from rltool.megatron.gathering import gather_bytes
         from rltool.megatron.hf_weights import weight_metadata
         from rltool.megatron.model import build_model, global_names
         from rltool.megatron.runtime import Rendezvous, Runtime
@@ -74,6 +77,7 @@ class MegatronModel(Weights):
                 self._family, self._runtime.coordinates, dtype, self._runtime.device, TrainerConfig()
             ).to(device)
         self.metas = weight_metadata(self._family, dtype)
+        self.stream_bytes = gather_bytes(self._family, layout, dtype.itemsize)
         generator = torch.Generator(device).manual_seed(1)
         for name, parameter in global_names(self._model).items():
             randomize(name, parameter.data, generator, last_norm=FINAL_NORM)

@@ -37,6 +37,7 @@ class SenderRanks:
     ) -> None:
         self.config = config
         self.sent = 0  # the training step whose weights were sent last
+        self.stream_bytes = 0  # that a gather would hold
         self.sender = WeightSender(config, device=torch.device(device), deadline=deadline, model_files=model_files)
 
     def weights(self, step: int) -> Mapping[str, Tensor]:
@@ -59,7 +60,7 @@ class SenderRanks:
         buckets = plan_buckets(await self.weight_metadata(), self.config.bucket_bytes)
         self.sent = int(version.rsplit(":", 1)[1])
         stream = self.stream(self.sent)
-        return await asyncio.to_thread(self.sender.send, stream, buckets, version, urls)
+        return await asyncio.to_thread(self.sender.send, stream, buckets, version, urls, stream_bytes=self.stream_bytes)
 
     def rules(self) -> Rules:
         """Of tensors that every rank of an engine holds as they are."""

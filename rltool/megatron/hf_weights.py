@@ -1,4 +1,4 @@
-"""Weights between a Hugging Face directory and the running model, one parameter at a time."""
+"""Weights between a Hugging Face directory and the running model, a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.engines.types import TensorMeta
+from rltool.megatron.gathering import GATHER_BYTES, gathered, plan_gathers
 from rltool.megatron.model import global_names
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
+from rltool.models.base import Family, Parameter
 from rltool.models.hf_directory import HFTensors, check_tensors
 
 
@@ -45,79 +45,39 @@ def weight_metadata(family: Family, dtype: torch.dtype) -> list[TensorMeta]:
     return [TensorMeta(name, str(dtype).removeprefix("torch."), shape) for name, shape in family.hf_tensors()]
 
 
-@torch.no_grad()
 def export_weights(
-    model: GPTModel, family: Family, dtype: torch.dtype, runtime: Runtime, *, everywhere: bool = False
+    model: GPTModel,
+    family: Family,
+    dtype: torch.dtype,
+    runtime: Runtime,
+    *,
+    everywhere: bool = False,
+    bound: int = GATHER_BYTES,
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere; everywhere: on every
-    rank.
+    rank. bound: bytes of parameters that are gathered together.
 
     A generator that is collective over the ranks of replica 0, and over all that experts are sharded over (everywhere:
-    over all ranks): each of them must run it to its end. Besides the model, a rank that gets the tensors holds one
-    merged parameter at a time. Tensors alias the parameters where nothing had to be merged: use them before the next
-    optimizer step.
+    over all ranks): each of them must run it to its end. Besides the model, a rank holds one buffer of `bound` bytes,
+    or of the largest parameter if that has more, and one that gets the tensors one merged parameter at a time
+    (`gather_bytes`), as long as its caller keeps no tensor. Tensors alias the parameters where nothing had to be
+    gathered or merged: use them before the next optimizer step.
     """
+    # Without torch.no_grad(), which keeps what a generator has yielded last: no operation here is on a parameter.
     metadata = iter(weight_metadata(family, dtype))
     local = global_names(model)
-    for parameter in family.parameters:
-        full = _gather(parameter, local, family, runtime, everywhere=everywhere)
-        parts = [None] * len(parameter.hf) if full is None else parameter.split(full)
-        for part in parts:
-            yield next(metadata), None if part is None else part.contiguous()
+    layout = runtime.coordinates.layout
+    for gather in plan_gathers(family, layout, dtype.itemsize, everywhere=everywhere, bound=bound):
+        shards = gathered(gather, local, dtype, runtime, everywhere=everywhere)
+        for parameter in gather.parameters:
+            yield from _tensors(parameter, None if shards is None else shards[parameter.name], metadata)
+        del shards  # its buffer goes before there is another one
 
 
-def _gather(
-    parameter: Parameter, local: dict[str, torch.nn.Parameter], family: Family, runtime: Runtime, *, everywhere: bool
-) -> Tensor | None:
-    """The unsharded parameter on global rank 0, None elsewhere: over TP where it is held, then from there to rank 0.
-    everywhere: on every rank; replicas that hold all layers and experts gather it each for itself."""
-    at = runtime.coordinates
-    stage = owner_stage(parameter, family, at.layout.pp)
-    # Experts are sharded in order over the first replicas, and from there on again.
-    replica = 0 if parameter.expert is None else parameter.expert * at.layout.ep // family.num_experts
-    in_each_replica = at.layout.pp == 1 and (parameter.expert is None or at.layout.ep == 1)
-    full = None
-    if at.pp_rank == stage and (at.replica_rank == replica or (everywhere and in_each_replica)):
-        shard = local[parameter.name].detach()
-        shards = [shard]
-        if parameter.shard_dim is not None and at.layout.tp > 1:
-            shards = [torch.empty_like(shard) for _ in range(at.layout.tp)]
-            dist.all_gather(shards, shard.contiguous(), group=runtime.tp_group)
-        full = parameter.unshard(shards)
-    sender = runtime.global_rank(tp=0, pp=stage, replica=replica)
-    if everywhere:
-        return full if in_each_replica else _broadcast(full, sender, parameter, local, runtime)
-    if sender == 0:
-        return full if at.rank == 0 else None
-    if at.rank == sender:
-        assert full is not None  # the sender is a rank of that stage and replica
-        dist.send(full.contiguous(), dst=0)
-    elif at.rank == 0:
-        full = _room_for(parameter, local, runtime)
-        dist.recv(full, src=sender)
-        return full
-    return None
-
-
-def _broadcast(
-    full: Tensor | None, sender: int, parameter: Parameter, local: dict[str, torch.nn.Parameter], runtime: Runtime
-) -> Tensor:
-    """From `sender` to all ranks; never into what others have gathered, which may alias their parameters."""
-    if runtime.coordinates.rank == sender:
-        assert full is not None  # the sender is a rank of that stage and replica
-        sent = full.contiguous()
-    else:
-        sent = _room_for(parameter, local, runtime)
-    dist.broadcast(sent, src=sender)
-    return sent
-
-
-def _room_for(parameter: Parameter, local: dict[str, torch.nn.Parameter], runtime: Runtime) -> Tensor:
-    return torch.empty(parameter.merged_shape, dtype=next(iter(local.values())).dtype, device=runtime.device)
-
-
-def owner_stage(parameter: Parameter, family: Family, stages: int) -> int:
-    """The pipeline stage that holds this parameter; layers are cut evenly."""
-    if parameter.layer is not None:
-        return parameter.layer * stages // family.num_layers
-    return {EMBEDDING: 0, FINAL_NORM: stages - 1, HEAD: stages - 1}[parameter.name]
+def _tensors(
+    parameter: Parameter, shards: list[Tensor] | None, metadata: Iterator[TensorMeta]
+) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+    """The HF tensors of one parameter; None each where this rank does not get them."""
+    parts = [None] * len(parameter.hf) if shards is None else parameter.split(parameter.unshard(shards))
+    for part in parts:
+        yield next(metadata), None if part is None else part.contiguous()

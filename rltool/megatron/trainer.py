@@ -21,6 +21,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
+from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch
@@ -302,6 +303,10 @@ class MegatronTrainer(TrainedModel):
         alias parameters: use them before the next step.
         """
         return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime, everywhere=everywhere)
+
+    def export_bytes(self, *, everywhere: bool = False) -> int:
+        """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
+        return gather_bytes(self.family, self.coordinates.layout, self.dtype.itemsize, everywhere=everywhere)
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:

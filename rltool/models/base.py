@@ -97,16 +97,29 @@ class Parameter:
         parts = [block.chunk(size, dim=self.shard_dim)[rank] for block in tensor.chunk(self.blocks)]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
+    def shard_shape(self, size: int) -> tuple[int, ...]:
+        """Of what each of `size` tensor-parallel ranks holds."""
+        shape = list(self.merged_shape)
+        if self.vocabulary:
+            shape[0] = padded_vocabulary(shape[0], size)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] //= size
+        return tuple(shape)
+
     def unshard(self, shards: list[Tensor]) -> Tensor:
-        """The inverse of `shard`, from the parts of all ranks in rank order; vocabulary padding is stripped."""
+        """The inverse of `shard`, from the parts of all ranks in rank order; vocabulary padding is stripped. One shard
+        is returned as it is, several are copied once."""
         if self.shard_dim is None:
             return shards[0]
         if len(shards) == 1:
             full = shards[0]
         else:
+            shape = list(shards[0].shape)
+            shape[self.shard_dim] *= len(shards)
+            full = shards[0].new_empty(shape)
             per_rank = [shard.chunk(self.blocks) for shard in shards]
-            joined = [torch.cat(block, dim=self.shard_dim) for block in zip(*per_rank, strict=True)]
-            full = torch.cat(joined) if len(joined) > 1 else joined[0]
+            for block, *parts in zip(full.chunk(self.blocks), *per_rank, strict=True):
+                torch.cat(parts, dim=self.shard_dim, out=block)
         return full[: self.hf[0][1][0]] if self.vocabulary else full
 
 

@@ -186,8 +186,10 @@ class TrainerActor:
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        stream = self.trainer.export_weights(everywhere=self._sender.gathers_everywhere(urls))
-        return self._sender.send(stream, self.buckets, version, urls)
+        everywhere = self._sender.gathers_everywhere(urls)
+        stream = self.trainer.export_weights(everywhere=everywhere)
+        held = self.trainer.export_bytes(everywhere=everywhere)
+        return self._sender.send(stream, self.buckets, version, urls, stream_bytes=held)
 
     @ray.method(concurrency_group="ready")
     def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:

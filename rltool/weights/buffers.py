@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rltool.weights.channel import Call, Channel
+from rltool.weights.memory import NONE, Memory, most
 
 BUFFERS = 2
 """One is filled while the other is sent."""
@@ -31,7 +32,8 @@ class BucketBuffers:
     channel that failed is not waited for, and as it may still read the buffer, that gets new memory.
 
     source: where the tensors are; wanted: the devices that channels send from. The bucket is filled where it is wanted
-    nearest to its source, and copied once to the host's memory where it is wanted there as well.
+    nearest to its source, and copied once to the host's memory where it is wanted there as well. memory: that they had
+    at most.
     """
 
     def __init__(self, source: torch.device, wanted: Collection[torch.device]) -> None:
@@ -39,6 +41,8 @@ class BucketBuffers:
         self._filled_on = source if source in self._wanted else CPU
         self._buffers = deque(_Buffer() for _ in range(BUFFERS))
         self._size = 0
+        self._given_up = NONE  # to channels that failed
+        self.memory = NONE
 
     def take(self, size: int) -> Tensor:
         """[size] uint8, to be filled. Waits until it is free."""
@@ -47,6 +51,7 @@ class BucketBuffers:
         for channel, call in buffer.takers:
             channel.wait(call)
         if any(channel.failure is not None for channel, _ in buffer.takers):
+            self._given_up += _held(buffer)
             buffer.memory = {}
         buffer.takers, self._size = (), size
         return self._memory(buffer, self._filled_on)
@@ -74,4 +79,9 @@ class BucketBuffers:
             pinned = device == CPU and self._source.type == "cuda"
             held = torch.empty(self._size, dtype=torch.uint8, device=device, pin_memory=pinned)
             buffer.memory[device] = held
+            self.memory = most((self.memory, sum(map(_held, self._buffers), self._given_up)))
         return held[: self._size]
+
+
+def _held(buffer: _Buffer) -> Memory:
+    return sum((Memory.on(device, flat.numel()) for device, flat in buffer.memory.items()), NONE)

@@ -84,6 +84,7 @@ class DeltaEncoder:
             made.files[shard] = File.of(part.patch)
         made.parts[shard] = part
         made.parts.pop(shard - self._kept, None)
+        made.most_patches = max(made.most_patches, sum(len(kept.patch or b"") for kept in made.parts.values()))
         made.shards += 1
 
     def part(self, shard: int) -> Part | None:
@@ -116,6 +117,11 @@ class DeltaEncoder:
         made = self._open
         return None if made.base is None else sum(file.bytes for file in made.files.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """At most, of the version that was begun: the copy of the weights, and the patches that are there at a time."""
+        return sum(flat.numel() for flat in self._copy) + self._open.most_patches
+
     def release(self) -> None:
         """All readers are done."""
         self._open.parts = {}
@@ -123,10 +129,12 @@ class DeltaEncoder:
 
 @dataclass
 class _Version:
-    """The version that was begun last. files: of its patches, or without a base of its whole buckets."""
+    """The version that was begun last. files: of its patches, or without a base of its whole buckets; most_patches:
+    bytes of those that were there at a time."""
 
     version: str
     base: Held | None
     shards: int = 0
     files: dict[int, File] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
+    most_patches: int = 0

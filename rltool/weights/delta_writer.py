@@ -51,11 +51,17 @@ class DeltaWriter:
         self._chain: list[Manifest] = []
         """From the last anchor to the version whose bytes are in `_copy`; empty while that is a mixture."""
         self._pending: _Pending | None = None
+        self._largest = 0  # file of this version
 
     @property
     def published(self) -> str | None:
         """The version that was written last."""
         return self._chain[-1].version if self._chain else None
+
+    @property
+    def held_bytes(self) -> int:
+        """At most, of the version that was begun: the copy of the weights, and a file that is written."""
+        return sum(flat.numel() for flat in self._copy) + self._largest
 
     def begin(self, version: str, buckets: Iterable[Bucket]) -> None:
         """A version follows, bucket by bucket. Raises StoreError.
@@ -71,7 +77,7 @@ class DeltaWriter:
         self._pending = _Pending(version, base, again, with_anchor=due or not self._intact(base))
         if not base:
             self._buckets, self._copy = buckets, []
-        self._chain = []
+        self._chain, self._largest = [], 0
 
     def add(self, bucket: Bucket, flat: Tensor) -> None:
         """The next bucket. flat: [bytes] uint8 on the CPU, which is copied. Raises StoreError."""
@@ -120,6 +126,7 @@ class DeltaWriter:
         self._store.delete(chain.expired(self._store.sizes(f"{run}-"), run))
 
     def _put(self, version: str, kind: chain.Kind, shard: int, data: bytes) -> File:
+        self._largest = max(self._largest, len(data))
         name = chain.shard_name(kind, shard, len(self._buckets))
         self._store.put(f"{chain.directory(version)}/{name}", data)
         return File.of(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from rltool.weights.memory import most
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Rendezvous
@@ -23,10 +24,12 @@ def one_meeting(meetings: Sequence[Mapping[str, Rendezvous]]) -> dict[str, Rende
 
 
 def one_report(reports: Sequence[SendReport]) -> SendReport:
-    """bytes: of one copy, as in each of them; a failure of one rank is the engine's."""
+    """bytes: of one copy, as in each of them; a failure of one rank is the engine's; memory: of the rank that held
+    most."""
     failures = one_answer([report.failures for report in reports])
     seconds = max(report.seconds for report in reports)
-    return SendReport(reports[0].bytes, seconds, failures, reports[0].patch_bytes)
+    memory = most(report.memory for report in reports)
+    return SendReport(reports[0].bytes, seconds, failures, reports[0].patch_bytes, memory)
 
 
 def one_answer(failures: Sequence[Failures]) -> Failures:

@@ -23,10 +23,12 @@ from rltool.processes import garbage
 from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers, Taking
 from rltool.weights.channel import Call, Channel
 from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.memory import NONE, Memory
 from rltool.weights.sending import Sending, end_in_order
 from rltool.weights.stream import Stream, drain, fill_buckets
 from rltool.weights.transport import (
     AcknowledgedSender,
+    HoldingSender,
     PatchSender,
     Receiver,
     Rendezvous,
@@ -44,12 +46,15 @@ NOT_CONNECTED = "it has no transfer group with the trainer"
 @dataclass(frozen=True)
 class SendReport:
     """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way; patch_bytes:
-    with weights.delta, of what changed since the weights that were sent before, None where there were none."""
+    with weights.delta, of what changed since the weights that were sent before, None where there were none; memory:
+    that the sync held at most beside model and engines: buckets, what was gathered, copies that deltas are made with.
+    """
 
     bytes: int
     seconds: float
     failures: dict[str, str] = field(default_factory=dict)
     patch_bytes: int | None = None
+    memory: Memory = NONE
 
 
 class WeightSender:
@@ -107,8 +112,11 @@ class WeightSender:
         return self._drop_failed(hosted)
 
     @garbage.paused()
-    def send(self, stream: Stream, buckets: Sequence[Bucket], version: str, urls: Collection[str]) -> SendReport:
-        """Send every bucket to these engines. Other engines' connections stay as they are.
+    def send(
+        self, stream: Stream, buckets: Sequence[Bucket], version: str, urls: Collection[str], *, stream_bytes: int = 0
+    ) -> SendReport:
+        """Send every bucket to these engines. Other engines' connections stay as they are. stream_bytes: what the
+        stream holds on the device while it is produced, which is reported with the rest.
 
         An engine that fails, or holds a bucket too long, is left out from there on. The stream is drained in any case:
         producing it is a collective of all trainer ranks.
@@ -118,9 +126,10 @@ class WeightSender:
         unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels and url not in self._elsewhere}
         channels = self._of(known)
         encoder = self._encoder if any(isinstance(c.transport, PatchSender) for c in channels) else None
+        memory = Memory.on(self.device, stream_bytes)
         try:
             if channels:
-                self._feed(stream, buckets, version, channels, encoder)
+                memory += self._feed(stream, buckets, version, channels, encoder)
             else:
                 drain(stream)
         except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
@@ -133,7 +142,7 @@ class WeightSender:
                 encoder.release()
         size = sum(map(bucket_bytes, buckets))
         patch_bytes = encoder.patch_bytes if encoder is not None else None
-        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes)
+        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory)
 
     def gathers_everywhere(self, urls: Collection[str]) -> bool:
         """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has
@@ -202,8 +211,8 @@ class WeightSender:
     def _feed(
         self, stream: Stream, buckets: Sequence[Bucket], version: str, channels: Sequence[Channel],
         encoder: DeltaEncoder | None,
-    ) -> None:  # fmt: skip
-        """encoder: where a channel sends what it makes, which is on the CPU."""
+    ) -> Memory:  # fmt: skip
+        """encoder: where a channel sends what it makes, which is on the CPU. Returns what all of them held at most."""
 
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
@@ -234,6 +243,9 @@ class WeightSender:
             encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
+        transports = (channel.transport for channel in channels)
+        own = sum((transport.memory for transport in transports if isinstance(transport, HoldingSender)), NONE)
+        return buffers.memory + own + Memory(host=encoder.held_bytes if encoder is not None else 0)
 
     def _of(self, urls: Collection[str]) -> list[Channel]:
         """The channels of these engines, each once."""

@@ -46,6 +46,7 @@ def fill_buckets(
             raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             flat[at : at + raw.numel()].copy_(raw, non_blocking=True)
             at += raw.numel()
+            del tensor, raw  # they may keep the whole buffer of a gather, and the next one is gathered now
         if flat is not None and at != flat.numel():
             raise WeightStreamError(f"a bucket of {flat.numel()} bytes got {at}")
         yield bucket, flat

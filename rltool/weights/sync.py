@@ -39,6 +39,7 @@ from rltool.processes import garbage
 from rltool.weights.connections import STEP_SHARE, Connections, Ranks
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
+from rltool.weights.memory import NONE
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
@@ -92,6 +93,7 @@ class WeightSync:
         self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
         self._has_weights: set[str] = set()  # of these: there is room for their weights again
         self._patch_bytes: int | None = None  # of this sync
+        self._memory = NONE  # of this sync, in the ranks
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
@@ -116,7 +118,7 @@ class WeightSync:
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started = time.perf_counter()
         phases: dict[str, float] = {}
-        self._patch_bytes = None
+        self._patch_bytes, self._memory = None, NONE
         self.calls.silent, self._differing, self._has_weights = set(), set(), set()
         self._pauses, self._controls, self._begun, self._resumed = {}, {}, set(), set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
@@ -170,7 +172,9 @@ class WeightSync:
             )
         size = sum(map(bucket_bytes, self._buckets))
         seconds, paused = time.perf_counter() - started, max(self._pauses.values(), default=0.0)
-        return SyncReport(str(version), size, seconds, phases, updated, failures, difference, paused, self._patch_bytes)
+        return SyncReport(
+            str(version), size, seconds, phases, updated, failures, difference, paused, self._patch_bytes, self._memory
+        )
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run: out of its transfer group. Not in the middle of a sync that it takes part in.
@@ -210,7 +214,7 @@ class WeightSync:
         receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._receive(endpoint, version, sending)))
         try:
             sent = await sending
-            self._patch_bytes = sent.patch_bytes
+            self._patch_bytes, self._memory = sent.patch_bytes, sent.memory
         finally:
             received = await receiving
         for url, reason in sent.failures.items():

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rltool.errors import EngineError
+from rltool.weights.memory import NONE, Memory
 
 Failures = dict[str, str]
 """engine URL -> what went wrong there; empty: all is well"""
@@ -30,7 +31,7 @@ class SyncReport:
 
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
-    that was paused longest stood still; patch_bytes: see SendReport.
+    that was paused longest stood still; patch_bytes, memory: see SendReport; of the trainer rank that held most.
     """
 
     version: str
@@ -42,6 +43,7 @@ class SyncReport:
     difference: float | None = None
     paused: float = 0.0
     patch_bytes: int | None = None
+    memory: Memory = NONE
 
     def line(self) -> str:
         """One line for the log."""
@@ -50,7 +52,8 @@ class SyncReport:
         text = (
             f"weights {self.version}: {self.bytes / 1e6:.1f} MB to {len(self.updated)}/{total} engines "
             f"in {self.seconds:.3f} s ({_rate(self.bytes, self.seconds)}; {phases}; "
-            f"paused {self.paused:.3f})"
+            f"paused {self.paused:.3f}; holding {self.memory.host / 1e6:.1f} MB on the host and "
+            f"{self.memory.device / 1e6:.1f} MB on the GPU)"
         )
         if self.patch_bytes is not None:
             text += f"; patches of {self.patch_bytes / 1e6:.3g} MB"
@@ -66,6 +69,8 @@ class SyncReport:
             "time/sync_seconds": self.seconds,
         }
         values["weights/paused_seconds"] = self.paused
+        values["weights/host_bytes"] = float(self.memory.host)
+        values["weights/device_bytes"] = float(self.memory.device)
         values["weights/failed_engines"] = float(len(self.failed))
         if self.patch_bytes is not None:
             values["weights/patch_bytes"] = float(self.patch_bytes)

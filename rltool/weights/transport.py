@@ -20,6 +20,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.memory import Memory
 
 Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
@@ -157,6 +158,16 @@ class PatchSender(SenderTransport, Protocol):
     """One that sends what the encoder has made of each bucket (weights.delta)."""
 
     encoder: DeltaEncoder
+
+
+@runtime_checkable
+class HoldingSender(SenderTransport, Protocol):
+    """One that has memory of its own beside the buckets that it is given."""
+
+    @property
+    def memory(self) -> Memory:
+        """What that was at most, in the sync that was begun last."""
+        ...
 
 
 class ReceiverControl(Protocol):

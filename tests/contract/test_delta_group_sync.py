@@ -115,10 +115,13 @@ def test_engines_get_patches_while_they_generate_and_are_paused_to_load_them(two
         both = [of_step(taken, step) for step in range(7)]
         assert both == [[step % 3 == 0] * 2 for step in range(7)], "every third version goes out whole"
         for step, report in enumerate(reports):
+            patches = report.memory.host - (2400 + 100) - report.bytes  # beside two buckets and the copy of the weights
             if step % 3 == 0:
+                assert patches == 0 == report.memory.device
                 assert report.patch_bytes is None and "weights/patch_bytes" not in report.metrics()
             else:
                 assert 0 < report.metrics()["weights/patch_bytes"] < report.bytes / 3
+                assert 0 < patches <= report.metrics()["weights/patch_bytes"]
                 assert "; patches of 0.000" in report.line()
 
     syncing(scenario, anchor_every=3)

@@ -23,6 +23,7 @@ from rltool.engines.delta.store import open_store
 from rltool.engines.fleet import State
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineRejected
+from rltool.weights.memory import Memory
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transports import delta
 from tests.contract import sync_rig
@@ -105,6 +106,10 @@ def test_engines_fetch_before_they_are_paused_and_then_take_patches(two, tmp_pat
                 report = await r.sync.sync(version(step))
                 assert set(report.updated) == {engine.url for engine in two} and report.failed == {}
                 assert 0 < report.paused < report.seconds
+                written = tmp_path / "store" / chain.directory(str(version(step)))
+                largest = max(path.stat().st_size for path in written.glob("*.safetensors"))
+                # Two buckets, the copy of the weights, and a file that is written.
+                assert report.memory == Memory(host=2400 + 100 + report.bytes + largest)
                 for engine in two:
                     assert_has(engine, r.ranks, step)
             patch = {"patch"}

@@ -14,6 +14,7 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet import State
+from rltool.weights.memory import Memory
 from rltool.weights.sync_report import WeightSyncFailed
 from tests.contract import sync_rig
 from tests.contract.fakes import ipc as fake_ipc
@@ -96,7 +97,10 @@ def test_each_worker_takes_the_weights_out_of_memory_of_its_own_gpu(vllm, worker
 
     async def scenario(r):
         for step in (0, 1, 1, 2):  # the same version once more, over the same connection
-            assert (await r.sync.sync(version(step))).failed == {}
+            report = await r.sync.sync(version(step))
+            assert report.failed == {}
+            # Of one rank, the buckets a; c and d; b: two buffers, and one as large as the largest for the engine.
+            assert report.memory == Memory(host=72 + 148 + 148)
             assert_has(engine, r.ranks, step)
         assert engine.paths().count("/init_weight_transfer_engine") == 1
         assert set(r.ranks.gathers) == {(0, True), (1, True)}

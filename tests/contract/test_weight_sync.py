@@ -19,6 +19,7 @@ from rltool.engines.fleet import State
 from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, liveness
 from rltool.weights import sync as sync_module
+from rltool.weights.memory import Memory
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
 from rltool.weights.transport import transport
@@ -582,6 +583,37 @@ def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_pat
     asyncio.run(run())
 
 
+# -- memory
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+def test_two_buckets_are_held_however_many_are_sent(two, tmp_path, count):
+    async def run() -> SyncReport:
+        async with rig(*two, directory=tmp_path) as r:
+            r.ranks.tensors = {f"{i}.weight": torch.full((7,), float(i)) for i in range(count)}
+            report = await r.sync.sync(version(0))
+            for engine in two:
+                assert_received(engine, r.ranks.tensors)
+            return report
+
+    report = asyncio.run(run())
+    assert report.bytes == count * 28 and report.memory == Memory(host=2 * 28)
+    metrics = report.metrics()
+    assert (metrics["weights/host_bytes"], metrics["weights/device_bytes"]) == (56.0, 0.0)
+    assert "; holding 0.0 MB on the host and 0.0 MB on the GPU)" in report.line()
+
+
+def test_a_rank_that_gathers_reports_that_too_and_a_failed_sync_leaves_nothing_of_it(two, tmp_path):
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            r.ranks.stream_bytes = 1000
+            assert (await r.sync.sync(version(0))).memory == Memory(host=28 + 10 + 1000)
+            r.ranks.stream_bytes = 0
+            assert (await r.sync.sync(version(1))).memory == Memory(host=28 + 10)
+
+    asyncio.run(run())
+
+
 # -- several transports
 
 
@@ -601,6 +633,7 @@ def test_one_sync_feeds_gloo_and_disk_engines_from_one_gather(stack, two, tmp_pa
                 r.ranks.tensors = {name: tensor + step for name, tensor in TENSORS.items()}
                 report = await r.sync.sync(version(step))
                 assert (set(report.updated), report.failed) == ({e.url for e in (*two, sglang)}, {})
+                assert report.memory == Memory(host=28 + 10 + 28), "a bucket is copied to be written"
                 assert gathers.count(step) == 1
                 for engine in two:
                     assert_received(engine, r.ranks.tensors)

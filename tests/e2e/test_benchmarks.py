@@ -49,6 +49,7 @@ def test_weight_syncs_are_timed_phase_by_phase_staged_and_not_and_bring_the_same
         taken.pop("prefetch", None)  # before the pause
         assert sum(taken.values()) <= line["total"] + 0.001, "they follow each other; each is rounded"
         assert line["gb_per_second"] > 0
+        assert line["host_bytes"] > 0 == line["device_bytes"], "the trainer is on the CPU"
     assert [line["backend"] for line in lines if "median_of" in line] == list(phases)
     compared = [line for line in lines if "same_over_all_backends" in line]
     assert [line["backend"] for line in compared] == list(phases)

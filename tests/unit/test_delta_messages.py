@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
 from rltool.engines.types import Bucket
 from rltool.engines.wire import meta_of, plan_buckets, split_flat
 from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.memory import Memory
 from rltool.weights.transport import Rendezvous, SenderOptions, TransportError
 from rltool.weights.transports.delta_group import DeltaGroupSender
 from tests.ranks import flat_bytes
@@ -176,6 +178,25 @@ def test_after_hundreds_of_steps_with_losses_every_engine_is_bit_equal(dtype):
         wholes += sum(each.anchor for each in got)
         assert not steady.pipe.sent and not other.pipe.sent, "all that was sent has been taken"
     assert patches > 200 and wholes > 50
+
+
+def test_it_is_said_what_is_held_for_patches():
+    trainer = Trainer(torch.float32)
+    trainer.limit = 100
+    there, on_gpu = Engine(trainer.encoder), Engine(trainer.encoder)
+    on_gpu.pipe.device = torch.device("meta")
+    sizes = [sum(trainer.tensors[meta.name].nbytes for meta in bucket) for bucket in trainer.buckets]
+    trainer.send(there, on_gpu)
+    assert trainer.encoder.held_bytes == sum(sizes), "of patches nothing, of the weights a copy"
+    assert (there.sender.memory, on_gpu.sender.memory) == (Memory(), Memory(device=max(sizes)))
+    trainer.step()
+    trainer.send(there, on_gpu)
+    messages = [header.numel() for header in on_gpu.pipe.sent if header.numel() != 16][len(sizes) + 1 :]
+    *patches, _ = messages
+    assert len(patches) == len(sizes) > 2 and sum(patches) == trainer.encoder.patch_bytes
+    assert on_gpu.sender.memory == Memory(device=max(messages))
+    pairs = [first + second for first, second in pairwise(patches)]
+    assert trainer.encoder.held_bytes == sum(sizes) + max(pairs), "of the two newest parts"
 
 
 def test_who_follows_gets_patches_alone_until_a_whole_version_is_due():

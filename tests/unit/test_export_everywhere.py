@@ -6,32 +6,42 @@ import queue
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from rltool.config.parallel import ParallelLayout
-from rltool.megatron import hf_weights
+from rltool.megatron import gathering, hf_weights
 from rltool.megatron.runtime import Coordinates
+from rltool.models.base import EMBEDDING
 from rltool.models.registry import family_for
 from tests.unit.test_models_families import hf_config, random_hf_state
 
 SECONDS = 20.0
 MIXTURE = hf_config("Qwen3MoeForCausalLM", moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
-FAMILIES = {"dense": family_for(hf_config()), "experts": family_for(MIXTURE)}
+FAMILIES = {
+    "dense": family_for(hf_config()),
+    "tied": family_for(hf_config(tie_word_embeddings=True)),
+    "experts": family_for(MIXTURE),
+}
 
 
 class Ranks:
-    """In place of torch.distributed. A group is the tuple of its ranks; who waits in vain fails."""
+    """In place of torch.distributed. A group is the tuple of its ranks; who waits in vain fails. made: collectives and
+    sends, each counted once."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self.layout, self._here = layout, threading.local()
         self._barriers: dict[Any, threading.Barrier] = {}
         self._sent: dict[Any, Any] = {}
         self._lock, self._queues = threading.Lock(), {}
-        self.broadcasts: Counter[int] = Counter()
+        self.made: Counter[str] = Counter()
 
     def enter(self, rank: int) -> Coordinates:
         self._here.rank, layout = rank, self.layout
@@ -39,26 +49,35 @@ class Ranks:
         replica, pp = rest % layout.replica_size, rest // layout.replica_size
         return Coordinates(rank, layout, tp, pp, replica % layout.cp, replica // layout.cp, replica % layout.ep)
 
-    def all_gather(self, shards, shard, group) -> None:
-        self._meet(group, (group, self._here.rank), shard)
-        for rank, into in zip(group, shards, strict=True):
-            into.copy_(self._sent[group, rank])
+    def all_gather_into_tensor(self, rows, row, group) -> None:
+        self._count("all_gather", self._here.rank == group[0])
+        self._meet(group, (group, self._here.rank), row)
+        for rank, into in zip(group, rows.view(len(group), -1), strict=True):
+            if rank != self._here.rank:
+                into.copy_(self._sent[group, rank])
         self._meet(group)
+        del self._sent[group, self._here.rank]
 
     def broadcast(self, tensor, src) -> None:
         world = tuple(range(self.layout.world_size))
-        if self._here.rank == src:
-            self.broadcasts[src] += 1
+        self._count("broadcast", self._here.rank == src)
         self._meet(world, ("world", self._here.rank), tensor)
         if self._here.rank != src:
             tensor.copy_(self._sent["world", src])
         self._meet(world)
+        del self._sent["world", self._here.rank]
 
     def send(self, tensor, dst) -> None:
-        self._queue(self._here.rank, dst).put(tensor.clone())
+        self._count("send", True)
+        with _disable_current_modes():
+            self._queue(self._here.rank, dst).put(tensor.clone())
 
     def recv(self, tensor, src) -> None:
         tensor.copy_(self._queue(src, self._here.rank).get(timeout=SECONDS))
+
+    def _count(self, name: str, once: bool) -> None:
+        with self._lock:
+            self.made[name] += once
 
     def _meet(self, group, key=None, tensor=None) -> None:
         if key is not None:
@@ -77,18 +96,48 @@ def local_parameters(family, state, at: Coordinates) -> dict[str, torch.Tensor]:
     found = {}
     for parameter in family.parameters:
         spread = parameter.expert is not None and parameter.expert * at.layout.ep // family.num_experts != at.ep_rank
-        if not spread and hf_weights.owner_stage(parameter, family, at.layout.pp) == at.pp_rank:
+        if not spread and gathering.owner_stage(parameter, family, at.layout.pp) == at.pp_rank:
             merged = parameter.merge([state[name] for name, _ in parameter.hf])
             found[parameter.name] = parameter.shard(merged, at.tp_rank, at.layout.tp).clone()
     return found
 
 
-def exported(monkeypatch, family, layout: ParallelLayout, *, everywhere: bool) -> tuple[Ranks, list[dict[str, Any]]]:
+class Allocations(TorchDispatchMode):
+    """What the operations of one thread have allocated. most: bytes that were held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        self._held = {at: held for at, held in self._held.items() if not held[0].expired()}
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and (at := tensor.untyped_storage().data_ptr()) not in given:
+                self._held[at] = StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+        self.most = max(self.most, sum(size for _, size in self._held.values()))
+        return result
+
+
+@dataclass(frozen=True)
+class Exported:
+    """tensors, held: of each rank; held: bytes beside the parameters, at most."""
+
+    tensors: list[dict[str, Any]]
+    held: list[int]
+    made: Counter[str]
+
+
+def exported(
+    monkeypatch, family, layout: ParallelLayout, *, everywhere: bool, bound: int = gathering.GATHER_BYTES
+) -> Exported:
     ranks, state = Ranks(layout), random_hf_state(family)
-    monkeypatch.setattr(hf_weights, "dist", ranks)
+    monkeypatch.setattr(gathering, "dist", ranks)
     monkeypatch.setattr(hf_weights, "global_names", lambda model: model)
 
-    def export(rank: int) -> dict[str, Any]:
+    def export(rank: int) -> tuple[dict[str, Any], int]:
         at = ranks.enter(rank)
         own = local_parameters(family, state, at)
         before = {name: tensor.clone() for name, tensor in own.items()}
@@ -97,36 +146,88 @@ def exported(monkeypatch, family, layout: ParallelLayout, *, everywhere: bool) -
             coordinates=at, device=torch.device("cpu"), tp_group=group, global_rank=layout.global_rank
         )
         model: Any = own
-        stream = hf_weights.export_weights(model, family, torch.float32, runtime, everywhere=everywhere)
-        found = {meta.name: None if tensor is None else tensor.clone() for meta, tensor in stream}
+        found = {}
+        with Allocations() as allocations:
+            for meta, tensor in hf_weights.export_weights(
+                model, family, torch.float32, runtime, everywhere=everywhere, bound=bound
+            ):
+                with _disable_current_modes():
+                    found[meta.name] = None if tensor is None else tensor.clone()
+                del tensor
+        assert list(found) == [meta.name for meta in hf_weights.weight_metadata(family, torch.float32)]
         assert all(torch.equal(own[name], tensor) for name, tensor in before.items()), "the parameters are as they were"
-        return found
+        return found, allocations.most
 
     with ThreadPoolExecutor(layout.world_size) as pool:
-        return ranks, list(pool.map(export, range(layout.world_size)))
+        tensors, held = zip(*pool.map(export, range(layout.world_size)), strict=True)
+        return Exported(list(tensors), list(held), ranks.made)
+
+
+LAYOUTS = [
+    ("dense", ParallelLayout(1), False),
+    ("dense", ParallelLayout(2, tp=2), False),
+    ("dense", ParallelLayout(4, tp=2), False),
+    ("dense", ParallelLayout(2, pp=2), True),
+    ("tied", ParallelLayout(4, tp=2, pp=2), True),
+    ("dense", ParallelLayout(8, tp=2, pp=2, cp=2), True),
+    ("experts", ParallelLayout(2), False),
+    ("experts", ParallelLayout(4, tp=2, ep=2), True),
+    ("experts", ParallelLayout(8, tp=2, pp=2, ep=2), True),
+]
+
+
+@pytest.mark.parametrize("bound", [1, 3000, gathering.GATHER_BYTES])
+@pytest.mark.parametrize(("kind", "layout", "broadcasts"), LAYOUTS)
+def test_every_rank_gets_every_tensor_and_without_that_rank_0_alone(monkeypatch, kind, layout, broadcasts, bound):
+    family = FAMILIES[kind]
+    state = random_hf_state(family)
+    found = exported(monkeypatch, family, layout, everywhere=True, bound=bound)
+    assert bool(found.made["broadcast"]) == broadcasts, "replicas that hold everything need nothing from each other"
+    for tensors in found.tensors:
+        assert tensors.keys() == state.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in state.items())
+    found = exported(monkeypatch, family, layout, everywhere=False, bound=bound)
+    first, *others = found.tensors
+    assert all(torch.equal(first[name], tensor) for name, tensor in state.items()) and not found.made["broadcast"]
+    assert all(tensor is None for tensors in others for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("bound", [1, 3000, gathering.GATHER_BYTES])
+@pytest.mark.parametrize(("kind", "layout", "broadcasts"), LAYOUTS)
+def test_a_rank_holds_what_it_says_and_no_more(monkeypatch, kind, layout, broadcasts, bound, everywhere):
+    family = FAMILIES[kind]
+    most = gathering.gather_bytes(family, layout, 4, everywhere=everywhere, bound=bound)
+    found = exported(monkeypatch, family, layout, everywhere=everywhere, bound=bound)
+    assert max(found.held) == found.held[0] == most
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout", "broadcasts"),
+    ("kind", "layout", "alone", "together"),
     [
-        ("dense", ParallelLayout(1), False),
-        ("dense", ParallelLayout(2, tp=2), False),
-        ("dense", ParallelLayout(4, tp=2), False),
-        ("dense", ParallelLayout(2, pp=2), True),
-        ("dense", ParallelLayout(8, tp=2, pp=2, cp=2), True),
-        ("experts", ParallelLayout(2), False),
-        ("experts", ParallelLayout(4, tp=2, ep=2), True),
-        ("experts", ParallelLayout(8, tp=2, pp=2, ep=2), True),
+        ("dense", ParallelLayout(1), {}, {}),
+        # Without a head of its own: an embedding, 5 that are cut and 2 that are not of each of 2 layers, a norm.
+        ("tied", ParallelLayout(2, tp=2), {"all_gather": 1 + 2 * 5}, {"all_gather": 1}),
+        ("tied", ParallelLayout(2, pp=2), {"send": 7 + 1}, {"send": 1}),
+        ("tied", ParallelLayout(4, tp=2, pp=2), {"all_gather": 11, "send": 8}, {"all_gather": 2, "send": 1}),
+        # Of 4 experts of a layer two are elsewhere, each with two parameters.
+        ("experts", ParallelLayout(2, ep=2), {"send": 2 * 2 * 2}, {"send": 2}),
     ],
 )
-def test_every_rank_gets_every_tensor_and_without_that_rank_0_alone(monkeypatch, kind, layout, broadcasts):
-    family = FAMILIES[kind]
-    state = random_hf_state(family)
-    ranks, results = exported(monkeypatch, family, layout, everywhere=True)
-    assert bool(ranks.broadcasts) == broadcasts, "replicas that hold everything need nothing from each other"
-    for found in results:
-        assert found.keys() == state.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
-    ranks, (first, *others) = exported(monkeypatch, family, layout, everywhere=False)
-    assert all(torch.equal(first[name], tensor) for name, tensor in state.items()) and not ranks.broadcasts
-    assert all(tensor is None for found in others for tensor in found.values())
+def test_parameters_share_collectives_up_to_the_bound(monkeypatch, kind, layout, alone, together):
+    for bound, expected in ((1, alone), (gathering.GATHER_BYTES, together)):
+        found = exported(monkeypatch, FAMILIES[kind], layout, everywhere=False, bound=bound)
+        assert +found.made == expected, bound
+
+
+def test_where_nothing_is_gathered_tensors_are_the_parameters_themselves(monkeypatch):
+    monkeypatch.setattr(hf_weights, "global_names", lambda model: model)
+    family, layout = FAMILIES["dense"], ParallelLayout(1)
+    at = Ranks(layout).enter(0)
+    own: Any = local_parameters(family, random_hf_state(family), at)
+    runtime: Any = SimpleNamespace(coordinates=at, device=torch.device("cpu"), global_rank=layout.global_rank)
+    tensors = {m.name: t for m, t in hf_weights.export_weights(own, family, torch.float32, runtime) if t is not None}
+    assert tensors["model.embed_tokens.weight"].data_ptr() == own[EMBEDDING].data_ptr()
+    gate_and_up = own["decoder.layers.1.mlp.linear_fc1.weight"]
+    up = tensors["model.layers.1.mlp.up_proj.weight"]
+    assert up.untyped_storage().data_ptr() == gate_and_up.untyped_storage().data_ptr()

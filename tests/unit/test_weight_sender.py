@@ -15,6 +15,8 @@ from rltool.engines.wire import meta_of, plan_buckets, split_flat
 from rltool.weights import buffers as buffers_module
 from rltool.weights import channel as channel_module
 from rltool.weights import sender as sender_module
+from rltool.weights.buffers import BucketBuffers
+from rltool.weights.memory import Memory, most
 from rltool.weights.sender import WeightSender
 from rltool.weights.stream import WeightStreamError
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
@@ -202,6 +204,7 @@ def test_an_engine_that_holds_a_bucket_too_long_is_dropped_and_the_others_get_ev
     assert report.failures.keys() == {"0"}
     assert ("deadlines.bucket = 0.2 s" if deaf else "sending weights: timed out") in report.failures["0"]
     assert_got(links[1])
+    assert report.memory == Memory(host=(2 + 2) * 16), "it may still read two"
     links[0].gate.set()
     assert links[0].closed.wait(PATIENCE), "its connection is of no use any more"
     assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": sender_module.NOT_CONNECTED}
@@ -226,8 +229,38 @@ def test_a_sync_holds_two_buckets_however_many_there_are_and_whatever_the_engine
     sender = make("gloo", "gloo", "disk")
     sender.join()
     stream = zip(metadata, tensors.values(), strict=True)
-    assert sender.send(stream, plan_buckets(metadata, 1), "v", ["0", "1", "2"]).failures == {}
-    assert 0 < most[0] <= 2 * max(tensor.nbytes for tensor in tensors.values())
+    report = sender.send(stream, plan_buckets(metadata, 1), "v", ["0", "1", "2"])
+    assert report.failures == {} and report.memory == Memory(host=most[0])
+    assert most[0] == 2 * 10 * 4 if count > 3 else 0 < most[0] < 2 * 10 * 4
+    assert most[0] < report.bytes, "the model is larger than what is held of it"
+
+
+def test_what_is_held_is_counted_where_it_is():
+    buffers = BucketBuffers(torch.device("meta"), {torch.device("meta")})
+    for size in (10, 30, 20, 20, 5):
+        buffers.take(size)
+        buffers.filled()
+        buffers.sent_to([])
+    assert buffers.memory == Memory(device=30 + 20)
+    gathering, other = Memory.on(torch.device("cpu"), 3), Memory.on(torch.device("cuda"), 4)
+    assert gathering + other == Memory(host=3, device=4)
+    assert most([Memory(5, 1), Memory(2, 6)]) == Memory(5, 6) and most([]) == Memory()
+
+
+def test_what_the_stream_holds_is_reported_by_every_rank(make):
+    sender = make("gloo")
+    sender.join()
+    assert sender.send(stream(), BUCKETS, "v", ["0"], stream_bytes=1000).memory == Memory(host=2 * 16 + 1000)
+    assert make().send(stream(), BUCKETS, "v", [], stream_bytes=1000).memory == Memory(host=1000)
+
+
+def test_a_transports_own_memory_is_held_too(make, links):
+    sender = make("gloo", "gloo", "disk")
+    sender.join()
+    for link in links[:2]:
+        link.memory = Memory(host=5, device=70)
+    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).memory == Memory(host=2 * 16 + 10, device=140)
+    assert sender.send(stream(), BUCKETS, "v", ["2"]).memory == Memory(host=2 * 16), "of this sync alone"
 
 
 def test_a_connection_that_breaks_fails_alone(make, links):

@@ -1,3 +1,5 @@
+import weakref
+
 import pytest
 import torch
 
@@ -45,6 +47,23 @@ def test_bytes_travel_back_to_back_and_come_out_as_they_went_in():
             assert torch.equal(flat[at : at + raw.numel()], raw)
             at += raw.numel()
         assert at == flat.numel()
+
+
+def test_nothing_is_kept_of_a_tensor_when_the_next_one_is_asked_for():
+    """It may be a view of all that was gathered with it."""
+    kept: list[weakref.ref] = []
+
+    def stream():
+        for item in METADATA:
+            assert all(reference() is None for reference in kept)
+            tensor = torch.zeros(item.shape, dtype=getattr(torch, item.dtype))
+            kept.append(weakref.ref(tensor))
+            pair = item, tensor
+            del tensor
+            yield pair
+            del pair
+
+    assert len(list(fill_buckets(stream(), plan_buckets(METADATA, 64), memory))) == len(kept) == len(METADATA)
 
 
 def test_ranks_that_do_not_send_drain_the_stream_and_get_nothing():

@@ -18,6 +18,7 @@ from rltool.engines.delta.follow import Report
 from rltool.engines.delta.store import Store, StoreError, open_store
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 
@@ -30,7 +31,7 @@ class _Written:
 
 
 class DeltaSender:
-    """See SenderTransport. One for all engines: a version is written once."""
+    """See HoldingSender. One for all engines: a version is written once."""
 
     device = torch.device("cpu")
 
@@ -49,6 +50,10 @@ class DeltaSender:
             config = self._options.config
             store = open_store(config.store or "")
             self._writer = DeltaWriter(store, anchor_every=config.anchor_every, model_files=self._options.model_files)
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(host=self._writer.held_bytes if self._writer is not None else 0)
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         self._joined.begin(version, buckets)

@@ -15,6 +15,7 @@ from torch import Tensor
 from rltool.engines.delta.chain import File, Held
 from rltool.engines.delta.messages import Kind, flat_of, header
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
+from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import vllm
 from rltool.weights.transports.gloo import VllmGlooControl, VllmGlooSender
@@ -29,7 +30,7 @@ class _Sent:
 
 
 class DeltaGroupSender:
-    """See SenderTransport. Sends what the encoder has made of each bucket, over the group of another sender."""
+    """See HoldingSender. Sends what the encoder has made of each bucket, over the group of another sender."""
 
     device = torch.device("cpu")
 
@@ -41,6 +42,7 @@ class DeltaGroupSender:
         self._version = ""
         self._shard = 0
         self._wholes: dict[int, File] | None = None
+        self._largest = 0  # message of this version
 
     def host(self) -> Rendezvous:
         return self._group.host()
@@ -48,10 +50,15 @@ class DeltaGroupSender:
     def join(self, seconds: float) -> None:
         self._group.join(seconds)
 
+    @property
+    def memory(self) -> Memory:
+        """The message on the trainer's GPU."""
+        return NONE if self._group.device == self.device else Memory.on(self._group.device, self._largest)
+
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         base = self.encoder.base
         self._wholes = None if base is not None and base == self._held else {}
-        self._version, self._shard = version, 0
+        self._version, self._shard, self._largest = version, 0, 0
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
         part = self.encoder.part(self._shard)
@@ -77,6 +84,7 @@ class DeltaGroupSender:
         self._group.close()
 
     def _say(self, kind: Kind, flat: Tensor) -> None:
+        self._largest = max(self._largest, flat.numel())
         for each in (header(kind, flat.numel()), flat):
             bucket = (TensorMeta("message", "uint8", (each.numel(),)),)
             self._group.begin(self._version, [bucket])

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import bucket_bytes, split_flat
+from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 
@@ -43,7 +44,7 @@ class _Written:
 
 
 class DiskSender:
-    """See SenderTransport. Writes into a temporary sibling, which `finish` renames: a reader never sees half a
+    """See HoldingSender. Writes into a temporary sibling, which `finish` renames: a reader never sees half a
     version."""
 
     device = torch.device("cpu")
@@ -59,6 +60,11 @@ class DiskSender:
         return Rendezvous("disk", self._world_size, self.options.group, directory=directory)
 
     def join(self, seconds: float) -> None: ...
+
+    @property
+    def memory(self) -> Memory:
+        """The bucket whose tensors are written."""
+        return Memory(host=max(map(bucket_bytes, self._buckets), default=0))
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         self._version, self._buckets, self._written = version, buckets, 0

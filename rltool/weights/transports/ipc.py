@@ -17,13 +17,15 @@ from rltool.engines import ipc
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import EngineError
+from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 from rltool.weights.transports.sglang_tensors import serialized_bucket
 
 
 class IpcSender:
-    """See AcknowledgedSender. The channel's thread fills the buffer, and waits for what `ready` is told."""
+    """See AcknowledgedSender and HoldingSender. The channel's thread fills the buffer, and waits for what `ready` is
+    told."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.device = options.device
@@ -39,6 +41,10 @@ class IpcSender:
         self._buffer = ipc.ExportedBuffer(options.largest_bucket, self.device)
         handles = {gpu: self._buffer.handle if gpu == options.gpu else "" for gpu in self._receiver.gpus}
         return Rendezvous("ipc", 1 + self._receiver.world_size, options.group, handles=handles)
+
+    @property
+    def memory(self) -> Memory:
+        return NONE if self._buffer is None else Memory.on(self.device, self._options.largest_bucket)
 
     def join(self, seconds: float) -> None:
         """The engine opens the buffer by itself."""
