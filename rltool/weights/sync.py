@@ -234,14 +234,10 @@ class WeightSync:
             return  # what it has taken may not be the weights; the ranks' reason is reported
         self._received[url] = time.perf_counter()
         await self._finish(endpoint, version)
-        if url not in self._resumed and self._goes_on_alone(endpoint):
+        is_half_of_a_pair = endpoint.role != "regular"  # the other half may still generate with older weights
+        if url not in self._resumed and not is_half_of_a_pair:
             await self._resume_one(endpoint)
             self._resumed.add(url)
-
-    def _goes_on_alone(self, endpoint: EngineEndpoint) -> bool:
-        """Not one that has to make room for its caches: the ranks may be sending yet. Nor half of a pair, of which the
-        other half may generate with older weights."""
-        return endpoint.url not in self._asleep and endpoint.role == "regular"
 
     async def _receive(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
         """The engine takes every bucket, in order. One that fails is aborted at the trainer, and told to leave its
