@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rltool.config.base import Config, ImportPath, OwnFunction
 from rltool.config.data import DataSet
+from rltool.config.engine_weights import EngineWeights, TransportName, WhereItCan, contradiction
 from rltool.config.evaluation import EvalSamplingConfig, EvalSetConfig, all_or_some
 from rltool.config.serve import EngineGroup
 
@@ -241,7 +243,7 @@ class EvalConfig(Config):
 class WeightsConfig(Config):
     """How weights travel from the trainer to the engines."""
 
-    transport: Literal["auto", "ipc", "nccl", "gloo", "disk", "delta"] = "auto"
+    transport: TransportName = "auto"
     """ipc: within a GPU that trainer and engine share (engines.mode = "colocate"); nccl: from GPU to GPU; gloo: through
     the hosts' memory; these three in pieces of bucket_bytes; disk: a directory that trainer and engines share. auto:
     for each engine the first of these that it can take. delta: what changed alone, through a store."""
@@ -258,51 +260,79 @@ class WeightsConfig(Config):
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
-    staged: bool | Literal["auto"] = False
+    staged: WhereItCan = False
     """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
     vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
     --gpu-memory-utilization. auto: so at the engines that can, which true demands of all."""
-    delta: bool | Literal["auto"] = False
+    delta: WhereItCan = False
     """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's
     memory; over nccl a bucket of each engine lies on the trainer's GPU besides. auto: so to the engines that can, whole
     weights to the others, which true refuses."""
     store: str | None = None
-    """For the delta transport: an absolute directory, or s3://BUCKET/PREFIX, that the trainer writes and engines read.
-    One run at a time."""
+    """For the delta transport, here or in weights.engines: an absolute directory, or s3://BUCKET/PREFIX, that the
+    trainer writes and engines read. One run at a time."""
     anchor_every: int = Field(default=10, ge=1)
     """Deltas, through a store or not: versions from one that goes out whole to the next; between them are patches."""
     verify_tolerance: float | None = Field(default=None, gt=0)
     """Mean |log-probability difference| between engine and trainer allowed in the value check of a new connection.
     None: 0.001 where both compute in float32 and the engine on a CPU, 0.01 where it does elsewhere, 0.2 in 16 bits."""
 
+    engines: tuple[EngineWeights, ...] = ()
+    """Engines that get their weights another way; see below."""
+
     @model_validator(mode="after")
-    def _staged(self) -> WeightsConfig:
-        if self.staged and self.transport in ("disk", "delta"):
-            raise ValueError(
-                f'staged has no effect with transport = "{self.transport}", which loads what lies there already'
-            )
+    def _go_together(self) -> WeightsConfig:
+        why = contradiction(self.transport, staged=self.staged, delta=self.delta)
+        if why is not None:
+            raise ValueError(why)
         return self
 
     @model_validator(mode="after")
-    def _delta(self) -> WeightsConfig:
-        if self.delta and self.transport not in ("auto", "nccl", "gloo"):
-            raise ValueError(
-                f'delta and transport = "{self.transport}" contradict each other: it sends patches over nccl or '
-                'gloo; leave transport at "auto", or leave delta out (transport = "delta" sends them through a store)'
-            )
-        if self.delta and self.staged:
-            raise ValueError("staged has no effect with delta, whose patches arrive while the engine generates")
+    def _engines(self) -> WeightsConfig:
+        seen: set[tuple[str | None, str | None]] = set()
+        for rule, weights in self.variants():
+            if rule is None:
+                continue
+            why = contradiction(weights.transport, staged=weights.staged, delta=weights.delta)
+            if why is not None:
+                raise ValueError(
+                    f"engines with {rule.whom}: {why}; what the section leaves out is as in [weights]: say there "
+                    "what holds for these engines"
+                )
+            if (rule.match, rule.group) in seen:
+                raise ValueError(f"two sections of engines have {rule.whom}: the second would never decide")
+            seen.add((rule.match, rule.group))
         return self
 
     @model_validator(mode="after")
     def _store(self) -> WeightsConfig:
-        if (self.transport == "delta") != (self.store is not None):
+        writes = any(weights.transport == "delta" for _, weights in self.variants())
+        if writes != (self.store is not None):
             raise ValueError(
-                'transport = "delta" and store go together: name a directory that trainer and engines share, or '
-                "s3://BUCKET/PREFIX; for patches without a store leave both out, and set delta = true"
+                'transport = "delta", here or in engines, and store go together: name a directory that trainer and '
+                "engines share, or s3://BUCKET/PREFIX; for patches without a store leave both out, and set delta = true"
             )
         return self
+
+    def rule_of(self, url: str, group: str) -> EngineWeights | None:
+        """The section that decides for an engine. url, group: of its EngineEndpoint."""
+        return next((rule for rule in self.engines if rule.fits(url, group)), None)
+
+    def of(self, url: str, group: str) -> WeightsConfig:
+        """What holds for one engine, see `rule_of`; it has no `engines` itself, and a store where it takes from one."""
+        return self._with(self.rule_of(url, group))
+
+    def variants(self) -> Iterator[tuple[EngineWeights | None, WeightsConfig]]:
+        """All that `of` may return, each with the section that decides; that of none first."""
+        yield None, self._with(None)
+        for rule in self.engines:
+            yield rule, self._with(rule)
+
+    def _with(self, rule: EngineWeights | None) -> WeightsConfig:
+        settings = rule.settings if rule is not None else {}
+        store = self.store if settings.get("transport", self.transport) == "delta" else None
+        return self.model_copy(update={**settings, "store": store, "engines": ()})
 
 
 class DeadlinesConfig(Config):

@@ -19,7 +19,8 @@ def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequ
         found.append(f"Ray at {config.ray.address} and the ranks on its nodes listen on the nodes' addresses")
     elif device == "cuda" and config.trainer.world_size > 1:
         found.append("NCCL among the ranks listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
-    nccl = config.weights.transport in ("auto", "nccl") and not config.engines.shares_gpus
+    transports = {weights.transport for _, weights in config.weights.variants()}
+    nccl = bool(transports & {"auto", "nccl"}) and not config.engines.shares_gpus
     if device == "cuda" and sends and nccl:
         found.append("NCCL towards the engines listens on the interface that it picks (NCCL_SOCKET_IFNAME sets it)")
     host = config.weights.advertise_host

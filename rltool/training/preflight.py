@@ -25,7 +25,7 @@ from rltool.rollout.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.training.disaggregated import check_halves
 from rltool.weights.tolerances import check_tolerance, difference_limit
-from rltool.weights.transport import Backend, choose
+from rltool.weights.transport import Backend, choose_for
 
 ARCHITECTURE_KEYS = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -137,9 +137,11 @@ def _may_answer_later(error: RltoolError) -> bool:
 
 def backends(fleet: ProbedFleet, config: TrainConfig, trainer_device: str) -> dict[str, Backend]:
     """How weights reach each engine that takes them, by URL. UsageError where one cannot be reached."""
-    shared = config.engines.shares_gpus
+    shared, takers = config.engines.shares_gpus, fleet.takers
     return {
-        url: choose(info, config.weights, trainer_device, shares_gpus=shared) for url, info in fleet.takers.items()
+        engine.url: choose_for(engine, takers[engine.url], config.weights, trainer_device, shares_gpus=shared)
+        for engine in fleet.endpoints.engines
+        if engine.url in takers
     }
 
 
@@ -178,12 +180,13 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
     problems = [
-        f"{url}: {problem}"
-        for url, info in fleet.infos.items()
+        f"{engine.url}: {problem}"
+        for engine in fleet.endpoints.engines
         for problem in engine_problems(
-            with_model_config(info), model, config, trainer_device if url in fleet.takers else None
+            engine, with_model_config(fleet.infos[engine.url]), model, config,
+            trainer_device if engine.url in fleet.takers else None,
         )
-    ]
+    ]  # fmt: skip
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
     stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]
@@ -268,7 +271,7 @@ def check_router(fleet: ProbedFleet, config: TrainConfig, *, may_be_down: bool =
 
 
 def engine_problems(
-    info: EngineInfo, model: dict[str, Any], config: TrainConfig, trainer_device: str | None
+    engine: EngineEndpoint, info: EngineInfo, model: dict[str, Any], config: TrainConfig, trainer_device: str | None
 ) -> Sequence[str]:
     """Everything that makes one engine unfit, as sentences; empty if it fits. Pure. trainer_device None: it is sent no
     weights."""
@@ -300,7 +303,7 @@ def engine_problems(
     if config.algorithm.loss == "policy" and config.sampling.truncates:
         problems.extend(_mask_problems(info, config.sampling.top_k))
     if trainer_device is not None:
-        problems.extend(_weight_problems(info, config, trainer_device))
+        problems.extend(_weight_problems(engine, info, config, trainer_device))
     return problems
 
 
@@ -320,12 +323,14 @@ def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:
     return []
 
 
-def _weight_problems(info: EngineInfo, config: TrainConfig, trainer_device: str) -> Sequence[str]:
+def _weight_problems(
+    engine: EngineEndpoint, info: EngineInfo, config: TrainConfig, trainer_device: str
+) -> Sequence[str]:
     too_old = supported.training_refusal(info.dialect, info.engine_version, config.weights.pause_mode)
     if too_old is not None:
         return [too_old]
     try:
-        choose(info, config.weights, trainer_device, shares_gpus=config.engines.shares_gpus)
+        choose_for(engine, info, config.weights, trainer_device, shares_gpus=config.engines.shares_gpus)
     except UsageError as error:
         return [str(error)]
     return []

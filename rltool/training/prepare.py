@@ -104,6 +104,11 @@ class Prepared:
     def config(self) -> TrainConfig:
         return self.loaded.config
 
+    @property
+    def fleets(self) -> list[ProbedFleet]:
+        """Of the policy: for rollouts, and for evaluation alone."""
+        return [fleet for fleet in (self.fleet, self.evaluation) if fleet is not None]
+
 
 def trainer_device(config: TrainConfig) -> Device:
     """cpu or cuda, as configured, or by what there is where the ranks will run: a cluster is asked only then, this host

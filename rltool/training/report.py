@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rltool.engines.memory_flags import memory_flag
 from rltool.engines.plan import describe_plan
 from rltool.training.placement import PlacementPlan
-from rltool.training.preflight import backends, describe_engines, describe_fleet
+from rltool.training.preflight import describe_engines, describe_fleet
 from rltool.training.prepare import Prepared
 from rltool.training.session import Outcome
+from rltool.training.weight_routes import describe_routes, idle_rules
 
 
 def print_plan(prepared: Prepared, console: Console) -> None:
@@ -57,9 +58,11 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):
             console.print(line, highlight=False, soft_wrap=True)
-        chosen = Counter(backends(prepared.fleet, prepared.config, prepared.device).values())
-        over = next(iter(chosen)) if len(chosen) == 1 else ", ".join(f"{name} ({n})" for name, n in chosen.items())
-        console.print(f"weights over {over}", highlight=False)
+        console.print(
+            describe_routes(prepared.fleets, prepared.config, prepared.device), highlight=False, soft_wrap=True
+        )
+        for line in idle_rules(prepared.fleets, prepared.config.weights):
+            console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
     if prepared.evaluation is not None:
         console.print(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}", highlight=False)
     if prepared.resume_from is not None:

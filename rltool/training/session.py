@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 from rich.console import Console
+from rich.markup import escape
 
 import rltool
 from rltool.agents.gateway_process import GatewayPlace
@@ -41,7 +42,6 @@ from rltool.training.managed import ManagedEngines
 from rltool.training.metrics import MetricsWriter
 from rltool.training.places import find_places, in_order
 from rltool.training.preflight import (
-    ProbedFleet,
     backends,
     describe_engines,
     describe_fleet,
@@ -59,6 +59,7 @@ from rltool.training.sample_log import SampleLog
 from rltool.training.sources import BatchSource, SupervisedData
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.trainer_group import TrainerGroup
+from rltool.training.weight_routes import describe_routes, idle_rules
 from rltool.weights.transport import transport
 
 
@@ -227,7 +228,7 @@ def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> No
 
 
 def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> None:
-    """The engines that were found, and of which other runs they hold weights."""
+    """The engines that were found, how weights reach them, and of which other runs they hold weights."""
     assert prepared.fleet is not None
     for line in describe_engines(prepared.fleet, prepared.config):
         console.print(line, highlight=False, soft_wrap=True)
@@ -235,21 +236,20 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
         console.say(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
     if prepared.evaluation is not None:
         console.say(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
-    for line in (line for fleet in _fleets(prepared) for line in foreign_weights(fleet, run.run_id)):
-        console.print(f"[yellow]{line}[/yellow]", highlight=False, soft_wrap=True)
+    if prepared.config.weights.engines:
+        console.say(describe_routes(prepared.fleets, prepared.config, prepared.device))
+    warnings = [line for fleet in prepared.fleets for line in foreign_weights(fleet, run.run_id)]
+    for line in [*warnings, *idle_rules(prepared.fleets, prepared.config.weights)]:
+        console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
 
 
 def _hosts_rendezvous(prepared: Prepared) -> bool:
     """Whether engines connect to a port of the trainer's to receive weights."""
     return any(
         transport(fleet.infos[url].dialect, backend).listens
-        for fleet in _fleets(prepared)
+        for fleet in prepared.fleets
         for url, backend in backends(fleet, prepared.config, prepared.device).items()
     )
-
-
-def _fleets(prepared: Prepared) -> list[ProbedFleet]:
-    return [fleet for fleet in (prepared.fleet, prepared.evaluation) if fleet is not None]
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:

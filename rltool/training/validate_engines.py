@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from rltool.config.engine_weights import EngineWeights
+from rltool.config.rollout import WeightsConfig
 from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
 from rltool.engines.launch import order_of_file
@@ -12,9 +14,10 @@ from rltool.training.disaggregated import check_halves
 def check_mode(config: TrainConfig) -> None:
     """The relation between engines and trainer."""
     engines = config.engines
-    if config.weights.transport == "ipc" and not engines.shares_gpus:
+    ipc = [_setting("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
+    if ipc and not engines.shares_gpus:
         raise UsageError(
-            f'weights.transport = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
+            f'{ipc[0]} = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
             'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
         )
     if engines.mode == "external":
@@ -48,26 +51,38 @@ def check_turns(config: TrainConfig) -> None:
             "other: engines on the trainer's GPUs sleep while it trains, so nothing is generated ahead; leave "
             'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
         )
-    if config.weights.staged:
+    for rule, weights in config.weights.variants():
+        _check_weights_in_turns(weights, rule, config.trainer.device)
+
+
+def _check_weights_in_turns(weights: WeightsConfig, rule: EngineWeights | None, device: str) -> None:
+    if weights.staged:
         raise UsageError(
-            'weights.staged and engines.mode = "colocate" contradict each other: engines that sleep generate '
-            "nothing while weights arrive; leave it out"
+            f'{_setting("staged", rule)} and engines.mode = "colocate" contradict each other: engines that sleep '
+            "generate nothing while weights arrive; leave it out"
         )
-    if config.weights.delta:
+    if weights.delta:
         raise UsageError(
-            'weights.delta and engines.mode = "colocate" contradict each other: it is for engines that generate '
-            "while patches arrive; leave it out"
+            f'{_setting("delta", rule)} and engines.mode = "colocate" contradict each other: it is for engines that '
+            "generate while patches arrive; leave it out"
         )
-    if config.weights.transport == "nccl":
+    if weights.transport == "nccl":
         raise UsageError(
-            'weights.transport = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins no two '
-            'processes on one GPU; leave weights.transport at "auto"'
+            f'{_setting("transport", rule)} = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins '
+            'no two processes on one GPU; leave weights.transport at "auto"'
         )
-    if config.weights.transport == "ipc" and config.trainer.device == "cpu":
+    if weights.transport == "ipc" and device == "cpu":
         raise UsageError(
-            'weights.transport = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares memory of '
-            'GPUs; leave weights.transport at "auto"'
+            f'{_setting("transport", rule)} = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares '
+            'memory of GPUs; leave weights.transport at "auto"'
         )
+
+
+def _setting(name: str, rule: EngineWeights | None) -> str:
+    """Where it was said: in [weights], or in a section of weights.engines."""
+    if rule is None or name not in rule.settings:
+        return f"weights.{name}"
+    return f"weights.engines ({rule.whom}): {name}"
 
 
 def check_groups(config: TrainConfig) -> None:

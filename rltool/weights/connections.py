@@ -30,7 +30,7 @@ from rltool.weights.transport import (
     ReceiverControl,
     Rendezvous,
     Transport,
-    choose,
+    choose_for,
     transport,
 )
 
@@ -84,6 +84,14 @@ class Connection:
         return self.transport.control
 
 
+@dataclass(frozen=True)
+class _Chosen:
+    """An engine that is about to join, and how."""
+
+    receiver: Receiver
+    transport: Transport
+
+
 class Connections:
     """infos: live, by URL. trainer_device: cpu or cuda; directory: of this run alone, for transports that leave
     files. shares_gpus: engines and ranks are on the same ones."""
@@ -112,25 +120,25 @@ class Connections:
         new = [url for url in urls if not self._is_connected(url)]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
         failures = await self._calls.gather(new, self._calls.answers)
-        receivers, refused = self._receivers([url for url in new if url not in failures])
+        chosen, refused = self._choose([url for url in new if url not in failures])
         failures |= refused
-        if not receivers:
+        if not chosen:
             return set(), failures
-        meeting = await self._ranks.host(list(receivers.values()), GROUP, self._directory)
+        meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._directory)
         joining = asyncio.ensure_future(self._ranks.join())
         try:
-            answered = await self._calls.gather(list(meeting), self._join(receivers, meeting, joining))
+            answered = await self._calls.gather(list(meeting), self._join(chosen, meeting, joining))
         finally:
             joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
-        failures |= {url: NO_RANK for url in receivers if url not in meeting and url not in failures}
+        failures |= {url: NO_RANK for url in chosen if url not in meeting and url not in failures}
         self._connected |= {
-            url: Connection(self._boot_id(url), self._transport(receiver), meeting[url])
-            for url, receiver in receivers.items()
+            url: Connection(self._boot_id(url), each.transport, meeting[url])
+            for url, each in chosen.items()
             if url not in failures
         }
-        return set(receivers), failures
+        return set(chosen), failures
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run. The ranks, which may be in a training step now, leave its group at the next sync.
@@ -166,34 +174,31 @@ class Connections:
         is_known = url in self._connected and self._connected[url].boot_id == self._boot_id(url)
         return is_known and self._fleet.member(url).version is not None
 
-    def _transport(self, receiver: Receiver) -> Transport:
-        kind = transport(receiver.dialect, receiver.backend)
-        if not self._config.staged or kind.staged is None:  # which `choose` refuses unless that is "auto"
-            return kind
-        return replace(kind, control=kind.staged)
-
     def _boot_id(self, url: str) -> str | None:
         return self._fleet.member(url).boot_id
 
-    def _receivers(self, urls: Sequence[str]) -> tuple[dict[str, Receiver], Failures]:
-        """With the transport of each; an engine that was started again may be another one than was checked at first."""
-        receivers, refused = {}, {}
+    def _choose(self, urls: Sequence[str]) -> tuple[dict[str, _Chosen], Failures]:
+        """How weights reach each; an engine that was started again may be another one than was checked at first."""
+        chosen, refused = {}, {}
         for url in urls:
-            info = self._infos[url]
+            info, endpoint = self._infos[url], self._calls.endpoints[url]
             try:
-                backend = choose(info, self._config, self._trainer_device, shares_gpus=self._shares_gpus)
+                backend = choose_for(endpoint, info, self._config, self._trainer_device, shares_gpus=self._shares_gpus)
             except UsageError as error:
                 refused[url] = str(error)
                 continue
-            receivers[url] = Receiver(url, info.dialect, backend, info.world_size, self._calls.endpoints[url].gpu_uuids)
-        return receivers, refused
+            kind = transport(info.dialect, backend)
+            if self._config.of(url, endpoint.group).staged and kind.staged is not None:  # None: with "auto" alone
+                kind = replace(kind, control=kind.staged)
+            chosen[url] = _Chosen(Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids), kind)
+        return chosen, refused
 
     def _join(
-        self, receivers: Mapping[str, Receiver], meeting: Mapping[str, Rendezvous], joining: asyncio.Future[Failures]
+        self, chosen: Mapping[str, _Chosen], meeting: Mapping[str, Rendezvous], joining: asyncio.Future[Failures]
     ) -> Act:
         async def join(endpoint: EngineEndpoint) -> None:
             url = endpoint.url
-            control = self._transport(receivers[url]).control
+            control = chosen[url].transport.control
             # A trainer that died may have left a group behind; one that cannot be left fails now.
             with suppress(EngineError):
                 await _leave(self._calls.run, endpoint, control)

@@ -77,7 +77,8 @@ class WeightSender:
         self._dropped: dict[str, str] = {}  # engines whose connection has failed, and why
         self._shared: dict[SenderFactory, Channel] = {}
         self._hosted: list[str] = []
-        self._encoder = DeltaEncoder(anchor_every=config.anchor_every, kept=BUFFERS) if config.delta else None
+        sends_patches = any(weights.delta for _, weights in config.variants())
+        self._encoder = DeltaEncoder(anchor_every=config.anchor_every, kept=BUFFERS) if sends_patches else None
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         """Open a connection for each of these engines that this rank sends to, listening from now on, and say where it

@@ -5,6 +5,8 @@ connect (engines that are new or whose connection failed) -> pause, begin -> sen
 generate until they have them: send, prefetch -> pause, begin -> receive -> finish. Where a transport can, pause, begin
 and receive are one request. It runs where the fleet and the HTTP client live, the one owner of the control plane.
 
+- Once the ranks have sent everything, each engine is finished and goes on when it has taken what is its own: one that
+  is near does not stand still for one that fetches from far. New requests go there when the sync has ended.
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
   on. Only a sync that reaches nobody raises.
@@ -86,8 +88,10 @@ class WeightSync:
         )  # fmt: skip
         self._buckets: list[Bucket] = []
         self._differing: set[str] = set()  # engines whose values differed, in this sync
-        self._pauses: dict[str, float] = {}  # seconds for which each engine stood still, in this sync
+        self._paused_at: dict[str, float] = {}  # engines that were told to stand still in this sync, and when
+        self._pauses: dict[str, float] = {}  # of these: seconds until they went on
         self._resumed: set[str] = set()  # of these: they generate again
+        self._received: dict[str, float] = {}  # of these: when they had all that the ranks have sent
         self._controls: dict[str, ReceiverControl] = {}  # of these, also when their connections are lost
         self._begun: set[str] = set()  # of these: whose weights are a mixture until their update is finished
         self._asleep: set[str] = set()  # engines that this sync wakes up, until they are awake
@@ -120,7 +124,8 @@ class WeightSync:
         phases: dict[str, float] = {}
         self._patch_bytes, self._memory = None, NONE
         self.calls.silent, self._differing, self._has_weights = set(), set(), set()
-        self._pauses, self._controls, self._begun, self._resumed = {}, {}, set(), set()
+        self._paused_at, self._pauses, self._received = {}, {}, {}
+        self._controls, self._begun, self._resumed = {}, set(), set()
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
@@ -142,10 +147,11 @@ class WeightSync:
                     self.fleet.pause(url)
                 with timed(phases, "pause"):
                     failures |= await self._each(early, self._pause_and_begin)
-                with timed(phases, "transfer"):
-                    failures |= await self._transfer(str(version), [*self._paused(early), *late])
-                with timed(phases, "finish"):
-                    failures |= await self._each(self._paused(paused), lambda endpoint: self._finish(endpoint, version))
+                began = time.perf_counter()
+                failures |= await self._transfer(version, [*self._paused(early), *late])
+                finished = time.perf_counter()
+                phases["transfer"] = max([began, *self._received.values()]) - began
+                phases["finish"] = finished - began - phases["transfer"]
                 if self._paused(paused):
                     self.fleet.advance(version)
             except BaseException as error:
@@ -155,7 +161,7 @@ class WeightSync:
                 self._withdraw()
                 with timed(phases, "resume"):
                     # The first failure of an engine is the one to report.
-                    failures = await self._resume([u for u in self._pauses if u not in self._resumed]) | failures
+                    failures = await self._resume([u for u in self._paused_at if u not in self._resumed]) | failures
             to_check = [url for url in self._paused(paused) if check_all or url in new]
             with timed(phases, "verify"):
                 checked, difference = await self._verify(to_check)
@@ -192,7 +198,7 @@ class WeightSync:
 
     async def _pause_and_begin(self, endpoint: EngineEndpoint) -> None:
         url = endpoint.url
-        self._pauses[url], self._controls[url] = -time.perf_counter(), self.connections[url].control
+        self._paused_at[url], self._controls[url] = time.perf_counter(), self.connections[url].control
         if self._in_one_request(url) is not None:  # which `_take` sends
             self._begin(url)
             return
@@ -206,12 +212,12 @@ class WeightSync:
         self.fleet.update_began(url)
         self._begun.add(url)
 
-    async def _transfer(self, version: str, urls: Sequence[str]) -> Failures:
-        """The ranks send, and each engine receives at its own pace."""
+    async def _transfer(self, version: WeightVersion, urls: Sequence[str]) -> Failures:
+        """The ranks send, and each engine receives, bears the version and goes on at its own pace."""
         if not urls:
             return {}
-        sending = asyncio.ensure_future(self.ranks.send(version, urls))
-        receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._receive(endpoint, version, sending)))
+        sending = asyncio.ensure_future(self.ranks.send(str(version), urls))
+        receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._update(endpoint, version, sending)))
         try:
             sent = await sending
             self._patch_bytes, self._memory = sent.patch_bytes, sent.memory
@@ -221,6 +227,21 @@ class WeightSync:
             if url not in received:
                 self._lost(url, reason)
         return sent.failures | received
+
+    async def _update(
+        self, endpoint: EngineEndpoint, version: WeightVersion, sending: asyncio.Future[SendReport]
+    ) -> None:
+        url = endpoint.url
+        await self._receive(endpoint, str(version), sending)
+        await asyncio.wait((sending,))
+        if _lost_by_the_ranks(url, sending) is not None:
+            return  # what it has taken may not be the weights; the ranks' reason is reported
+        self._received[url] = time.perf_counter()
+        await self._finish(endpoint, version)
+        is_half_of_a_pair = endpoint.role != "regular"  # the other half may still generate with older weights
+        if url not in self._resumed and not is_half_of_a_pair:
+            await self._resume_one(endpoint)
+            self._resumed.add(url)
 
     async def _receive(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
         """The engine takes every bucket, in order. One that fails is aborted at the trainer, and told to leave its
@@ -253,6 +274,9 @@ class WeightSync:
                 return  # there is nothing to take; the ranks' reason is reported
         if self._generates_on(endpoint.url):
             rendezvous = await self._prefetch(endpoint, version)
+            await asyncio.wait((sending,))  # it generates while other engines are sent theirs
+            if _lost_by_the_ranks(endpoint.url, sending) is not None:
+                return
             if endpoint.url not in self.fleet.syncable():
                 raise EngineError(f"it cannot be paused now: {self.fleet.member(endpoint.url).reason}")
             self.fleet.pause(endpoint.url)
@@ -304,7 +328,7 @@ class WeightSync:
         if (control := self._in_one_request(url)) is not None:
             await self.calls.run(endpoint, [control.finish_and_resume(str(version))])
             self._resumed.add(url)
-            self._pauses[url] += time.perf_counter()
+            self._pauses[url] = time.perf_counter() - self._paused_at[url]
         else:
             await self.calls.run(endpoint, self._controls[url].finish(str(version)))
         self._begun.discard(url)
@@ -314,23 +338,23 @@ class WeightSync:
     async def _resume(self, urls: Sequence[str]) -> Failures:
         """Engines that are paused, whatever became of their update: a frozen one serves nobody, not even somebody
         else."""
-
-        async def resume(endpoint: EngineEndpoint) -> None:
-            run = self.calls.run_briefly if endpoint.url in self.calls.silent else self.calls.run
-            if endpoint.url in self._begun:
-                with suppress(EngineError):  # it is to go on all the same
-                    await self.calls.run_briefly(endpoint, self._controls[endpoint.url].abandon())
-            try:
-                await run(endpoint, self._go_on(endpoint))
-                if endpoint.url in self._has_weights:
-                    self._asleep.discard(endpoint.url)
-            finally:
-                self._pauses[endpoint.url] += time.perf_counter()
-
-        failures = await self.calls.gather(urls, resume)
+        failures = await self.calls.gather(urls, self._resume_one)
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
         return failures
+
+    async def _resume_one(self, endpoint: EngineEndpoint) -> None:
+        url = endpoint.url
+        run = self.calls.run_briefly if url in self.calls.silent else self.calls.run
+        if url in self._begun:
+            with suppress(EngineError):  # it is to go on all the same
+                await self.calls.run_briefly(endpoint, self._controls[url].abandon())
+        try:
+            await run(endpoint, self._go_on(endpoint))
+            if url in self._has_weights:
+                self._asleep.discard(url)
+        finally:
+            self._pauses[url] = time.perf_counter() - self._paused_at[url]
 
     def _stop(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """Before an update: an engine that is asleep stands still already."""

@@ -1,8 +1,8 @@
 """How weights reach one engine: a sender in trainer rank 0, or in each rank that is on one of the engine's GPUs, and
 the HTTP requests that make the engine receive.
 
-A transport is chosen per engine (`choose`), from what the engine reports and from weights.transport; one sync may feed
-engines over several of them. Nothing outside `transports/` depends on which it is.
+A transport is chosen per engine (`choose_for`), from what the engine reports and from [weights] as it holds for that
+engine; one sync may feed engines over several of them. Nothing outside `transports/` depends on which it is.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.weights.delta_encoder import DeltaEncoder
@@ -319,11 +320,24 @@ def transport(dialect: str, backend: Backend) -> Transport:
     return getattr(import_module(module), name)
 
 
+def choose_for(
+    endpoint: EngineEndpoint, info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shares_gpus: bool = False
+) -> Backend:
+    """`choose` with what holds for this engine; where a section of weights.engines decides, UsageError names it."""
+    rule = config.rule_of(endpoint.url, endpoint.group)
+    try:
+        return choose(info, config.of(endpoint.url, endpoint.group), trainer_device, shares_gpus=shares_gpus)
+    except UsageError as error:
+        if rule is None:
+            raise
+        raise UsageError(f"{error} (for this engine [[weights.engines]] with {rule.whom} decides)") from error
+
+
 def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shares_gpus: bool = False) -> Backend:
     """How weights reach this engine: the first of what weights.transport admits that can.
 
-    trainer_device: cpu or cuda; shares_gpus: the engine is on the trainer's, where NCCL refuses it. UsageError, a
-    sentence without the engine's name, where none can.
+    config: as it holds for this engine (WeightsConfig.of); trainer_device: cpu or cuda; shares_gpus: the engine is on
+    the trainer's, where NCCL refuses it. UsageError, a sentence without the engine's name, where none can.
     """
     reasons = []
     whole = () if config.delta is True else CANDIDATES[config.transport]

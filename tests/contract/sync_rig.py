@@ -12,6 +12,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
+from rltool.engines.types import EngineRole
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import WeightSync
@@ -68,11 +69,13 @@ class Rig(Generic[R]):
     async def _end(self, url: str, why: str) -> None:
         self.ended.append((url, why))
 
-    async def add(self, engine: Any, *, takes_weights: bool = True) -> None:
+    async def add(
+        self, engine: Any, *, takes_weights: bool = True, group: str = "default", role: EngineRole = "regular"
+    ) -> None:
         kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
         self.engines.append(engine)
         self.endpoints[engine.url] = EngineEndpoint(
-            url=engine.url, dialect=kind, key_file=self._key, gpu_uuids=engine.gpus
+            url=engine.url, dialect=kind, group=group, role=role, key_file=self._key, gpu_uuids=engine.gpus
         )
         self.fleet.add(engine.url, takes_weights=takes_weights)
         await self.probe(engine)

@@ -9,10 +9,13 @@ from rich.console import Console
 
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.plan import Host
+from rltool.engines.types import EngineInfo
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.managed import expected_plan
 from rltool.training.placement import plan_placement
+from rltool.training.preflight import ProbedFleet
 from rltool.training.prepare import Prepared
 from rltool.training.report import print_plan
 
@@ -32,6 +35,25 @@ def test_what_was_set_is_shown_and_the_rest_is_counted():
     assert [line.split()[1] for line in lines if line.startswith("│")] == ["model.path", "eval.sets.held"]
     [others] = [line for line in lines if line.endswith("other settings have their defaults (docs/configuration.md)")]
     assert int(others.split()[0]) > 100
+
+
+def test_the_transport_of_each_engine_is_shown_and_a_section_that_decides_for_none():
+    sections = [{"match": "10.8.*", "transport": "disk"}, {"match": "*[x]:1", "staged": True}]
+    config = TrainConfig(model={"path": "/m"}, weights={"engines": sections})
+    engines = [EngineEndpoint(url=f"http://{host}:8101", dialect="vllm") for host in ("10.9.0.1", "10.8.0.1")]
+    info = EngineInfo(
+        dialect="vllm", engine_version="0.32.0", model_id="policy", world_size=1, max_model_len=4096, vocab_size=128,
+        dtype="float32", weight_backend="rltool", weight_version=None, boot_id="b", plugin=True, device="cpu",
+    )  # fmt: skip
+    fleet = ProbedFleet(ModelEndpoints(engines=tuple(engines)), {engine.url: info for engine in engines})
+    plan = plan_placement(config, gpu=False, gpus_per_host=8)
+    loaded = Loaded(config=config, origins={"weights.engines": "run.toml"})
+    out = io.StringIO()
+    print_plan(Prepared(loaded, RunDirectory(Path("/runs/a")), plan, "cpu", fleet, None), Console(file=out, width=200))
+    lines = out.getvalue().splitlines()
+    assert "weights over gloo: http://10.9.0.1:8101; disk: http://10.8.0.1:8101" in lines
+    [told] = [line for line in lines if "decides for none" in line]
+    assert told.startswith('[[weights.engines]] with match = "*[x]:1" decides for none of the run\'s engines')
 
 
 def dry_run(hosts: list[Host], *, ranks: int, **engines) -> list[str]:

@@ -5,6 +5,7 @@ import pytest
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
@@ -18,6 +19,7 @@ def base(tmp_path: Path) -> list[str]:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'engines.external=["127.0.0.1:1"]']
 
+ENGINE = EngineEndpoint(url="http://10.8.0.3:8101", group="far")
 MANAGED = 'engines.mode="managed"'
 COLOCATE = ['engines.mode="colocate"', "engines.external=[]", "engines.groups=[{}]"]
 
@@ -145,7 +147,7 @@ def info(**changes) -> EngineInfo:
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, changes, transport, message):
     config = load_config(TrainConfig, [], [*base, f'weights.transport="{transport}"']).config
-    problems = engine_problems(info(**changes), MODEL, config, "cpu")
+    problems = engine_problems(ENGINE, info(**changes), MODEL, config, "cpu")
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problems[0])
@@ -153,9 +155,9 @@ def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, ch
 
 def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):
     config = load_config(TrainConfig, [], base).config
-    assert not engine_problems(info(), MODEL, config, "cpu")
-    assert not engine_problems(info(weight_backend=None), MODEL, config, None)
-    assert not engine_problems(info(plugin=False, plugin_protocol=None), MODEL, config, None)
+    assert not engine_problems(ENGINE, info(), MODEL, config, "cpu")
+    assert not engine_problems(ENGINE, info(weight_backend=None), MODEL, config, None)
+    assert not engine_problems(ENGINE, info(plugin=False, plugin_protocol=None), MODEL, config, None)
 
 
 @pytest.mark.parametrize(
