@@ -43,8 +43,9 @@ BATCH, SAMPLES, RESPONSE_TOKENS = 4, 2, 16
 RESPONSE_SECONDS = 0.02
 STOPS = tuple(range(2, 10))
 STEP_SECONDS = 45.0
-ENDING_SECONDS = 5.0
 """For one step or sync, whatever happens meanwhile. Faults last a second at most."""
+ENDING_SECONDS = 5.0
+"""For tasks that end because the service has ended."""
 WITHOUT_PROGRESS = 60
 """Attempts in a row that may end before their first step: the driver may be killed that often in unlucky seeds."""
 STATE_SHARE, RESUME_SHARE = 0.3, 0.02
