@@ -38,7 +38,7 @@ from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
 from benchmarks.weight_sync_models import SIZES, parameter_shapes, vllm_checksums, write_model
 from benchmarks.weight_sync_weights import SOURCES, Weights, make_weights
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.checksums import of_one_rank
+from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
@@ -347,12 +347,15 @@ class Benchmark:
         return 1 if self.args.cpu else len(self.args.engine_gpu.split(","))
 
     def _check(self, server: Server, kind: str, backend: str, seen: dict[str, Seen]) -> None:
-        held = checksums(server) if KINDS[kind].dialect == "vllm" and not self.args.cpu else {}
-        if (found := of_one_rank(held)) is not None:  # else they are compared over the backends alone
-            wanted = vllm_checksums(self.weights[0].tensors())
-            wrong = sorted(name for name in wanted if found.get(name) != wanted[name])
-            show(engine=kind, backend=backend, tensors=len(wanted), differ=len(wrong), first=wrong[:3])
-            self.failed |= bool(wrong)
+        held = checksums(server) if KINDS[kind].dialect == "vllm" else {}
+        if held:
+            wanted = vllm_checksums(self.model, self.weights[0].tensors(), self.dtype, self._workers)
+            found = compare(held, with_ranks(held, wanted))
+            show(
+                engine=kind, backend=backend, tensors=len(wanted), equal=found.equal, differ=len(found.differing),
+                first=list(found.differing)[:3], not_compared=len(found.unknown),
+            )  # fmt: skip
+            self.failed |= bool(found.differing) or not found.equal
         logprobs = fingerprint(server, KINDS[kind].dialect, int(SIZES[self.args.size]["vocab_size"]))
         seen[backend] = held, logprobs
         same = all(values == seen[backend] for values in seen.values())

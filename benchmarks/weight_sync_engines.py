@@ -118,7 +118,7 @@ def fingerprint(server: Server, dialect: str, vocabulary: int) -> list[float]:
 
 
 def checksums(server: Server) -> dict[str, str]:
-    """Of a vLLM on a GPU: RANK:parameter -> sha256."""
+    """Of a vLLM: RANK:parameter -> sha256."""
     return server.call("POST", "/weight_checker", {"action": "checksum"})["checksums"]
 
 

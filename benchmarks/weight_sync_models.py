@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from rltool.models.registry import family_for, read_hf_config
+from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.parameter_layout import ParameterLayout
+
+Implied = dict[str, tuple[str, ...]]
+"""The engine's name of a parameter -> its digest on each rank."""
 
 SIZES: dict[str, dict[str, int | bool]] = {
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -22,16 +28,6 @@ SIZES: dict[str, dict[str, int | bool]] = {
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
 """Of Qwen2.5, and one for a CPU."""
-
-FUSED = (
-    ("q_proj", "qkv_proj"),
-    ("k_proj", "qkv_proj"),
-    ("v_proj", "qkv_proj"),
-    ("gate_proj", "gate_up_proj"),
-    ("up_proj", "gate_up_proj"),
-)
-"""Hugging Face's part -> vLLM's parameter, which has its parts one below the other in this order."""
-
 
 def write_model(directory: Path, size: str, dtype: torch.dtype) -> Path:
     """A directory with a config.json alone: engines are started with --load-format dummy."""
@@ -93,19 +89,17 @@ def randomize(name: str, tensor: Tensor, generator: torch.Generator, *, last_nor
         tensor.mul_(0.1 if name.endswith("bias") else 0.02)
 
 
-def vllm_checksums(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """What vLLM's /weight_checker says of these weights without tensor parallelism: sha256 of each parameter."""
-    parts: dict[str, list[Tensor]] = {}
-    for name, tensor in weights.items():
-        for part, whole in FUSED:
-            name = name.replace(f".{part}.", f".{whole}.")
-        parts.setdefault(name, []).append(tensor)
+def vllm_checksums(model: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> Implied:
+    """What vLLM's /weight_checker says of these weights on each of so many tensor-parallel ranks. model: their
+    config.json."""
+    rules = rules_of(family_for(read_hf_config(model)))
+    layout = ParameterLayout(str(dtype).removeprefix("torch."), ranks)
+    layers: dict[str, list[str]] = {}
+    for name in weights:
+        layers.setdefault(".".join(name.split(".")[:3]), []).append(name)
 
-    def digest(tensors: list[Tensor]) -> str:
-        sha = hashlib.sha256()
-        for tensor in tensors:
-            sha.update(memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-        return sha.hexdigest()
+    def digests(names: list[str]) -> Implied:
+        return implied_checksums(rules, names, ((name, weights[name]) for name in names), layout)
 
     with ThreadPoolExecutor(16) as pool:
-        return dict(zip(parts, pool.map(digest, parts.values()), strict=True))
+        return {name: found for layer in pool.map(digests, layers.values()) for name, found in layer.items()}
