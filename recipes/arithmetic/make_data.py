@@ -15,6 +15,8 @@ from typing import Any
 
 import reasoning_gym
 
+MOST_KNOWN = 300_000
+"""Questions in a row that were there already: then there are no others."""
 INSTRUCTION = "Answer with the number alone. "
 
 
@@ -30,11 +32,17 @@ def questions(*, seed: int, terms: int, digits: int) -> Iterator[tuple[str, str]
 def write_rows(path: Path, source: Iterator[tuple[str, str]], count: int, without: Container[str]) -> set[str]:
     """The next `count` questions that are not in `without`, once each; returns them."""
     written: set[str] = set()
+    known = 0
     with path.open("w") as file:
         while len(written) < count:
             question, answer = next(source)
             if question in without or question in written:
+                known += 1
+                if known == MOST_KNOWN:
+                    raise SystemExit(f"{path}: there seem to be no more than {len(written)} questions for it: ask for "
+                                     "fewer (--train, --held-out), or for more digits or terms")
                 continue
+            known = 0
             written.add(question)
             row = {"messages": [{"role": "user", "content": INSTRUCTION + question}], "label": answer}
             file.write(json.dumps(row) + "\n")

@@ -102,5 +102,5 @@ def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int
 
 
 def _drain(stream: Iterator[tuple[TensorMeta, Tensor | None]]) -> None:
-    for _ in stream:
-        pass
+    for item in stream:
+        del item

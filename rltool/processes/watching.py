@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from rltool.processes.signals import deferred_interrupts
 from rltool.processes.supervise import ProcessGroup, supervise
 
 
@@ -36,7 +37,8 @@ class Watching:
     ) -> None:
         """Returns when no process is started any more."""
         self._over.set()
-        self._thread.join()
+        with deferred_interrupts():  # the thread may be starting a process that only then is known to its group
+            self._thread.join()
 
     def _watch(self) -> None:
         group = self._group

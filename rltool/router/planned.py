@@ -33,13 +33,14 @@ Say = Callable[[str], None]
 
 
 def start_planned_routers(
-    order: Order, engines: Mapping[str, Sequence[EngineEndpoint]], group: ProcessGroup, *, report: Say = lambda _: None
-) -> dict[str, str]:
+    order: Order, engines: Mapping[str, Sequence[EngineEndpoint]], group: ProcessGroup, *, required: bool = True,
+    report: Say = lambda _: None,
+) -> dict[str, str]:  # fmt: skip
     """A router for each model that the order wants one for, its address written into the run's endpoints.json; URLs by
-    model. engines: those that serve, by model. Whoever supervises the group has them started again. Raises as
-    `start_router`."""
+    model. engines: those that serve, by model. Whoever supervises the group has them started again. required: where
+    restarts are off (engines.max_restarts = 0), the death of one ends the group. Raises as `start_router`."""
     urls = {}
-    relaunch = RouterRelaunch(group, order.restarts, report)
+    relaunch = RouterRelaunch(group, order.restarts, report, required=required)
     group.restarts.append(relaunch)
     for router in planned_routers(order.groups, order.models):
         model = ModelEndpoints(engines=tuple(engines[router.model]))
@@ -60,9 +61,12 @@ class RouterRelaunch(Relaunch[RouterLaunch]):
 
     vital = False
 
-    def __init__(self, group: ProcessGroup, policy: RestartPolicy, say: Say) -> None:
+    def __init__(self, group: ProcessGroup, policy: RestartPolicy, say: Say, *, required: bool = True) -> None:
         super().__init__(group, policy)
-        self._say = say
+        self._say, self._required = say, required
+
+    def owns(self, process: RunningProcess) -> bool:
+        return process.role in self._launches and (not self._required or super().owns(process))
 
     def end(self, process: RunningProcess) -> None:
         super().end(process)

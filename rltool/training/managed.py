@@ -134,7 +134,7 @@ class ManagedEngines:
         }
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
         group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
-        routers = start_planned_routers(self._order, found, group, report=self._console.say)
+        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.say)
         self._routers.enter_context(Watching(group, self._console.say))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 
@@ -144,7 +144,12 @@ class ManagedEngines:
 
     def close(self) -> None:
         """End routers and engines. What fails here is reported, not raised: `rltool stop` finds what is left."""
-        self._routers.close()
+        try:
+            self._routers.close()
+        finally:
+            self._close_engines()
+
+    def _close_engines(self) -> None:
         if self._started:
             try:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)

@@ -47,6 +47,10 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(There are some potential|S
 """Ray's text on a process that ended by itself or was killed; it goes on with guesses, several lines of them."""
 
 
+_CALL = re.compile(r"ray::(?:\w+\.)?(\w+)\(\)")
+"""In Ray's text on what an actor raised: the method that was called."""
+
+
 class DeadlinePassed(RunFault):
     """An actor did not answer in time."""
 
@@ -220,11 +224,12 @@ def _died(name: str, error: BaseException) -> PartLost:
 
 def _out_of_memory(name: str, error: BaseException) -> PartLost:
     said = _root(error).partition("If reserved but unallocated memory is large")[0].strip()
+    call = _CALL.search(str(error))
     return PartLost(
-        f"{name} ran out of GPU memory: {said} Lower trainer.max_tokens_per_micro_batch, compute activations again "
-        '(trainer.recompute = "selective" or "full"), or leave it more room beside what else is on that GPU '
-        "(--gpu-memory-utilization of engines). Then go on with `rltool train --resume`, or from the start where there "
-        "is no checkpoint yet"
+        f"{name} ran out of GPU memory{f' in {call[1]}' if call else ''}: {said} In a training step, lower "
+        "trainer.max_tokens_per_micro_batch or compute activations again (trainer.recompute = \"selective\" or "
+        '"full"); in any case leave it more room beside what else is on that GPU (--gpu-memory-utilization of '
+        "engines). Then go on with `rltool train --resume`, or from the start where there is no checkpoint yet"
     )
 
 

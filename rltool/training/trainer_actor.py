@@ -23,7 +23,7 @@ from rltool.training.devices import RankDevice, device_of_rank
 from rltool.weights.implied_checksums import implied_checksums, rules_of
 from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.stream import drain
+from rltool.weights.stream import drain, named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
 
 
@@ -200,12 +200,13 @@ class TrainerActor:
         """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
         0."""
         stream = self.trainer.export_weights()
-        if self.rank != 0:
-            drain(stream)
-            return {}
-        names = [meta.name for meta in self.trainer.weight_metadata()]
-        tensors = ((meta.name, tensor) for meta, tensor in stream)
-        return implied_checksums(rules_of(self.trainer.family), names, tensors, layout)
+        try:
+            if self.rank != 0:
+                return {}
+            names = [meta.name for meta in self.trainer.weight_metadata()]
+            return implied_checksums(rules_of(self.trainer.family), names, named_tensors(stream), layout)
+        finally:
+            drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 
     @ray.method(concurrency_group="abort")
     def abort_transfer(self, urls: Sequence[str], reason: str) -> None:

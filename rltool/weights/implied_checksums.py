@@ -44,6 +44,7 @@ def implied_checksums(
     for name, tensor in tensors:
         parameter = parameter_of.get(name)
         if parameter is None:
+            del tensor
             continue
         held = waiting.setdefault(parameter, {})
         # A part outlives the stream's next step, which may overwrite what the tensor is a view of.
@@ -52,6 +53,7 @@ def implied_checksums(
             del waiting[parameter]
             shards = (_shards(rules[part], held[part], ranks) for part in parts[parameter])
             digests[parameter] = tuple(digest(_joined(of_rank)) for of_rank in zip(*shards, strict=True))
+        del tensor  # else what it was gathered in stays while there is a next one
     return digests
 
 

@@ -136,6 +136,8 @@ class WeightSender:
         except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
             for channel in channels:
                 channel.fail(f"the trainer failed: {type(error).__name__}: {error}")
+            if isinstance(error, Exception):
+                drain(stream)
             raise
         finally:
             failures = self._drop_failed(known)

@@ -56,5 +56,13 @@ def fill_buckets(
 
 def drain(stream: Stream) -> None:
     """What the ranks that do not send do: take part in the collectives that produce the stream."""
-    for _ in stream:
-        pass
+    for item in stream:
+        del item  # else it holds its gather's buffer while there is a next one
+
+
+def named_tensors(stream: Stream) -> Iterator[tuple[str, Tensor]]:
+    """On the rank that sends: name and tensor."""
+    for meta, tensor in stream:
+        assert tensor is not None, "the sending rank has all of them"
+        yield meta.name, tensor
+        del tensor

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.processes.watching import Watching
 from rltool.router import planned
 from rltool.router.launch import running_router
-from rltool.router.planned import start_planned_routers
+from rltool.router.planned import RouterRelaunch, start_planned_routers
 from rltool.router.workers import list_workers
 from tests.contract.fakes import router_process
 from tests.contract.fakes.engine_process import REPOSITORY, write_python
@@ -70,12 +71,15 @@ class Routed(Supervised):
     """A planned router in front of these engines, which somebody else started. said: also what it says itself."""
 
     def __init__(
-        self, group: ProcessGroup, engines: list[EngineEndpoint], *, most: int = 5, backoff: float = 0.05
-    ) -> None:
+        self, group: ProcessGroup, engines: list[EngineEndpoint], *, most: int = 5, backoff: float = 0.05,
+        required: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(group)
         Endpoints(models={"policy": ModelEndpoints(engines=tuple(engines))}).save(self.run.endpoints_file)
         order = Order((ONE,), {"policy": Model(Path("/m"), start_router=True)}, RestartPolicy(most, backoff))
-        [self.url] = start_planned_routers(order, {"policy": engines}, group, report=self.said.append).values()
+        [self.url] = start_planned_routers(
+            order, {"policy": engines}, group, required=required, report=self.said.append
+        ).values()
         self.said.clear()
 
     def data_url(self) -> str | None:
@@ -309,6 +313,36 @@ def test_beside_other_work_it_is_started_again_until_the_watch_ends(run, workers
         last = routed.kill_process("router")
         os.waitpid(last.pid, 0)
     assert not is_alive(last) and len([line for line in routed.said if "killed by signal 9" in line]) == 1
+
+
+def test_where_it_is_not_required_one_without_restarts_is_given_up_at_its_first_death(run, workers, fake_router):
+    with ProcessGroup(run) as group:
+        routed = Routed(group, [worker.endpoint for worker in workers], most=0, required=False)
+        with Watching(group, routed.said.append):
+            routed.kill_process("router")
+            until(lambda: any("serve on without a router" in line for line in routed.said))
+    assert routed.data_url() is None and not any("ProcessFailed" in line for line in routed.said)
+
+
+def test_an_interrupt_at_the_end_waits_for_what_is_being_started(run, workers, fake_router, monkeypatch):
+    begun, done = threading.Event(), threading.Event()
+    with ProcessGroup(run) as group:
+        routed = Routed(group, [worker.endpoint for worker in workers])
+        start = RouterRelaunch.start
+
+        def slowly(self, process):
+            begun.set()
+            time.sleep(1.0)
+            started = start(self, process)
+            done.set()
+            return started
+
+        monkeypatch.setattr(RouterRelaunch, "start", slowly)
+        with pytest.raises(KeyboardInterrupt), Watching(group, routed.said.append):
+            routed.kill_process("router")
+            assert begun.wait(SECONDS)
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        assert done.is_set(), "what was started is known to the group, which ends it"
 
 
 def test_what_a_watch_cannot_mend_is_said(run, workers, fake_router):

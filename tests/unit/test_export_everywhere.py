@@ -21,6 +21,7 @@ from rltool.megatron import gathering, hf_weights
 from rltool.megatron.runtime import Coordinates
 from rltool.models.base import EMBEDDING
 from rltool.models.registry import family_for
+from rltool.weights.stream import drain
 from tests.unit.test_models_families import hf_config, random_hf_state
 
 SECONDS = 20.0
@@ -131,8 +132,9 @@ class Exported:
 
 
 def exported(
-    monkeypatch, family, layout: ParallelLayout, *, everywhere: bool, bound: int = gathering.GATHER_BYTES
-) -> Exported:
+    monkeypatch, family, layout: ParallelLayout, *, everywhere: bool, bound: int = gathering.GATHER_BYTES,
+    drained: bool = False,
+) -> Exported:  # fmt: skip
     ranks, state = Ranks(layout), random_hf_state(family)
     monkeypatch.setattr(gathering, "dist", ranks)
     monkeypatch.setattr(hf_weights, "global_names", lambda model: model)
@@ -147,6 +149,14 @@ def exported(
         )
         model: Any = own
         found = {}
+        if drained:
+            with Allocations() as allocations:
+                drain(
+                    hf_weights.export_weights(
+                        model, family, torch.float32, runtime, everywhere=everywhere, bound=bound
+                    )
+                )
+            return found, allocations.most
         with Allocations() as allocations:
             for meta, tensor in hf_weights.export_weights(
                 model, family, torch.float32, runtime, everywhere=everywhere, bound=bound
@@ -200,6 +210,7 @@ def test_a_rank_holds_what_it_says_and_no_more(monkeypatch, kind, layout, broadc
     most = gathering.gather_bytes(family, layout, 4, everywhere=everywhere, bound=bound)
     found = exported(monkeypatch, family, layout, everywhere=everywhere, bound=bound)
     assert max(found.held) == found.held[0] == most
+    assert max(exported(monkeypatch, family, layout, everywhere=everywhere, bound=bound, drained=True).held) <= most
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,11 @@ def test_a_rank_without_gpu_memory_says_who_holds_it_and_what_to_set(first):
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
     )
     others = {"trainer rank 0": raised(RuntimeError(GLOO))} if first == "trainer rank 1" else {}
-    found = cause(others | {first: raised(torch.OutOfMemoryError(text))}, ["trainer rank 2"])
-    assert isinstance(found, PartLost) and str(found).startswith(f"{first} ran out of GPU memory: CUDA out of memory.")
+    where = "\x1b[36mray::TrainerActor.forward_backward()\x1b[39m (pid=5357, ip=127.0.0.1)"
+    own = RayTaskError("train_step", where, torch.OutOfMemoryError(text))
+    found = cause(others | {first: own}, ["trainer rank 2"])
+    assert isinstance(found, PartLost)
+    assert str(found).startswith(f"{first} ran out of GPU memory in forward_backward: CUDA out of memory. Tried")
     assert "Process 2353 has 8.95 GiB" in str(found) and "PYTORCH" not in str(found)
     assert "trainer.max_tokens_per_micro_batch" in str(found) and "trainer.recompute" in str(found)
 

@@ -322,6 +322,16 @@ def test_the_stream_is_drained_though_nobody_receives_it(make):
     assert pulled == list(TENSORS) and report.failures == {"gone": sender_module.NOT_CONNECTED}
 
 
+def test_the_stream_is_drained_when_the_trainer_itself_fails(make, links, monkeypatch):
+    """The other ranks are inside the same gather."""
+    sender, pulled = make("gloo"), []
+    sender.join()
+    monkeypatch.setattr(BucketBuffers, "filled", lambda self: {}[0])
+    with pytest.raises(KeyError):
+        sender.send(stream(pulled), BUCKETS, "v", ["0"])
+    assert pulled == list(TENSORS)
+
+
 def test_a_stream_that_breaks_off_ends_every_connection_at_once(make, links):
     sender = make("gloo")
     sender.join()
