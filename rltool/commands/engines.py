@@ -53,7 +53,8 @@ def add(
         raise UsageError(f"{', '.join(frozen)}: update_weights is false in the file, so this is no engine of a policy")
     directory, driver = choose_driver(run)
     for engine in engines:
-        _print(driver.add_engine(engine.url, engine.key_file or key_file), engine.url, f"added to run {directory.name}")
+        engine = engine.model_copy(update={"key_file": engine.key_file or key_file})
+        _print(driver.add_engine(engine), engine.url, f"added to run {directory.name}")
 
 
 @app.command()

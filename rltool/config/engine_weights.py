@@ -33,7 +33,8 @@ class EngineWeights(Config):
     that fits an engine decides; what it leaves out is as in [weights]. docs/training.md has an example."""
 
     match: str | None = Field(default=None, min_length=1)
-    """Shell pattern (`*`, `?`, `[...]`) of engines' addresses, with http:// or without it: `10.8.*`, `*:8102`."""
+    """Shell pattern (`*`, `?`, `[...]`) of engines' addresses, with http:// or without it: `10.8.*`, `*:8102`; or an
+    address as it is: `[::1]:8000`. Names are not looked up: localhost is another address than 127.0.0.1."""
     group: str | None = Field(default=None, min_length=1)
     """Name of the engines' group (engines.groups, endpoints.json); engines that are given as host:port are in group
     default. One of match and group is needed; with both, both must fit."""
@@ -71,4 +72,13 @@ class EngineWeights(Config):
         if self.match is None:
             return True
         pattern, address = self.match.lower(), url.lower()  # which addresses are, as far as rltool has parsed them
-        return fnmatchcase(address, pattern) or fnmatchcase(address.partition("://")[2], pattern)
+        # Equal, too: as a pattern the [...] of an IPv6 address is one character.
+        return any(text == pattern or fnmatchcase(text, pattern) for text in (address, address.partition("://")[2]))
+
+    def fits_all_of(self, other: EngineWeights) -> bool:
+        """Whether it surely fits every engine that the other one fits. Of patterns, `*` is known to, and the same."""
+        if self.group is not None and self.group != other.group:
+            return False
+        if self.match is None or not self.match.strip("*"):
+            return True
+        return other.match is not None and self.match.lower() == other.match.lower()

@@ -290,7 +290,7 @@ class WeightsConfig(Config):
 
     @model_validator(mode="after")
     def _engines(self) -> WeightsConfig:
-        seen: set[tuple[str | None, str | None]] = set()
+        seen: list[EngineWeights] = []
         for rule, weights in self.variants():
             if rule is None:
                 continue
@@ -300,9 +300,13 @@ class WeightsConfig(Config):
                     f"engines with {rule.whom}: {why}; what the section leaves out is as in [weights]: say there "
                     "what holds for these engines"
                 )
-            if (rule.match, rule.group) in seen:
-                raise ValueError(f"two sections of engines have {rule.whom}: the second would never decide")
-            seen.add((rule.match, rule.group))
+            first = next((earlier for earlier in seen if earlier.fits_all_of(rule)), None)
+            if first is not None:
+                raise ValueError(
+                    f"engines with {rule.whom}: the section would never decide, for that with {first.whom} comes "
+                    "before it and fits all of them: put that for fewer engines first, or leave one out"
+                )
+            seen.append(rule)
         return self
 
     @model_validator(mode="after")

@@ -63,7 +63,7 @@ def join(users: Sequence[LivingRun], engines: Sequence[EngineEndpoint], say: Say
     for user in users:
         for engine in engines:
             try:
-                row = user.driver.add_engine(engine.url, engine.key_file)
+                row = user.driver.add_engine(engine)
             except RltoolError as error:
                 say(f"{engine.url} has not joined run {user.run.name}: {error}")
             else:

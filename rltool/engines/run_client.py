@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.sync_client import exchange
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable, RltoolError, UsageError
@@ -124,9 +125,13 @@ class Driver:
     def engines(self) -> list[EngineStatus]:
         return self._ask(HttpRequest("GET", "/engines"), READ_SECONDS)
 
-    def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        """Have the run use this engine; it serves after a weight sync. Raises RltoolError with the run's reason."""
-        body = {"url": url, "key_file": str(key_file.absolute()) if key_file else None}
+    def add_engine(self, engine: EngineEndpoint) -> EngineStatus:
+        """Have the run use this engine; it serves after a weight sync. Raises RltoolError with the run's reason.
+
+        Group and role are sent where they are no defaults: a driver of an older version refuses what it does not know.
+        """
+        body = {"url": engine.url, "key_file": str(engine.key_file.absolute()) if engine.key_file else None}
+        body |= engine.model_dump(mode="json", include={"group", "role"}, exclude_defaults=True)
         return self._ask(HttpRequest("POST", "/engines", body), CHANGE_SECONDS)
 
     def remove_engine(self, url: str) -> EngineStatus:

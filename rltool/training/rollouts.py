@@ -163,9 +163,10 @@ class Rollouts:
     def engines(self) -> list[EngineStatus]:
         return self._manager_status()["engines"]
 
-    def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
+    def add_engine(self, engine: EngineEndpoint) -> EngineStatus:
         self._refuse_change()
-        endpoint = EngineEndpoint(url=url.rstrip("/"), key_file=key_file or self.config.engines.api_key_file)
+        key_file = engine.key_file or self.config.engines.api_key_file
+        endpoint = engine.model_copy(update={"url": engine.url.rstrip("/"), "key_file": key_file})
         return self._change_engines(self._actor.add_engine.remote(endpoint))
 
     def remove_engine(self, url: str) -> EngineStatus:

@@ -4,7 +4,8 @@
     GET    /history                         History: the metrics of the last steps
     GET    /metrics                         the newest metrics and the state, in Prometheus' text format
     GET    /engines                         [EngineStatus, ...]
-    POST   /engines  {"url", "key_file"}    EngineStatus; key_file is an absolute path on this host, or null
+    POST   /engines  {"url", ...}           EngineStatus; key_file is an absolute path on this host, or null (default);
+                                            group and role as in endpoints.json, where none is said the defaults there
     DELETE /engines?url=...                 EngineStatus
     POST   /weights/compare {"engines"}     ComparedWeights; engines is a list of URLs, empty for all
 
@@ -27,8 +28,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aiohttp import web
+from pydantic import ValidationError
 
-from rltool.engines.endpoints import parse_address
+from rltool.engines.endpoints import EngineEndpoint, parse_address
 from rltool.engines.run_client import (
     CHANGE_SECONDS,
     COMPARE_SECONDS,
@@ -48,6 +50,8 @@ HOST = "127.0.0.1"
 _MOST_CALLS = 16
 """Calls in progress, also those that hang beyond their deadline: each holds a thread. More are answered 503 at once."""
 _MOST_BYTES = 64 * 1024
+_OF_AN_ENGINE = {"url", "key_file", "group", "role"}
+"""What is said of an engine that joins; the rest it tells itself."""
 _START_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 
@@ -66,8 +70,8 @@ class RunControl(Protocol):
 
     def engines(self) -> list[EngineStatus]: ...
 
-    def add_engine(self, url: str, key_file: Path | None) -> EngineStatus:
-        """`url` is http://HOST:PORT. Returns when the engine has been checked and is in the fleet, or is waited for
+    def add_engine(self, engine: EngineEndpoint) -> EngineStatus:
+        """Its url is http://HOST:PORT. Returns when it has been checked and is in the fleet, or is waited for
         (starting); it serves after a sync. UsageError: it cannot serve this run.
 
         key_file None: the run's own key file for engines that were given as bare addresses, if it has one.
@@ -227,9 +231,8 @@ class RunServer:
         return web.json_response(await self._call(self._control.engines, deadline=self._deadlines.read))
 
     async def _add(self, request: web.Request) -> web.Response:
-        url, key_file = _engine_to_add(await _json_of(request))
-        deadline = self._deadlines.change
-        return web.json_response(await self._call(self._control.add_engine, url, key_file, deadline=deadline))
+        engine = _engine_to_add(await _json_of(request))
+        return web.json_response(await self._call(self._control.add_engine, engine, deadline=self._deadlines.change))
 
     async def _remove(self, request: web.Request) -> web.Response:
         if set(request.query) != {"url"}:
@@ -290,15 +293,20 @@ async def _json_of(request: web.Request) -> Any:
         raise UsageError(f"the body of {request.method} {request.path} is not JSON: {error}") from error
 
 
-def _engine_to_add(body: Any) -> tuple[str, Path | None]:
-    if not isinstance(body, dict) or not isinstance(body.get("url"), str) or set(body) - {"url", "key_file"}:
+def _engine_to_add(body: Any) -> EngineEndpoint:
+    if not isinstance(body, dict) or not isinstance(body.get("url"), str) or set(body) - _OF_AN_ENGINE:
         raise UsageError(
-            'POST /engines wants {"url": "http://HOST:PORT", "key_file": "/absolute/path" or null}, and nothing else'
+            'POST /engines wants {"url": "http://HOST:PORT", "key_file": "/absolute/path" or null, "group": NAME, '
+            '"role": ROLE}, the url at least, and nothing else'
         )
     key_file = body.get("key_file")
     if key_file is not None and not (isinstance(key_file, str) and Path(key_file).is_absolute()):
         raise UsageError(f"key_file is an absolute path on the driver's host or null, not {key_file!r}")
-    return _engine_url(body["url"]), Path(key_file) if key_file else None
+    try:
+        return EngineEndpoint.model_validate({**body, "url": _engine_url(body["url"])})
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise UsageError(f"POST /engines: {problems}") from error
 
 
 def _engines_to_compare(body: Any) -> list[str]:

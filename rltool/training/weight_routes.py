@@ -30,10 +30,16 @@ def idle_rules(fleets: Sequence[ProbedFleet], weights: WeightsConfig) -> list[st
     """A line for each section of weights.engines that decides for no engine of the start, those that do not answer
     included."""
     engines = [e for fleet in fleets for e in (*fleet.endpoints.engines, *fleet.absent) if e.takes_weights]
-    deciding = [weights.rule_of(engine.url, engine.group) for engine in engines]
-    return [
-        f"[[weights.engines]] with {rule.whom} decides for none of the run's engines; it will for one that joins later "
-        "and that it fits"
-        for rule in weights.engines
-        if rule not in deciding
-    ]
+    deciding = {engine.url: weights.rule_of(engine.url, engine.group) for engine in engines}
+    lines = []
+    for rule in weights.engines:
+        if rule in deciding.values():
+            continue
+        fitting = (deciding[engine.url] for engine in engines if rule.fits(engine.url, engine.group))
+        earlier = dict.fromkeys(other.whom for other in fitting if other is not None)
+        lines.append(
+            f"[[weights.engines]] with {rule.whom} decides for none of the run's engines; "
+            + (f"for those that it fits an earlier one does, with {'; '.join(earlier)}; " if earlier else "")
+            + "it will for one that joins later, that it fits and that no earlier one fits"
+        )
+    return lines

@@ -46,14 +46,14 @@ class FakeRun:
             self.urls = [url for url in self.urls if url not in removed]
         return self.rows()
 
-    def add_engine(self, url, key_file):
-        self.calls.append(("add", url, key_file))
+    def add_engine(self, engine):
+        self.calls.append(("add", engine.url, engine.key_file, engine.group, engine.role))
         if self.refusal is not None:
             raise self.refusal
-        if url in self.urls:
-            raise EngineConflict(f"{url} is an engine of this run already")
-        self.urls.append(url)
-        return {"url": url, "state": "stale", "reason": "answered its first probe"}
+        if engine.url in self.urls:
+            raise EngineConflict(f"{engine.url} is an engine of this run already")
+        self.urls.append(engine.url)
+        return {"url": engine.url, "state": "stale", "reason": "answered its first probe"}
 
     def remove_engine(self, url):
         self.calls.append(("remove", url))
@@ -92,8 +92,11 @@ def test_engines_join_the_run_itself_and_those_that_were_given_its_file(runs, sa
     runs("other", other)
     runs("stranger", stranger)
     runs("idle")
-    join(users_of_engines(run), [A, B], said.append)
-    assert own.calls == other.calls == [("add", e.url, e.key_file) for e in (A, B)]
+    far = B.model_copy(update={"group": "far", "role": "decode"})
+    join(users_of_engines(run), [A, far], said.append)
+    assert own.calls == other.calls == [
+        ("add", A.url, A.key_file, "default", "regular"), ("add", B.url, B.key_file, "far", "decode")
+    ]  # fmt: skip
     assert stranger.calls == []
     assert f"{A.url} joins run demo (stale: answered its first probe)" in said and len(said) == 4
 
@@ -304,7 +307,7 @@ def test_an_engine_that_is_added_to_a_router_joins_the_run_that_trains_through_i
     runs("other", beside)
     assert [user.run.name for user in users_of_router(run, ROUTER)] == ["train"]
     assert run_main("router", "add", A.url, "--run", "demo") == 0
-    assert through.calls == [("add", A.url, Path("/keys/router"))] and beside.calls == []
+    assert through.calls == [("add", A.url, Path("/keys/router"), "default", "regular")] and beside.calls == []
     assert router == [], "the run adds it itself, once it has the weights"
     assert run_main("router", "remove", A.url, "--run", "demo") == 0
     assert through.calls[1:] == [("remove", A.url), ("look",)] and router == [("remove", A.url)]

@@ -945,8 +945,12 @@ def test_engines_join_and_leave_a_run(serve, settings, stack, tokenizer, monkeyp
     async def run():
         async with serve(settings(), [first]) as service:
             await train(service, 1)
-            added = await service.add_engine(endpoint_of(late, None).model_copy(update={"dialect": None}))
+            told = {"dialect": None, "group": "late"}
+            added = await service.add_engine(endpoint_of(late, None).model_copy(update=told))
             assert added["state"] == "stale"
+            assert [(e.url, e.group, e.dialect) for e in service.present_engines()] == [
+                (first.url, "default", "vllm"), (late.url, "late", "vllm")
+            ]  # fmt: skip
             with pytest.raises(EngineConflict, match="is an engine of this run already"):
                 await service.add_engine(endpoint_of(late, None))
             await service.sync_weights(1)

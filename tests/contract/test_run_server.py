@@ -13,6 +13,7 @@ import pytest
 import requests
 
 from rltool.cli import main
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import Driver, choose_driver
 from rltool.engines.run_status import run_status
 from rltool.errors import EngineConflict, EngineError, EngineUnreachable, RltoolError, UnknownEngine, UsageError
@@ -71,12 +72,12 @@ class FakeRun:
         self.answer("engines")
         return list(self.fleet.values())
 
-    def add_engine(self, url, key_file):
-        self.answer("add", url, key_file)
-        if url in self.fleet:
-            raise EngineConflict(f"{url} is an engine of this run already")
-        self.fleet[url] = self.entry(url, "starting")
-        return self.fleet[url]
+    def add_engine(self, engine):
+        self.answer("add", engine)
+        if engine.url in self.fleet:
+            raise EngineConflict(f"{engine.url} is an engine of this run already")
+        self.fleet[engine.url] = self.entry(engine.url, "starting")
+        return self.fleet[engine.url]
 
     def remove_engine(self, url):
         self.answer("remove", url)
@@ -145,7 +146,13 @@ def test_status_and_engines_are_what_the_run_says(ask, control):
 def test_engines_come_and_go(ask, control, tmp_path):
     assert ask("POST", "/engines", json={"url": C + "/", "key_file": str(tmp_path / "key")}) == (200, control.fleet[C])
     assert ask("DELETE", "/engines", params={"url": "127.0.0.1:7001"}) == (200, control.fleet[A])
-    assert control.calls == [("add", C, tmp_path / "key"), ("remove", A)]
+    assert control.calls == [("add", EngineEndpoint(url=C, key_file=tmp_path / "key")), ("remove", A)]
+
+
+@pytest.mark.parametrize("said", [{}, {"group": "far"}, {"group": "far", "role": "prefill", "key_file": None}])
+def test_an_engine_comes_with_its_group_and_role_and_with_the_defaults_where_it_says_none(ask, control, said):
+    assert ask("POST", "/engines", json={"url": C, **said})[0] == 200
+    assert control.calls == [("add", EngineEndpoint(url=C, **said))]
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -166,6 +173,10 @@ def test_nothing_is_done_without_the_key(run, url, control, method, header):
         ("POST", "/engines", {"json": {"key_file": None}}, 400, "wants"),
         ("POST", "/engines", {"json": {"url": C, "key": "secret"}}, 400, "wants"),
         ("POST", "/engines", {"json": {"url": C, "key_file": "key"}}, 400, "absolute"),
+        ("POST", "/engines", {"json": {"url": C, "group": 1}}, 400, "group: "),
+        ("POST", "/engines", {"json": {"url": C, "group": None}}, 400, "group: "),
+        ("POST", "/engines", {"json": {"url": C, "role": "judge"}}, 400, "role: "),
+        ("POST", "/engines", {"json": {"url": C, "takes_weights": False}}, 400, "wants"),
         ("POST", "/engines", {"json": {"url": "ftp://a:1"}}, 400, "not http"),
         ("POST", "/engines", {"json": {"url": "@runs/x/endpoints.json"}}, 400, "one engine"),
         ("POST", "/engines", {"json": {"url": "a:1,b:2"}}, 400, "one engine"),
@@ -310,14 +321,14 @@ def test_an_engine_is_added_with_its_key_and_removed(url, control, wide, capsys,
         f"{C}: added to run job (starting: [no] answer in 30 s)\n",
     )
     assert run_main(capsys, "engines", "remove", C) == (0, f"{C}: leaves run job (draining: [no] answer in 30 s)\n")
-    assert control.calls == [("add", C, tmp_path / "key"), ("remove", C)]
+    assert control.calls == [("add", EngineEndpoint(url=C, key_file=tmp_path / "key")), ("remove", C)]
 
 
-def test_engines_of_a_file_are_added_with_the_key_that_it_names(url, control, capsys, tmp_path):
-    engines = [{"url": C, "key_file": "key"}]
+def test_engines_of_a_file_are_added_with_the_key_the_group_and_the_role_that_it_names(url, control, capsys, tmp_path):
+    engines = [{"url": C, "key_file": "key", "group": "far", "role": "decode", "dialect": "vllm"}]
     (tmp_path / "e").write_text(json.dumps({"version": 1, "models": {"policy": {"engines": engines}}}))
     assert run_main(capsys, "engines", "add", f"@{tmp_path}/e")[0] == 0
-    assert control.calls == [("add", C, tmp_path / "key")]
+    assert control.calls == [("add", EngineEndpoint(url=C, key_file=tmp_path / "key", group="far", role="decode"))]
     (tmp_path / "e").write_text(
         json.dumps({"version": 1, "models": {"policy": {"update_weights": False, "engines": engines}}})
     )

@@ -52,6 +52,11 @@ def load(tmp_path: Path, text: str = "", *sets: str) -> TrainConfig:
         ("*:810?", FAR, True),
         ("10.8", FAR, False),
         ("*fd00::1]:8101", IPV6, True),
+        (IPV6, IPV6, True),
+        ("[FD00::1]:8101", IPV6, True),
+        ("[fd00::1]:8102", IPV6, False),
+        ("[fd00::1]:8101", "http://f:8101", True),
+        ("localhost:8101", HERE, False),
         ("Node7:*", "http://node7:8101", True),
         ("node7:*", "http://Node7:8101", True),
         ("https://*", "https://host:1", True),
@@ -132,7 +137,15 @@ def test_what_holds_for_an_engine_is_sound_by_itself_and_has_a_store_where_it_ta
         ([{"match": "a:*", "transport": "disk"}], {"store": "/s"}, "and store go together"),
         ([], {"store": "/s"}, "and store go together"),
         ([], {"transport": "delta"}, "and store go together"),
-        ([{"match": "a", "staged": True}, {"match": "a", "delta": True}], {}, "two sections.*would never decide"),
+        ([{"match": "a", "staged": True}, {"match": "A", "delta": True}], {}, 'match = "A".* would never decide'),
+        ([{"group": "g", "staged": True}, {"group": "g", "delta": True}], {}, "would never decide"),
+        (
+            [{"match": "a", "delta": True}, {"match": "*", "delta": False}, {"group": "g", "staged": True}], {},
+            r'group = "g".* would never decide, for that with match = "\*" comes before it',
+        ),
+        ([{"match": "**", "staged": True}, {"match": "*", "delta": True}], {}, "would never decide"),
+        ([{"match": "a", "staged": True}, {"match": "a", "group": "g", "delta": True}], {}, "would never decide"),
+        ([{"group": "g", "staged": True}, {"match": "a", "group": "g", "delta": True}], {}, "would never decide"),
     ],
 )
 def test_a_section_that_cannot_work_is_refused_as_weights_itself_is(sections, settings, message):
@@ -147,7 +160,10 @@ def test_a_section_that_cannot_work_is_refused_as_weights_itself_is(sections, se
         ([{"match": "a:*", "transport": "delta", "delta": False}], {"delta": True, "store": "/s"}),
         ([{"match": "a:*", "transport": "gloo", "staged": True}], {"transport": "delta", "store": "/s"}),
         ([{"match": "a:*", "transport": "auto"}, {"match": "*", "transport": "disk"}], {}),
-        ([{"match": "a", "staged": True}, {"match": "a", "group": "g", "delta": True}], {}),
+        ([{"match": "a", "group": "g", "delta": True}, {"match": "a", "staged": True}], {}),
+        ([{"match": "*", "group": "g", "delta": True}, {"match": "a", "staged": True}], {}),
+        ([{"group": "g", "delta": True}, {"match": "a", "group": "h", "delta": True}], {}),
+        ([{"match": "*:1", "delta": True}, {"match": "a:1", "staged": True}], {}),
     ],
 )
 def test_a_section_may_say_otherwise(sections, settings):
@@ -303,8 +319,9 @@ def test_a_section_that_decides_for_nobody_is_told():
     )
     fleet = probed(*FLEET.endpoints.engines, absent=(engine("http://h:7"),))
     first, second = idle_rules([fleet], config)
-    assert 'match = "10.8.0.3:*" decides for none of the run\'s engines' in first, "another one comes before it"
-    assert 'match = "*:9999" decides for none' in second
+    assert 'match = "10.8.0.3:*" decides for none of the run\'s engines' in first
+    assert 'for those that it fits an earlier one does, with match = "10.8.*"; it will' in first
+    assert 'match = "*:9999" decides for none' in second and "an earlier one does" not in second
     frozen = probed(engine("http://h:9999", takes_weights=False))
     assert len(idle_rules([fleet, frozen], config)) == 2, "it is sent no weights"
     assert len(idle_rules([fleet, probed(engine("http://h:9999"))], config)) == 1

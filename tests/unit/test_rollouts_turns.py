@@ -10,6 +10,7 @@ from rich.console import Console
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.weight_version import Lineage
 from rltool.errors import OutputFailed, RltoolError, UsageError
 from rltool.rollout.evaluation import Evaluated
@@ -27,6 +28,7 @@ class Manager:
         self.calls: list[str] = []
         self.fails = ""
         self.is_ready = True
+        self.engines: tuple[EngineEndpoint, ...] = ()
 
     def __getattr__(self, name: str):
         return SimpleNamespace(remote=lambda *arguments, **_: (name, arguments))
@@ -35,12 +37,15 @@ class Manager:
         ((name, arguments),) = refs
         if name == "events":
             return [[]]
+        if name == "add_engine":
+            self.engines += arguments
         self.calls.append(" ".join([name, *map(str, arguments)]))
         if name == self.fails:
             raise RltoolError("no engine took the weights")
         answers = {
             "start": "", "close": [],
             "sync_weights": SyncReport("v", 1, 0.1), "next_batch": Rollout(None, {}, ()), "evaluate": Evaluated({}, {}),
+            "present_engines": self.engines,
         }  # fmt: skip
         return [answers.get(name)]
 
@@ -152,7 +157,15 @@ def test_engines_with_gpus_of_their_own_keep_them(manager, tmp_path):
 def test_engines_of_others_do_not_join_those_on_the_trainers_gpus(manager, tmp_path):
     it = driver(tmp_path, "colocate")
     with pytest.raises(UsageError, match="change engines.groups"):
-        it.add_engine("http://h:1", None)
+        it.add_engine(EngineEndpoint(url="http://h:1"))
     with pytest.raises(UsageError, match="change engines.groups"):
         it.remove_engine("http://h:1")
     assert manager.calls == []
+
+
+def test_an_engine_that_joins_keeps_its_group_and_role_also_for_the_run_that_resumes(manager, tmp_path):
+    it = driver(tmp_path, "managed")
+    late = EngineEndpoint(url="http://h:1", key_file=tmp_path / "key", group="far", role="decode")
+    it.add_engine(late)
+    assert manager.engines == (late,)
+    assert Endpoints.load(tmp_path / "endpoints.json").models["policy"].engines == (late,)
