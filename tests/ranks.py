@@ -29,6 +29,19 @@ def flat_bytes(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
     return torch.cat([tensors[meta.name].contiguous().reshape(-1).view(torch.uint8) for meta in bucket])
 
 
+def slowly_changing(step: int) -> dict[str, Tensor]:
+    """A model of 657 elements in two dtypes, of which a few change at each step."""
+    tensors = {
+        "a.weight": torch.arange(600.0).reshape(20, 30),
+        "b.weight": torch.arange(50, dtype=torch.bfloat16),
+        "c.bias": torch.full((7,), 0.5),
+    }
+    for past in range(step):
+        tensors["a.weight"][past % 20, 3] += past + 1
+        tensors["b.weight"][past % 50] = -past
+    return tensors
+
+
 class SenderRanks:
     """One rank without Megatron: a real WeightSender in threads, as the Ray actor has it."""
 

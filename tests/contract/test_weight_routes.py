@@ -22,7 +22,7 @@ from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang, Fault
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.sync_rig import KEY, Rig, version
-from tests.ranks import SenderRanks
+from tests.ranks import SenderRanks, slowly_changing
 
 DEADLINE = 10.0
 FAR_SECONDS = 1.0
@@ -41,15 +41,7 @@ class Ranks(SenderRanks):
         self.after_send: Callable[[], Any] = partial(asyncio.sleep, 0)
 
     def weights(self, step):
-        tensors = {
-            "a.weight": torch.arange(600.0).reshape(20, 30),
-            "b.weight": torch.arange(50, dtype=torch.bfloat16),
-            "c.bias": torch.full((7,), 0.5),
-        }
-        for past in range(step):
-            tensors["a.weight"][past % 20, 3] += past + 1
-            tensors["b.weight"][past % 50] = -past
-        return tensors
+        return slowly_changing(step)
 
     async def send(self, version, urls):
         report = await super().send(version, urls)
