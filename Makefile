@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-312 test-long chaos test-megatron-019 unit lint docs constraints venv venv-sglang clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -55,6 +55,10 @@ test-long: venv venv-sglang
 	.venv/bin/python -m pip install --quiet --no-deps $(NIXL)
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long $(ARGS)
+
+# On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
+test-gpu:
+	RLTOOL_TEST_DEVICE=cuda $(PYTHON) -m pytest -m "gpu or not long" tests/gpu tests/unit/test_kernels.py tests/unit/test_attention_kernels.py tests/unit/test_multi_tensor.py $(ARGS)
 
 # Runs on fake engines that break all the time: ARGS="--seed 0 --minutes 1", ARGS="--soak --minutes 60" (docs/troubleshooting.md).
 chaos: venv

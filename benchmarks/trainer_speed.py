@@ -78,6 +78,7 @@ for the CPU."""
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="1.5B")
+    parser.add_argument("--layers", type=int, help="of the model, in place of the shape's own")
     parser.add_argument("--layout", choices=("packed", "padded"), default="packed")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch, padding included")
     parser.add_argument("--samples", type=int, default=96, help="per optimizer step and data-parallel rank")
@@ -107,6 +108,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="write a table of the slowest kernels of one more step here")
     parser.add_argument("--trace", type=Path, help="write that step's timeline here, for a trace viewer (.json.gz)")
     return parser.parse_args()
+
+
+def model_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The shape, with --layers applied. Two runs of different depth tell what a layer costs without the head."""
+    return SHAPES[args.shape] | ({"num_hidden_layers": args.layers} if args.layers else {})
 
 
 def lengths_of(args: argparse.Namespace, count: int) -> list[int]:
@@ -175,7 +181,7 @@ def randomise(trainer: MegatronTrainer) -> None:
 
 
 def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> dict[str, Any] | None:
-    model, shards = SHAPES[args.shape], args.ranks // args.tensor_parallel // args.context_parallel
+    model, shards = model_of(args), args.ranks // args.tensor_parallel // args.context_parallel
     trainer = MegatronTrainer(
         ModelConfig(path=directory, dtype=args.dtype),
         TrainerConfig(
@@ -238,6 +244,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         flops = trainer.family.cost().batch_flops(lengths[:samples])
         result = {
             "shape": args.shape,
+            "layers": model["num_hidden_layers"],
             "layout": args.layout,
             "dtype": args.dtype,
             "ranks": args.ranks,
@@ -259,6 +266,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "tokens_per_micro_batch": args.tokens,
             "longest": max(lengths),
             "mean_length": round(statistics.mean(lengths)),
+            "step_flops": flops,
             "seconds": [round(value, 4) for value in seconds],
             "processor_seconds": [round(value, 3) for value in processor],
             "warmup_seconds": round(warm, 1),
@@ -338,7 +346,6 @@ def main() -> None:
     args = options()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        shape = SHAPES[args.shape]
         config = {
             "architectures": ["Qwen2ForCausalLM"],
             "model_type": "qwen2",
@@ -346,7 +353,7 @@ def main() -> None:
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
             "max_position_embeddings": 32768,
-            **shape,
+            **model_of(args),
         }
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
         port = random.SystemRandom().randrange(20000, 60000)

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron.kernels import swiglu
+from rltool.megatron.kernels import add_to_each, swiglu
 from rltool.megatron.runtime import to_device
 
 logger = logging.getLogger(__name__)
@@ -105,8 +105,7 @@ class GroupedExperts(SequentialMLP):
         up, down = weights_of(self)
         rows = tokens_per_expert.tolist()
         groups = Groups(rows, to_device(torch.tensor(list(accumulate(rows)), dtype=torch.int32), x.device))
-        gated = grouped_product(x, groups, up)
-        scaled = (swiglu(gated) * permuted_probs.unsqueeze(-1)).to(x.dtype)
+        scaled = swiglu(grouped_product(x, groups, up), permuted_probs)
         return grouped_product(scaled, groups, down), None
 
 
@@ -146,8 +145,8 @@ def stacked(weights: Sequence[Tensor]) -> Tensor:
 class _GroupedProduct(torch.autograd.Function):
     """Keeps the weights themselves for the backward pass, not a copy of them.
 
-    Their gradients are those that autograd adds up: torch has no grouped product of 16-bit matrices with an fp32
-    result that Megatron's `main_grad` could take.
+    torch has no grouped product of 16-bit matrices with an fp32 result: the gradients of all experts are made in the
+    weights' dtype, then added to Megatron's `main_grad` at once, where there is one.
     """
 
     @staticmethod
@@ -165,11 +164,25 @@ class _GroupedProduct(torch.autograd.Function):
             return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
         by_output = by_output.contiguous()
         by_input = F.grouped_mm(by_output, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
-        by_weights = F.grouped_mm(by_output.mT, x, offs=ends).unbind()
-        for rows, gradient in zip(ctx.rows, by_weights, strict=True):
+        by_weights = F.grouped_mm(by_output.mT, x, offs=ends)
+        for rows, gradient in zip(ctx.rows, by_weights.unbind(), strict=True):
             if not rows:  # a sum of nothing, which a kernel may leave unwritten
                 gradient.zero_()
-        return by_input, None, *by_weights
+        return by_input, None, *_added_to_main_grad(weights, by_weights)
+
+
+def _added_to_main_grad(weights: Sequence[Any], gradients: Tensor) -> Sequence[Tensor]:
+    """What autograd gets as the weights' gradients [experts, outputs, inputs].
+
+    Where Megatron's data-parallel wrapper has given the weights a `main_grad`, that is added to here, and autograd
+    gets stand-ins of any value: they only make Megatron's hooks run, as those of its own linear layers do.
+    """
+    if not all(hasattr(weight, "main_grad") and hasattr(weight, "grad_added_to_main_grad") for weight in weights):
+        return gradients.unbind()
+    add_to_each([weight.main_grad for weight in weights], gradients)
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    return [torch.empty_like(weight) for weight in weights]
 
 
 def grouped_product(x: Tensor, groups: Groups, weights: Sequence[Tensor]) -> Tensor:

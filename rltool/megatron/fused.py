@@ -109,16 +109,22 @@ def _rotate(
 
 
 @jit
-def _swiglu_forward(x, out, F: tl.constexpr, WIDTH: tl.constexpr):
+def _swiglu_forward(x, scale, out, F: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     gate = tl.load(x + row * 2 * F + column, mask=column < F, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + column, mask=column < F, other=0.0).to(tl.float32)
-    tl.store(out + row * F + column, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=column < F)
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    if SCALED:
+        # Rounded before the scale, as without a kernel of its own.
+        result = result.to(out.dtype.element_ty).to(tl.float32) * tl.load(scale + row)
+    tl.store(out + row * F + column, result.to(out.dtype.element_ty), mask=column < F)
 
 
 @jit
-def _swiglu_backward(grad, x, grad_x, F: tl.constexpr, WIDTH: tl.constexpr):
+def _swiglu_backward(
+    grad, x, scale, grad_x, grad_scale, blocks, F: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     place = row * 2 * F + column
@@ -126,9 +132,34 @@ def _swiglu_backward(grad, x, grad_x, F: tl.constexpr, WIDTH: tl.constexpr):
     up = tl.load(x + place + F, mask=column < F, other=0.0).to(tl.float32)
     given = tl.load(grad + row * F + column, mask=column < F, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    if SCALED:
+        product = (gate * sigmoid * up).to(x.dtype.element_ty).to(tl.float32)
+        tl.store(grad_scale + row * blocks + tl.program_id(1), tl.sum(given * product, 0))
+        given = given * tl.load(scale + row)
     by_gate = given * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     tl.store(grad_x + place, by_gate.to(grad_x.dtype.element_ty), mask=column < F)
     tl.store(grad_x + place + F, (given * gate * sigmoid).to(grad_x.dtype.element_ty), mask=column < F)
+
+
+@jit
+def _sum_rows(rows, order, ends, out, H: tl.constexpr, WIDTH: tl.constexpr):
+    group = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0)
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    for i in range(start, tl.load(ends + group)):
+        row = tl.load(order + i)
+        total += tl.load(rows + row * H + column, mask=column < H, other=0.0).to(tl.float32)
+    tl.store(out + group * H + column, total.to(out.dtype.element_ty), mask=column < H)
+
+
+@jit
+def _add_to_each(total, parts, step, size, WIDTH: tl.constexpr):
+    which = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    part = tl.load(parts + which * size + place, mask=place < size, other=0.0).to(tl.float32)
+    held = tl.load(total + which * step + place, mask=place < size, other=0.0)
+    tl.store(total + which * step + place, held + part, mask=place < size)
 
 
 @jit
@@ -263,26 +294,46 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
         x = x.contiguous()
         half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
         out = torch.empty(*x.shape[:-1], half, dtype=x.dtype, device=x.device)
         width = min(2048, triton.next_power_of_2(half))
-        _swiglu_forward[(rows, triton.cdiv(half, width))](x, out, F=half, WIDTH=width)
-        ctx.save_for_backward(x)
+        ctx.scaled = scale is not None
+        scale = scale.contiguous() if scale is not None else x
+        _swiglu_forward[(rows, triton.cdiv(half, width))](x, scale, out, F=half, SCALED=ctx.scaled, WIDTH=width)
+        ctx.save_for_backward(x, scale)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, scale = ctx.saved_tensors
         half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
         grad_x, width = torch.empty_like(x), min(2048, triton.next_power_of_2(half))
-        _swiglu_backward[(rows, triton.cdiv(half, width))](grad.contiguous(), x, grad_x, F=half, WIDTH=width)
-        return grad_x
+        blocks = triton.cdiv(half, width)
+        parts = torch.empty(rows, blocks, dtype=torch.float32, device=x.device) if ctx.scaled else grad_x
+        _swiglu_backward[(rows, blocks)](
+            grad.contiguous(), x, scale, grad_x, parts, blocks, F=half, SCALED=ctx.scaled, WIDTH=width
+        )
+        return grad_x, parts.sum(-1).view(scale.shape).to(scale.dtype) if ctx.scaled else None
 
 
-def swiglu(x: Tensor) -> Tensor:
-    return _SwiGLU.apply(x)
+def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    return _SwiGLU.apply(x, scale)
+
+
+def sum_rows(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    rows, width = rows.contiguous(), rows.size(1)
+    out = torch.empty(len(ends), width, dtype=rows.dtype, device=rows.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _sum_rows[(len(ends), triton.cdiv(width, block))](rows, order, ends, out, H=width, WIDTH=block)
+    return out
+
+
+def add_to_each(first: Tensor, step: int, parts: Tensor) -> None:
+    """step: numbers from one total to the next, negative where they lie in reverse."""
+    size = first.numel()
+    _add_to_each[(triton.cdiv(size, 2048), len(parts))](first, parts, step, size, WIDTH=2048)
 
 
 def vocabulary_statistics(

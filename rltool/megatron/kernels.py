@@ -6,6 +6,8 @@ Written once, in fp32 inside. Nothing here communicates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,14 +59,49 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def swiglu(x: Tensor) -> Tensor:
-    """silu(first half) * second half of the last dimension (Shazeer 2020)."""
+def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """silu(first half) * second half of the last dimension (Shazeer 2020), each row times its `scale`.
+
+    x: [..., 2 * f]; scale: [...], fp32. Returns [..., f] in x's dtype.
+    """
     if _on_gpu(x):
         from rltool.megatron import fused
 
-        return fused.swiglu(x)
+        return fused.swiglu(x, scale)
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    gated = F.silu(gate) * up
+    return gated if scale is None else (gated * scale.unsqueeze(-1)).to(x.dtype)
+
+
+def sum_rows(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """Sums of groups of rows, in fp32 and in the order given: the same bits each time, unlike atomic additions.
+
+    rows: [R, H]; order: [R] int64, row numbers sorted by group; ends: [N] int64, where in `order` each group ends.
+    Returns [N, H] in rows' dtype; zeros for an empty group. It has no gradient of its own.
+    """
+    if _on_gpu(rows):
+        from rltool.megatron import fused
+
+        return fused.sum_rows(rows, order, ends)
+    group = torch.arange(len(ends), device=ends.device).repeat_interleave(ends.diff(prepend=ends.new_zeros(1)))
+    sums = torch.zeros(len(ends), rows.size(1), dtype=torch.promote_types(rows.dtype, torch.float32))
+    return sums.to(rows.device).index_add_(0, group, rows[order].to(sums.dtype)).to(rows.dtype)
+
+
+def add_to_each(totals: Sequence[Tensor], parts: Tensor) -> None:
+    """totals[i] += parts[i], in one kernel where the totals lie at equal distances in memory (a gradient buffer).
+
+    totals: contiguous, fp32; parts: [len(totals), *shape of each].
+    """
+    if _on_gpu(parts) and parts.is_contiguous():
+        places = [total.data_ptr() for total in totals]
+        step = places[1] - places[0] if len(places) > 1 else 0
+        if all(place == places[0] + i * step for i, place in enumerate(places)):
+            from rltool.megatron import fused
+
+            return fused.add_to_each(totals[0], step // totals[0].element_size(), parts)
+    for total, part in zip(totals, parts.unbind(), strict=True):
+        total.add_(part)
 
 
 def vocabulary_statistics(

@@ -22,6 +22,7 @@ from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
+    dispatch_without_atomics,
     fuse_weight_gradients,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
@@ -102,6 +103,7 @@ def build_model(
     check_backend(trainer.attention, device, dtype)
     config = transformer_config(family, coordinates, dtype, device, trainer)
     rotate_in_one_kernel()
+    dispatch_without_atomics()
     model = GPTModel(
         config=config,
         # Megatron also takes a spec of the whole block, and a rotary base of any number, whatever it annotates.

@@ -67,6 +67,32 @@ def gated(dtype, shape):
     return difference(values_and_gradients(fused.swiglu, x), values_and_gradients(kernels.swiglu, x))
 
 
+def gated_and_scaled(dtype, rows, width):
+    x, scale = randn(rows, 2 * width, dtype=dtype), randn(rows).sigmoid()
+    return difference(values_and_gradients(fused.swiglu, x, scale), values_and_gradients(kernels.swiglu, x, scale))
+
+
+def rows_summed(dtype, rows, width, groups):
+    """Against the sums written out; one group has no row."""
+    generator = torch.Generator().manual_seed(rows)
+    group = torch.randint(1, groups, (rows,), generator=generator).to(DEVICE)
+    x = randn(rows, width, dtype=dtype)
+    order, ends = group.argsort(stable=True), torch.bincount(group, minlength=groups).cumsum(0)
+    expected = torch.stack([x[group == i].double().sum(0) for i in range(groups)]).to(dtype)
+    return max(difference([f.sum_rows(x, order, ends)], [expected]) for f in (fused, kernels))
+
+
+def added_to_each(dtype, count, size, padding):
+    """Totals that lie in reverse in one buffer, with something else between them that has to stay as it is."""
+    buffer, parts = randn(count, size + padding), randn(count, 3, size // 3, dtype=dtype)
+    expected = buffer.clone()
+    totals, wanted = ([b[i, :size].view(3, -1) for i in reversed(range(count))] for b in (buffer, expected))
+    for total, part in zip(wanted, parts, strict=True):
+        total += part
+    fused.add_to_each(totals[0], -(size + padding), parts)
+    return difference([buffer], [expected])
+
+
 def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
     logits = 3 * randn(rows, width)
     # Targets of other ranks' slices lie outside.
@@ -133,6 +159,9 @@ def main() -> None:
             found[f"norm of heads {name} {centered}"] = norm(dtype, (9, 1, 4, 32), centered)
         found[f"rotation {name}"] = rotation(dtype, 11, 3, 24)
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
+        found[f"gated and scaled {name}"] = gated_and_scaled(dtype, 7, 2100)
+        found[f"rows summed {name}"] = rows_summed(dtype, 41, 96, 9)
+        found[f"added to each {name}"] = added_to_each(dtype, 3, 2400, 7)
         for keep in (False, True):
             found[f"told apart {name} {keep}"] = told_apart(dtype, 13, 203, keep)
             for entropy in (False, True):

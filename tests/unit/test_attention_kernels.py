@@ -139,7 +139,8 @@ def test_it_is_not_used_where_it_is_wrong_and_the_log_says_so(installed, caplog,
 
 
 def test_without_transformer_engine_torch_serves_in_silence(installed, monkeypatch, caplog):
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    for package in ("transformer_engine.pytorch", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, package, None)
     assert judged(shape(), backend="auto") is reference and not caplog.text
     with pytest.raises(UsageError, match="cannot be imported here"):
         check_backend("transformer_engine", torch.device("cuda"), torch.bfloat16)

@@ -27,11 +27,17 @@ def differences():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("function", ["norm", "norm of heads", "rotation", "gated", "vocabulary", "told apart"])
+@pytest.mark.parametrize(
+    "function",
+    ["norm", "norm of heads", "rotation", "gated", "gated and scaled", "rows summed", "added to each", "vocabulary",
+     "told apart"],
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
 def test_fused_functions_are_those_in_plain_torch(differences, function, dtype, tolerance):
     found = {name: error for name, error in differences.items() if name.startswith(f"{function} {dtype}")}
-    assert found and max(found.values()) < tolerance, found
+    # A GPU sums its matrix products in another order for other sizes of chunks.
+    most = max(tolerance, 2e-5) if DEVICE == "cuda" and function == "told apart" else tolerance
+    assert found and max(found.values()) < most, found
 
 
 def test_without_fusion_a_gpu_takes_plain_torch(monkeypatch):

@@ -6,6 +6,7 @@ what each of them replaces: another version fails there, and not as wrong number
 
 from rltool.megatron.patches.cpu_mode import cpu_mode
 from rltool.megatron.patches.layers import (
+    dispatch_without_atomics,
     fuse_weight_gradients,
     recompute_without_transformer_engine,
     rotate_in_one_kernel,
@@ -22,6 +23,7 @@ __all__ = [
     "Target",
     "broken_targets",
     "cpu_mode",
+    "dispatch_without_atomics",
     "fuse_weight_gradients",
     "recompute_without_transformer_engine",
     "rotate_in_one_kernel",
