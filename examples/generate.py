@@ -23,6 +23,7 @@ async def second_try(group: list[Sample], context: GenerateContext) -> None:
                 sampling=replace(context.sampling, max_tokens=budget),
                 request_id=uuid4().hex,
                 seed=((sample.seed or 0) + turn) % 2**31,
+                session=sample.session,
             )
             [completion] = await context.generate(request)
             sample.append_response_tokens(completion)

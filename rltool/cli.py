@@ -6,9 +6,11 @@ packages.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -133,10 +135,11 @@ def _print_version(wanted: bool) -> None:
     if not wanted:
         return
     from rltool.report.page import installed_versions
+    from rltool.terminal import write_line
 
     parts = {"rltool": __version__} | {name: v for name, v in installed_versions().items() if name != "rltool"}
     for name, version in parts.items():
-        print(f"{name} {version}")
+        write_line(f"{name} {version}")
     raise typer.Exit
 
 
@@ -155,6 +158,30 @@ for _name, _verb in VERBS.items():
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exits 0, 1 (failure), 2 (wrong usage or configuration) or 130 (interrupted)."""
+    code: list[int] = []
+    if argv is None:  # the process is ours; registered first, it runs after what libraries have registered
+        atexit.register(_leave, code)
+    try:
+        _run(argv)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            code.append(end.code or 0)
+        raise
+
+
+def _leave(code: Sequence[int]) -> None:
+    """The end of the process without the interpreter's last collections, which take all apart that torch and Ray have
+    made, one or two seconds long, more on a busy host: a person waits for the prompt."""
+    if not code:  # something unexpected was raised
+        return
+    with suppress(OSError, ValueError):  # closed, or nobody reads any more
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(code[0])
+
+
+def _run(argv: Sequence[str] | None) -> None:
     try:
         app(args=None if argv is None else list(argv), prog_name="rltool")
     except RltoolError as error:
@@ -185,9 +212,9 @@ def _fail(error: RltoolError, exit_code: int) -> None:
     """One message on stderr; the traceback only for who asks for it with RLTOOL_TRACEBACK=1."""
     if os.environ.get("RLTOOL_TRACEBACK") == "1":
         raise error
-    from rich.console import Console
     from rich.text import Text
 
-    # soft_wrap: a path or a command in the message must survive copying from the terminal.
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), (str(error), "red")), soft_wrap=True)
+    from rltool.terminal import Console, visible
+
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), (visible(str(error)), "red")))
     sys.exit(exit_code)

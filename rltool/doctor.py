@@ -23,7 +23,8 @@ from pydantic import BaseModel
 
 from rltool import __version__
 from rltool.engines.supported import newest
-from rltool.errors import RltoolError
+from rltool.environments.sandbox import walls_of_this_host
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.gpus import Gpu, visible_gpus
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import runs_root
@@ -114,6 +115,9 @@ class Facts(BaseModel):
     can_listen: str | None
     """None: loopback ports can be bound; else why not."""
     can_write_runs: str | None
+    sandbox: list[str]
+    """How the Python sandbox for programs of a model is walled here."""
+    sandbox_problem: str | None
 
 
 class Finding(BaseModel):
@@ -127,6 +131,7 @@ class Finding(BaseModel):
 
 def collect() -> Facts:
     shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").is_dir() else None
+    sandbox, sandbox_problem = _sandbox()
     return Facts(
         rltool=__version__,
         python=platform.python_version(),
@@ -142,6 +147,8 @@ def collect() -> Facts:
         nccl_override=os.environ.get("VLLM_NCCL_SO_PATH"),
         can_listen=_listen_problem(),
         can_write_runs=_write_problem(runs_root()),
+        sandbox=sandbox,
+        sandbox_problem=sandbox_problem,
     )
 
 
@@ -222,6 +229,10 @@ def _machine(facts: Facts) -> list[Finding]:
             Finding(level="ok", about="GPUs", text=", ".join(f"{gpu.index}: {gpu.name}" for gpu in facts.gpus))
         )
         found += _nccl(facts)
+    if facts.sandbox_problem is None:
+        found.append(Finding(level="ok", about="Python sandbox", text=", ".join(facts.sandbox)))
+    else:
+        found.append(Finding(level="missing", about="Python sandbox", text=facts.sandbox_problem))
     return found
 
 
@@ -300,6 +311,14 @@ def _write_problem(root: Path) -> str | None:
     """Whether runs could be made, without making anything: the nearest existing directory must be writable."""
     nearest = next(path for path in (root, *root.parents) if path.exists())
     return None if os.access(nearest, os.W_OK) else f"{nearest} cannot be written, and runs go to {root}"
+
+
+def _sandbox() -> tuple[list[str], str | None]:
+    """(its walls, why it has none)."""
+    try:
+        return list(walls_of_this_host()), None
+    except UsageError as error:
+        return [], str(error)
 
 
 def versions_found(versions: Mapping[str, str | None]) -> str:

@@ -37,7 +37,7 @@ class EngineError(RltoolError):
 
 
 class EngineUnreachable(EngineError):
-    """No answer: connection refused or reset, or the deadline passed, after all retries."""
+    """No answer: connection refused or reset, or the deadline passed, after all retries; or an answer without end."""
 
 
 class EngineTimedOut(EngineUnreachable):

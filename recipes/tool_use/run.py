@@ -9,8 +9,6 @@ import argparse
 import json
 from pathlib import Path
 
-from rich.console import Console
-
 from recipes.tool_use.task import make_data, make_model
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.signals import termination_interrupts
@@ -18,6 +16,7 @@ from rltool.processes.stop_run import stop_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.stages import Stages
 from rltool.report.page import write_report
+from rltool.terminal import Console
 
 HERE = Path(__file__).parent
 MAX_MODEL_LEN = 128
@@ -30,7 +29,7 @@ def run_recipe(
     log."""
     run = open_run(name, create=True)
     warm_up = open_run("warmup", create=True, root=run.path)
-    console.print(f"run {run.name}: everything goes to {run.path}", highlight=False, soft_wrap=True)
+    console.print(f"run {run.name}: everything goes to {run.path}")
     with ProcessGroup(run) as group:
         try:
             _stages(Stages(run, group, console, 5), run, warm_up, how, seed, steps, warm_up_steps)
@@ -94,8 +93,8 @@ def main() -> None:
             warm_up_steps=chosen.warm_up_steps,
         )  # fmt: skip
     for step, share in success(run):
-        console.print(f"step {step:3}  {share:.3f}  {'#' * round(50 * share)}", highlight=False)
-    console.print(f"report: {run.report_file}", highlight=False, soft_wrap=True)
+        console.print(f"step {step:3}  {share:.3f}  {'#' * round(50 * share)}")
+    console.print(f"report: {run.report_file}")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.pool import Agents
 from rltool.agents.recorded import samples_of
 from rltool.agents.sessions import GatewayClient, OpenSession
 from rltool.agents.task import AgentTask, row_of
-from rltool.engines.tasks import all_of
 from rltool.errors import EngineError
+from rltool.processes.tasks import all_of
 from rltool.rollout.generate import GenerateContext
 from rltool.rollout.sample import Sample, SampleStatus
 
@@ -103,7 +102,6 @@ class AgentEpisodes:
             raise AgentFailed(f"tokens of its session were sampled by weights {version!r}, which are {reason}")
 
     async def _abandon(self, gateway: GatewayClient, session: OpenSession) -> None:
-        ending: asyncio.Future[Any] = asyncio.ensure_future(gateway.end(session.id))
         with contextlib.suppress(EngineError, TimeoutError):
             async with asyncio.timeout(ABANDON_SECONDS):
-                await ending
+                await gateway.end(session.id)

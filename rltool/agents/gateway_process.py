@@ -21,6 +21,7 @@ from rltool.errors import EngineError, RltoolError
 from rltool.gateway.parts import Parts
 from rltool.processes.hosts import http_url
 from rltool.processes.ports import reserved_ports
+from rltool.processes.tasks import Background
 
 POLL_SECONDS = 0.1
 RESTART_SECONDS = 1.0
@@ -48,7 +49,7 @@ class GatewayProcess:
             self._config = config.model_copy(update={"port": reserved.ports[0]})
         self._parts, self._log, self._client, self._say = parts, log, client, say
         self._process: asyncio.subprocess.Process | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._background = Background(lambda failure: say(str(failure)))
         self.counts: Counter[str] = Counter()
         """Events since the start: gateway_restarts."""
 
@@ -59,12 +60,10 @@ class GatewayProcess:
     async def start(self) -> None:
         """Return when it serves. RltoolError, with the end of its log, where it does not in time."""
         await self._start_once()
-        self._watching = asyncio.create_task(self._watch(), name="gateway")
+        self._background.keep(self._watch(), "the gateway is watched no more")
 
     async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await self._background.close()
         if self._process is not None:
             await self._end(self._process)
 
@@ -104,7 +103,7 @@ class GatewayProcess:
             try:
                 await self._start_once()
                 pause = RESTART_SECONDS
-            except RltoolError as error:
+            except (RltoolError, OSError) as error:  # it does not serve, or cannot even be started now
                 self._say(str(error))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 16 * RESTART_SECONDS)

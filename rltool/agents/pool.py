@@ -12,6 +12,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ from rltool.agents.task import AgentTask
 from rltool.agents.worker import LONGEST_LINE, READY
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
+from rltool.processes.marks import kill_marked
+from rltool.processes.tasks import Background
 
 START_SECONDS = 120.0
 """For a worker to import the agent's module: agent frameworks take their time, on a busy host more."""
@@ -27,8 +31,16 @@ GRACE_SECONDS = 10.0
 """Behind its deadline, for an episode to be reported: then its worker's event loop is blocked, and it is ended."""
 QUOTED_CHARACTERS = 500
 """Of the end of a failed command's output."""
+EPISODE_VARIABLE = "RLTOOL_EPISODE"
+"""In the environment of a command and of what it starts, by which that is found when it has left its session."""
+LAST_WORDS_SECONDS = 1.0
+"""Behind the end of a command, for what it started to write what it has to (`> >(tee log)`)."""
+END_SECONDS = 10.0
+"""For a killed command to be gone."""
 KEPT_BYTES = 64 * 1024
 """Of the end of a command's output, however much it prints: the reward stands in its last line."""
+LARGEST_PIPE = 1024 * 1024
+"""Bytes that a pipe holds at most, where the system's limit was not raised."""
 
 BOOTSTRAP = """\
 import sys
@@ -116,7 +128,8 @@ class _Worker:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ended: str | None = None
-        self._serving = asyncio.ensure_future(self._serve())
+        self._background = Background(lambda failure: self._fail(str(failure)))
+        self._background.start(self._serve(), "what the agent's process says")
         self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -153,7 +166,7 @@ class _Worker:
     async def end(self, reason: str) -> None:
         """Kill it and what it has started; its episodes fail with this reason."""
         self._fail(reason)
-        self._serving.cancel()
+        await self._background.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
@@ -193,7 +206,8 @@ class _Worker:
 
 
 class CommandAgents:
-    """One process for each episode, in a session of its own. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
+    """One process for each episode, in a session of its own, and with its end, or at its deadline, what it has started
+    is ended, daemons too. It gets OPENAI_BASE_URL, OPENAI_API_KEY,
     ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY and RLTOOL_MODEL, and the row and the rest of its task as JSON on stdin. It
     ends with exit code 0; where the last line of its output is a JSON object with `reward`, that is the episode's (a
     list: one for each of its turns), and so is its `train_metadata`."""
@@ -208,25 +222,30 @@ class CommandAgents:
             "ANTHROPIC_BASE_URL": task.anthropic_base_url,
             "ANTHROPIC_API_KEY": task.api_key,
             "RLTOOL_MODEL": task.model,
+            EPISODE_VARIABLE: uuid.uuid4().hex,
         }
         told = {"row": task.row, "model": task.model, "deadline": task.deadline, "seed": task.seed}
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._words, env={**os.environ, **environment}, start_new_session=True,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-            )  # fmt: skip
-        except OSError as error:
-            raise UsageError(f"rollout.agent: {self._words[0]} cannot be started: {error.strerror}") from error
-        try:
-            async with asyncio.timeout(task.deadline):
-                output = await _told_and_heard(process, json.dumps(told).encode())
-        except TimeoutError:
-            raise AgentFailed(f"did not end within deadlines.agent = {task.deadline:g} s") from None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-        text = output.decode("utf-8", "replace").rstrip()
+        with _Tail() as output, tempfile.TemporaryFile() as stdin:
+            stdin.write(json.dumps(told).encode())
+            stdin.seek(0)
+            try:
+                # No pipe of asyncio's: its processes have not ended before their pipes are closed, by daemons too.
+                process = await asyncio.create_subprocess_exec(
+                    *self._words, env={**os.environ, **environment}, start_new_session=True,
+                    stdin=stdin, stdout=output.write_end, stderr=asyncio.subprocess.STDOUT,
+                )  # fmt: skip
+            except OSError as error:
+                raise UsageError(f"rollout.agent: {self._words[0]} cannot be started: {error.strerror}") from error
+            try:
+                output.begin()
+                async with asyncio.timeout(task.deadline):
+                    await process.wait()
+                await output.closed(LAST_WORDS_SECONDS)
+            except TimeoutError:
+                raise AgentFailed(f"did not end within deadlines.agent = {task.deadline:g} s") from None
+            finally:
+                await _end(process, environment[EPISODE_VARIABLE])
+            text = output.rest().decode("utf-8", "replace").rstrip()
         if process.returncode:
             raise AgentFailed(f"ended with exit code {process.returncode}: {text[-QUOTED_CHARACTERS:]}")
         return _result_in(text)
@@ -235,26 +254,69 @@ class CommandAgents:
         """Every process ends with its `run`."""
 
 
-async def _told_and_heard(process: asyncio.subprocess.Process, data: bytes) -> bytes:
-    """Give it `data` and wait for its end. Returns the last KEPT_BYTES of its output."""
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
-    kept = bytearray()
+class _Tail:
+    """The last KEPT_BYTES that are written into a pipe, which any process may hold open for as long as it likes."""
 
-    async def tell() -> None:
-        with contextlib.suppress(ConnectionError):  # it has ended, or does not read
-            stdin.write(data)
-            await stdin.drain()
-        stdin.close()
+    def __enter__(self) -> _Tail:
+        self._read_end, self.write_end = os.pipe()
+        os.set_blocking(self._read_end, False)
+        self._kept = bytearray()
+        self._closed = asyncio.Event()
+        return self
 
-    async def hear() -> None:
-        while block := await stdout.read(KEPT_BYTES):
-            kept.extend(block)
-            del kept[:-KEPT_BYTES]
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+        self._let_go()
+        os.close(self._read_end)
 
-    await asyncio.gather(tell(), hear())
-    await process.wait()
-    return bytes(kept)
+    def begin(self) -> None:
+        """What was started has the other end."""
+        self._let_go()
+        asyncio.get_running_loop().add_reader(self._read_end, self._take)
+
+    async def closed(self, seconds: float) -> None:
+        """Wait until no process has the other end, or so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closed.wait()
+
+    def rest(self) -> bytes:
+        """What is there, all that has been written by now included."""
+        for _ in range(1 + LARGEST_PIPE // KEPT_BYTES):
+            if not self._take():
+                break
+        return bytes(self._kept)
+
+    def _take(self) -> bool:
+        """Whether there was something."""
+        try:
+            block = os.read(self._read_end, KEPT_BYTES)
+        except BlockingIOError:
+            return False
+        if not block:
+            self._stop()
+        self._kept.extend(block)
+        del self._kept[:-KEPT_BYTES]
+        return bool(block)
+
+    def _stop(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._read_end)
+        self._closed.set()
+
+    def _let_go(self) -> None:
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
+
+
+async def _end(process: asyncio.subprocess.Process, episode: str) -> None:
+    """Kill it and what it has started. A process of another user, such as root's of a container, is not found."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            await process.wait()
+    await asyncio.to_thread(kill_marked, EPISODE_VARIABLE, episode)
 
 
 def _result_in(text: str) -> Result:

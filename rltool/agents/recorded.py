@@ -30,10 +30,25 @@ def samples_of(record: Mapping[str, Any], sample: Sample, *, result: Result, max
     final = 0.0 if isinstance(reward, list) else reward
     turns = turns_of(record, reward) if isinstance(reward, list) else {}
     own = replace(sample, train_metadata=told)
-    return [
+    samples = [
         _sample(trajectory, own, number, final, turns.get(i, ()), max_tokens)
         for number, (i, trajectory) in enumerate(sampled)
     ]
+    for first in samples[:1]:  # of the whole episode
+        first.tool_seconds = seconds_between_turns(record.get("turns", ()))
+    return samples
+
+
+def seconds_between_turns(turns: Sequence[Mapping[str, Any]]) -> float | None:
+    """For which an agent had asked for nothing, from its first turn to its last: its tools', and its own. None where
+    there is no turn, or one that does not say how long it took."""
+    spans = sorted((turn["time"] - turn["seconds"], turn["time"]) for turn in turns if turn.get("seconds") is not None)
+    if not turns or len(spans) < len(turns):
+        return None
+    between, reached = 0.0, spans[0][1]
+    for start, end in spans[1:]:
+        between, reached = between + max(0.0, start - reached), max(reached, end)
+    return between
 
 
 def turns_of(record: Mapping[str, Any], rewards: Sequence[float]) -> dict[int, list[TurnReward]]:

@@ -21,6 +21,7 @@ from rltool.agents.task import AgentTask
 from rltool.engines.client import EngineClient
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineRejected
+from rltool.processes.tasks import all_of, beside
 
 POLL_SECONDS = 10.0
 """Of one long poll; less than the silence after which the gateway gives up a trainer or a worker."""
@@ -85,9 +86,7 @@ class AgentWorker:
     async def work(self, at_once: int) -> None:
         """at_once: episodes side by side. Raises what the gateway refuses (a wrong key), and UsageError of an agent
         that cannot be run; a gateway that is away is waited for."""
-        async with asyncio.TaskGroup() as group:
-            for _ in range(at_once):
-                group.create_task(self._one_after_another())
+        await all_of(self._one_after_another() for _ in range(at_once))
 
     async def _one_after_another(self) -> None:
         while True:
@@ -114,25 +113,22 @@ class AgentWorker:
         return replace(task, base_url=moved(task.base_url), anthropic_base_url=moved(task.anthropic_base_url))
 
     async def _episode(self, episode: str, task: AgentTask) -> None:
-        running = asyncio.ensure_future(self._agents.run(task))
-        try:
-            while not (await asyncio.wait([running], timeout=ALIVE_SECONDS))[0]:
-                if not await self._tell(f"{episode}/alive", {}):
-                    self._say(f"episode {episode} is not wanted any more")
-                    return
+        async with beside(self._agents.run(task)) as (running,):
             try:
-                outcome: dict[str, Any] = {"reward": running.result()}
-            except AgentFailed as error:
-                outcome = {"failed": str(error)}
-            await self._tell(f"{episode}/outcome", outcome)
-        except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LEAVE_SECONDS):
-                    await self._tell(f"{episode}/outcome", {"failed": f"its worker {self._name} was stopped"})
-            raise
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+                while not (await asyncio.wait([running], timeout=ALIVE_SECONDS))[0]:
+                    if not await self._tell(f"{episode}/alive", {}):
+                        self._say(f"episode {episode} is not wanted any more")
+                        return
+                try:
+                    outcome: dict[str, Any] = {"reward": running.result()}
+                except AgentFailed as error:
+                    outcome = {"failed": str(error)}
+                await self._tell(f"{episode}/outcome", outcome)
+            except asyncio.CancelledError:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LEAVE_SECONDS):
+                        await self._tell(f"{episode}/outcome", {"failed": f"its worker {self._name} was stopped"})
+                raise
 
     async def _tell(self, path: str, body: dict[str, Any]) -> bool:
         """Whether the gateway still knows the episode. One that does not answer is told again later, or finds out."""

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rltool.engines.client import EngineClient
-from rltool.engines.types import HttpRequest
+from rltool.engines.types import CONTROL_REPLY_BYTES, HttpRequest
+
+RECORD_BYTES = 64 * CONTROL_REPLY_BYTES
+"""Of a session's record: all its tokens, with log-probabilities, and those of its branches."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class GatewayClient:
 
     async def end(self, session_id: str) -> dict[str, Any]:
         """The session's record. Ending it twice gives the same one."""
-        return await self._send(HttpRequest("DELETE", f"/sessions/{session_id}"))
+        return await self._send(HttpRequest("DELETE", f"/sessions/{session_id}"), limit=RECORD_BYTES)
 
     async def put_episode(self, episode_id: str, task: Mapping[str, Any]) -> None:
         """For agents on other hosts (gateway/agent_queue.py)."""
@@ -53,6 +56,8 @@ class GatewayClient:
     async def withdraw(self, episode_id: str) -> None:
         await self._send(HttpRequest("DELETE", f"/episodes/{episode_id}"))
 
-    async def _send(self, request: HttpRequest, *, more: float = 0.0) -> Any:
-        """more: seconds for which the gateway may keep it."""
-        return await self._client.request(self._url, request, key=self._key, timeout=self._seconds + more, retry=True)
+    async def _send(self, request: HttpRequest, *, more: float = 0.0, limit: int = CONTROL_REPLY_BYTES) -> Any:
+        """more: seconds for which the gateway may keep it; limit: bytes of the reply."""
+        return await self._client.request(
+            self._url, request, key=self._key, timeout=self._seconds + more, retry=True, limit=limit
+        )

@@ -19,6 +19,7 @@ from rltool.agents.outcome import result_of
 from rltool.agents.task import AgentTask
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
+from rltool.processes.tasks import Background
 from rltool.rollout.reward_worker import describe
 
 READY = "ready"
@@ -46,6 +47,7 @@ async def _serve(connection: socket.socket, function_path: str) -> None:
         return
     say(READY)
     episodes: dict[int, asyncio.Task[None]] = {}
+    background = Background()
 
     async def run(number: int, task: AgentTask) -> None:
         try:
@@ -60,7 +62,7 @@ async def _serve(connection: socket.socket, function_path: str) -> None:
                 episodes[message["cancel"]].cancel()
         else:
             number = message["id"]
-            episodes[number] = asyncio.create_task(run(number, AgentTask(**message["task"])))
+            episodes[number] = background.start(run(number, AgentTask(**message["task"])), f"episode {number}")
     os.killpg(0, signal.SIGKILL)  # what the agents have started goes too
 
 

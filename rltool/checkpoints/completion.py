@@ -21,11 +21,13 @@ EXTRA = "extra.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint. bytes: of all its files; seconds: from the copy of the state to the name."""
+    """A complete checkpoint. bytes: of all its files; seconds: from the copy of the state to the name; warning: what
+    went wrong once it was complete, or ""."""
 
     directory: Path
     bytes: int
     seconds: float
+    warning: str = ""
 
 
 def finish(partial: Path, final: Path, manifest: Manifest, described: dict[str, Any] | None = None) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rltool.checkpoints import manifest
@@ -78,13 +78,20 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def set_latest(directory: Path) -> None:
-    """Points `latest` beside this checkpoint at it, atomically."""
+def set_latest(directory: Path) -> str:
+    """Points `latest` beside this checkpoint at it, atomically. Returns "", or a warning: the checkpoint is complete
+    before, and nothing of ours goes by the pointer, so no save fails for it."""
     pointer = directory.parent / LATEST
     fresh = directory.parent / f".{LATEST}.partial"
-    write_text(fresh, directory.name + "\n")
-    os.replace(fresh, pointer)
-    _sync(directory.parent)
+    try:
+        write_text(fresh, directory.name + "\n")
+        os.replace(fresh, pointer)
+        _sync(directory.parent)
+    except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
+        return f"checkpoint {directory} is complete, but {pointer} could not be written: {error.strerror or error}"
+    return ""
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -124,11 +131,15 @@ def pointed_at(directory: Path) -> Path | None:
 def reading(directory: Path) -> Iterator[None]:
     """Keeps a checkpoint from being deleted by `remove_unread`, in whatever process, while the block runs.
 
-    By a lock on its manifest; on a file system without locks it does nothing.
+    By a lock on its manifest; on a file system without locks it does nothing. FileNotFoundError where there is none, or
+    none any more.
     """
-    descriptor = os.open(Path(directory) / manifest.FILE, os.O_RDONLY)
+    path = Path(directory) / manifest.FILE
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         _lock(descriptor, fcntl.LOCK_SH)
+        if not os.path.samestat(os.fstat(descriptor), path.stat()):  # it was deleted, and another one made, before that
+            raise FileNotFoundError(errno.ENOENT, "it was replaced while it was opened", str(path))
         yield
     finally:
         os.close(descriptor)

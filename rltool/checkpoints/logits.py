@@ -61,9 +61,12 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
     for the weights of `directory` rounded to `dtype` first."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     with _parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa").eval()
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+        ).eval()
     owners = {module: name for name, module in model.named_modules()}
 
     with HFTensors(directory) as tensors:

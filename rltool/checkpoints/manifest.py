@@ -34,6 +34,7 @@ class Manifest:
     files: path relative to the directory -> {"bytes": size, "sha256": hex}, all files but the manifest
     layout: ranks that saved it; it loads under any other, but the random generators only under the same
     distributed_optimizer: how its optimizer state is cut; it loads into an optimizer of the same kind only
+    config: of the run, secrets masked; for people, nothing is read from it
     metrics: of the step after which it was saved
     """
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,8 @@ from rltool.megatron.trainer import MegatronTrainer
 
 DEADLINE = timedelta(hours=1)
 """How long a rank that has written its files waits for the others."""
+CLOSE_SECONDS = 300.0
+"""For a save in flight at the end. It may wait for a rank that never comes: its thread ends with the process."""
 
 
 class CheckpointSaver:
@@ -43,7 +46,6 @@ class CheckpointSaver:
         self._asynchronous = asynchronous
         # Declared as what it is to ranks outside of the group as well, of which there are none.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=DEADLINE))
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
     def save(
@@ -70,17 +72,25 @@ class CheckpointSaver:
         trainer, final = self._trainer, Path(directory)
         partial = directories.partial_of(final)
         trainer.runtime.on_rank_zero(lambda: _begin(final), f"creating {partial}")
-        try:
-            plan = plan_save(trainer.runtime, self._state(), partial / STATE)
-            staged = _attempt(lambda: plan.stage(copy=self._asynchronous), plan.bytes)
-        except BaseException:
-            if trainer.coordinates.rank == 0:
-                directories.abandon(partial)
-            raise
+        state = _attempt(self._state, 0)
+        self._demand_all(state, final, partial)  # or those that have theirs would plan without the others
+        plan = _attempt(lambda: plan_save(trainer.runtime, state, partial / STATE), 0)
+        if not isinstance(plan, _Failure):
+            plan = _attempt(lambda: plan.stage(copy=self._asynchronous), plan.bytes) or plan
         complete = self._completion(final, partial, extra, metrics or {}, files or {})
-        self._writing = self._worker.submit(self._write, plan, staged, final, partial, complete, started)
+        self._writing = _in_a_thread(lambda: self._write(plan, final, partial, complete, started))
         if not self._asynchronous:
             futures.wait([self._writing])
+
+    def _demand_all(self, state: Any, final: Path, partial: Path) -> None:
+        """SaveFailed on every rank, where one has none."""
+        mine = state if isinstance(state, _Failure) else None
+        found: list[Any] = [None] * self._trainer.coordinates.layout.world_size
+        dist.all_gather_object(found, mine, group=self._group)
+        if failed := next(filter(None, found), None):
+            if self._trainer.coordinates.rank == 0:
+                directories.abandon(partial)
+            raise SaveFailed(_explain(failed, final, 0))
 
     def _state(self) -> dict[str, Any]:
         state = self._trainer.sharded_state(loading=False)
@@ -102,13 +112,14 @@ class CheckpointSaver:
         return writing.result()
 
     def close(self) -> None:
-        """Waits for a save in flight, whatever comes of it."""
-        self._worker.shutdown(wait=True)
+        """Waits for a save in flight, whatever comes of it, for CLOSE_SECONDS at most."""
+        if self._writing is not None:
+            futures.wait([self._writing], timeout=CLOSE_SECONDS)
 
     def _completion(
         self, final: Path, partial: Path, extra: dict[str, Any], metrics: dict[str, float], files: Mapping[str, bytes]
-    ) -> Callable[[dict[str, Any]], None]:
-        """What rank 0 does when all files of the state are there.
+    ) -> Callable[[dict[str, Any]], str]:
+        """What rank 0 does when all files of the state are there; returns a warning or "".
         Everything in it is fixed now, at the step of the save."""
         trainer, text = self._trainer, json.dumps(extra)
         manifest = Manifest(
@@ -123,13 +134,13 @@ class CheckpointSaver:
             metrics=metrics,
         )
 
-        def complete(described: dict[str, Any]) -> None:
+        def complete(described: dict[str, Any]) -> str:
             (partial / EXTRA).write_text(text, encoding="utf-8")
             for name, content in files.items():
                 (partial / name).write_bytes(content)
             carry(trainer.model_path, partial, dtype=manifest.dtype)
             finish(partial, final, manifest, described)
-            directories.set_latest(final)
+            return directories.set_latest(final)
 
         return complete
 
@@ -137,29 +148,30 @@ class CheckpointSaver:
 
     def _write(
         self,
-        plan: SavePlan,
-        staged: _Failure | None,
+        plan: SavePlan | _Failure,
         final: Path,
         partial: Path,
-        complete: Callable[[dict[str, Any]], None],
+        complete: Callable[[dict[str, Any]], str],
         started: float,
     ) -> Saved:
-        share = staged or _attempt(lambda: _write_share(plan, partial), plan.bytes)
         rank, world = self._trainer.coordinates.rank, self._trainer.coordinates.layout.world_size
+        share = plan if isinstance(plan, _Failure) else _attempt(lambda: _write_share(plan, partial), plan.bytes)
         shares: list[Any] = [None] * world
-        dist.gather_object(share, shares if rank == 0 else None, dst=0, group=self._group)
         outcome: list[Any] = [None]
-        if rank == 0:
-            total = sum(share.bytes for share in shares)
-            failed = next((share for share in shares if isinstance(share, _Failure)), None)
-            outcome = [failed or _attempt(lambda: _complete(plan, shares, complete), total)]
-            if isinstance(outcome[0], _Failure):
-                outcome = [replace(outcome[0], text=_explain(outcome[0], final, total))]
-                directories.abandon(partial)
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        try:
+            dist.gather_object(share, shares if rank == 0 else None, dst=0, group=self._group)
+            if rank == 0:
+                outcome = [_outcome(plan, shares, final, complete)]
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+        except Exception as error:  # of the exchange: a rank has died, or has not come within DEADLINE
+            if outcome == [None]:  # else rank 0 knows how it ended
+                outcome = [replace(lost := _failure(error, 0), text=_explain(lost, final, 0))]
+        if rank == 0 and isinstance(outcome[0], _Failure):
+            directories.abandon(partial)
         if isinstance(outcome[0], _Failure):
             raise SaveFailed(outcome[0].text)
-        return Saved(final, outcome[0], time.monotonic() - started)
+        size, warning = outcome[0]
+        return Saved(final, size, time.monotonic() - started, warning)
 
 
 @dataclass(frozen=True)
@@ -202,6 +214,20 @@ def _failure(error: Exception, size: int) -> _Failure:
     )
 
 
+def _in_a_thread(write: Callable[[], Saved]) -> Future[Saved]:
+    """Not an executor's, which the end of the process would wait for."""
+    writing: Future[Saved] = Future()
+
+    def run() -> None:
+        try:
+            writing.set_result(write())
+        except BaseException as error:
+            writing.set_exception(error)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return writing
+
+
 def _begin(final: Path) -> None:
     try:
         (directories.begin(final) / STATE).mkdir()
@@ -217,12 +243,22 @@ def _write_share(plan: SavePlan, partial: Path) -> _Share:
     return _Share(results, files, plan.bytes)
 
 
-def _complete(plan: SavePlan, shares: list[_Share], complete: Callable[[dict[str, Any]], None]) -> int:
-    """Rank 0: turns the ranks' files into a checkpoint. Returns their bytes."""
+def _outcome(
+    plan: SavePlan | _Failure, shares: list[Any], final: Path, complete: Callable[[dict[str, Any]], str]
+) -> tuple[int, str] | _Failure:
+    """Rank 0: the checkpoint's bytes and a warning or "", or what all ranks are to raise."""
+    total = sum(share.bytes for share in shares)
+    failed = next((share for share in shares if isinstance(share, _Failure)), None)
+    outcome = failed or _attempt(lambda: _complete(cast(SavePlan, plan), shares, complete), total)
+    return replace(outcome, text=_explain(outcome, final, total)) if isinstance(outcome, _Failure) else outcome
+
+
+def _complete(plan: SavePlan, shares: list[_Share], complete: Callable[[dict[str, Any]], str]) -> tuple[int, str]:
+    """Rank 0: turns the ranks' files into a checkpoint. Returns their bytes, and a warning or ""."""
     plan.finish([share.results for share in shares])
     described = {name: entry for share in shares for name, entry in share.files.items()}
-    complete(described)
-    return sum(entry["bytes"] for entry in described.values())
+    warning = complete(described)
+    return sum(entry["bytes"] for entry in described.values()), warning
 
 
 def _explain(failure: _Failure, final: Path, size: int) -> str:

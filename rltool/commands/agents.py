@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.agents.pool import Agents, load_agents
 from rltool.agents.remote import AgentWorker
 from rltool.engines.client import EngineClient
 from rltool.processes.keys import read_key
+from rltool.terminal import Console
 
 console = Console()
 
@@ -34,7 +34,7 @@ def agents(
     key = read_key(key_file, gateway)
     [first, *more] = agent
     running = load_agents(first if not more and ":" in first else agent, workers=workers)
-    console.print(f"agents for {gateway}, {at_once} at once; Ctrl-C ends them", highlight=False, soft_wrap=True)
+    console.print(f"agents for {gateway}, {at_once} at once; Ctrl-C ends them")
     with suppress(asyncio.CancelledError):  # SIGTERM
         asyncio.run(_work(gateway, key, running, at_once))
 
@@ -47,11 +47,9 @@ async def _work(gateway: str, key: str, agents: Agents, at_once: int) -> None:
     try:
         async with EngineClient() as client:
             await AgentWorker(client, gateway, key, agents, name=name, say=_say).work(at_once)
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None  # of episodes that end together, the first says it
     finally:
         await agents.close()
 
 
 def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(line)

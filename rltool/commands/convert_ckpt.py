@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from rltool.terminal import Console
 
 
 class Target(StrEnum):
@@ -44,4 +45,4 @@ def convert_ckpt(
         )
     lines.append(f"wrote {out_dir}")
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)

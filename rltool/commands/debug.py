@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.options import (
     Config,
@@ -22,6 +21,7 @@ from rltool.commands.options import (
     recording_flags,
     rollout_flags,
 )
+from rltool.terminal import Console
 
 ANSWER_SECONDS = 120.0
 """For an engine to sample, score or read all its weights."""
@@ -107,22 +107,14 @@ def rollout_only(
 
     console = Console()
     for line in (*notes, describe_fleet(fleet), *uncompared(fleet)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
     with _destination(out, run) as directory:
         check_directory(directory)
         engines = Engines(
             fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint(), models=models
         )
-        record_rollouts(
-            settings, engines, directory, simulated_sync=simulate_sync,
-            say=lambda line: console.print(line, highlight=False, soft_wrap=True),
-        )  # fmt: skip
-    console.print(
-        f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
+        record_rollouts(settings, engines, directory, simulated_sync=simulate_sync, say=console.print)
+    console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}")
 
 
 @contextmanager
@@ -236,7 +228,7 @@ def data(
     check_files(settings)
     console = Console()
     for line in describe_data(settings, show=show):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
 
 
 @app.command()
@@ -280,7 +272,7 @@ def weights(
         all_equal = all_equal and equal
         found = "the same weights as" if equal else "other weights than"
         for line in (f"{url}: {found} {other}", *(f"  {line}" for line in lines)):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            console.print(line)
     raise typer.Exit(0 if all_equal else 1)
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.rollout.dump_diff import Comparison
@@ -28,7 +29,7 @@ def diff_dumps(
     found = compare_dumps(_rollouts(left), _rollouts(right), step=step, tolerance=tolerance)
     console = Console()
     for line in summary(found):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
     raise typer.Exit(0 if found.equal else 1)
 
 

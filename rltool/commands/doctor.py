@@ -6,10 +6,10 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from rltool.doctor import collect, examine, versions_found
+from rltool.terminal import Console, write_line
 
 _STYLES = {"ok": "green", "missing": "yellow", "warning": "yellow", "broken": "bold red"}
 
@@ -19,7 +19,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs: o
     facts = collect()
     findings = examine(facts)
     if as_json:
-        print(
+        write_line(
             json.dumps(
                 {"facts": facts.model_dump(mode="json"), "findings": [finding.model_dump() for finding in findings]},
                 indent=2,
@@ -28,17 +28,11 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="For programs: o
     else:
         console = Console()
         shared = f"{facts.shared_memory >> 20} MiB" if facts.shared_memory is not None else "none"
-        console.print(
-            f"{facts.platform}, {facts.cpus} CPUs, {facts.memory >> 30} GiB, /dev/shm {shared}",
-            soft_wrap=True,
-            highlight=False,
-        )
+        console.print(f"{facts.platform}, {facts.cpus} CPUs, {facts.memory >> 30} GiB, /dev/shm {shared}")
         for finding in findings:
-            console.print(
-                Text.assemble((f"{finding.level:>8}", _STYLES[finding.level]), f"  {finding.about}: {finding.text}"),
-                soft_wrap=True,
-            )
+            level = f"{finding.level:>8}", _STYLES[finding.level]
+            console.print(Text.assemble(level, f"  {finding.about}: {finding.text}"))
             if finding.fix:
-                console.print(Text(f"          fix: {finding.fix}"), soft_wrap=True)
-        console.print(Text(f"versions: {versions_found(facts.versions)}"), soft_wrap=True)
+                console.print(f"          fix: {finding.fix}")
+        console.print(f"versions: {versions_found(facts.versions)}")
     raise typer.Exit(1 if any(finding.level == "broken" for finding in findings) else 0)

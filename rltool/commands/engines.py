@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.tables import engine_table
 from rltool.engines.client import EngineClient, RetryPolicy
@@ -21,6 +20,7 @@ from rltool.engines.resume import Resumed, resume_engines
 from rltool.engines.run_client import EngineStatus, choose_driver
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
+from rltool.terminal import Console
 
 app = typer.Typer(add_completion=False, help="Engines that are already running.", no_args_is_help=True)
 
@@ -96,7 +96,7 @@ def follow_weights(
     console = Console()
 
     def log(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
 
     log(f"following {store} for {engines[0].url} below {directory.absolute()}")
     follow(open_store(store), directory.absolute(), engine=engines[0].url, every=every, deadline=deadline, log=log,
@@ -106,7 +106,7 @@ def follow_weights(
 def _print(row: EngineStatus, url: str, what: str) -> None:
     stands = ": ".join(text for text in (row.get("state"), row.get("reason")) if text)
     line = f"{url}: {what}" + (f" ({stands})" if stands else "")
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    Console().print(line)
 
 
 @app.command()
@@ -129,10 +129,10 @@ def resume(
     results = asyncio.run(_resume(keyed, timeout, steal=steal))
     for result in results:
         if result.error is not None:
-            console.print(f"[red]{result.url}: {result.error}[/red]", soft_wrap=True)
+            console.print(f"{result.url}: {result.error}", style="red")
         else:
             was = {True: "was paused, resumed", False: "was not paused", None: "resumed"}[result.was_paused]
-            console.print(f"{result.url}: {was}; {result.transfer}", soft_wrap=True)
+            console.print(f"{result.url}: {was}; {result.transfer}")
     raise typer.Exit(1 if any(result.error for result in results) else 0)
 
 

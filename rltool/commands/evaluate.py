@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.options import Config, External, Router, Sets, rollout_flags
 from rltool.errors import RltoolError, UsageError
+from rltool.terminal import Console, write_line
 
 if TYPE_CHECKING:
     from rltool.processes.run_directory import RunDirectory
@@ -69,7 +69,7 @@ def evaluate(
     console = Console()
 
     def say(line: str) -> None:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
 
     def configured(external: list[str] | None) -> TrainConfig:
         flags = {
@@ -102,7 +102,7 @@ def evaluate(
         about = {
             "model": str(settings.model.path),
             "weight_versions": sorted({str(info.weight_version) for info in fleet.infos.values()}),
-            "eval": settings.eval.model_dump(mode="json"),
+            "eval": settings.eval.shown(),
         }
         _write(out, json.dumps(result(found.metrics, about), indent=2) + "\n")
         say(f"results: {out}")
@@ -171,7 +171,7 @@ def _serve(run: RunDirectory, checkpoint: Path, words: list[str]) -> None:
         returncode = subprocess.run(command, check=False, stdout=output, stderr=subprocess.STDOUT).returncode
     if returncode == 0:
         return
-    print(log.read_text(errors="replace"), end="", flush=True)
+    write_line(log.read_text(errors="replace").rstrip("\n"))
     kind = UsageError if returncode == UsageError.exit_code else RltoolError
     raise kind("--checkpoint: the engines did not start (see above)")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from rltool.config.gateway import GatewayConfig
 from rltool.config.loader import load_config
@@ -15,6 +14,7 @@ from rltool.errors import UsageError
 from rltool.gateway.launch import plan_gateway, start_gateway
 from rltool.processes.hosts import is_loopback
 from rltool.processes.supervise import ProcessGroup, run_command
+from rltool.terminal import Console
 
 console = Console()
 
@@ -89,7 +89,7 @@ def gateway(
         url, parts = start_gateway(config, plan, group, report=_say)
         if not is_loopback(config.host):
             where = f"listening on {config.host}: reachable from other hosts, guarded by keys, not encrypted"
-            console.print(f"[yellow]{where}[/yellow]", soft_wrap=True)
+            console.print(where, style="yellow")
         where = f"through {plan.router_url}" if plan.router_url else f"{len(plan.engines)} engine(s)"
         _say(f"gateway ready: {url}, model {parts.served_name}, {where}, run {plan.run.name}")
         _say(f'open a session: curl -X POST {url}/sessions -H "Authorization: Bearer $(cat {parts.key_file})"')
@@ -109,4 +109,4 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(line)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
 
 from rltool.processes.logs import choose_logs, follow, last_lines
 from rltool.processes.run_directory import open_run
+from rltool.terminal import write_line
 
 
 def logs(
@@ -32,6 +32,4 @@ def logs(
 
 
 def _print(role: str | None, width: int, line: str) -> None:
-    # Not through rich: a log line is shown as it is, and may be piped into grep.
-    print(line if role is None else f"{role:<{width}} | {line}")
-    sys.stdout.flush()
+    write_line(line if role is None else f"{role:<{width}} | {line}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rltool.processes.signals import termination_interrupts
 from rltool.quickstart.compose import WARM_UP_STEPS, Result, run_quickstart
+from rltool.terminal import Console
 
 
 def quickstart(
@@ -51,4 +51,4 @@ def _print(console: Console, result: Result) -> None:
         "  rltool status --run mine; rltool logs --run mine; rltool stop --run mine",
     ]
     for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)

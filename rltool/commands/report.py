@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.options import NamedRun
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.report.page import write_report
+from rltool.terminal import Console
 
 
 def report(
@@ -32,4 +32,4 @@ def report(
     path = write_report([directory.path for directory in directories], out, title=title, note=note)
     names = ", ".join(directory.name for directory in directories)
     what = "run" if len(directories) == 1 else "runs"
-    Console().print(f"report of {what} {names}: {path}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"report of {what} {names}: {path}")

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -24,6 +23,7 @@ from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_command
 from rltool.router.launch import forget_router, plan_router, running_router, start_router
 from rltool.router.workers import add_worker, list_workers, remove_worker
+from rltool.terminal import Console
 
 console = Console()
 Run = Annotated[str | None, typer.Option("--run", help="Run to use; default: the newest.")]
@@ -88,15 +88,16 @@ def start(
         started.append(url)
         if not is_loopback(config.host):
             console.print(
-                f"[yellow]listening on {config.host}: reachable from other hosts; some of its routes (health, model "
-                "facts) need no key[/yellow]"
+                f"listening on {config.host}: reachable from other hosts; some of its routes (health, model facts) "
+                "need no key",
+                style="yellow",
             )
         console.print(f"router ready: {url}, {len(plan.model.engines)} worker(s), run {plan.run.name}")
         if plan.endpoints_file is not None:
-            console.print(train_command(plan.endpoints_file), highlight=False, markup=False, soft_wrap=True)
+            console.print(train_command(plan.endpoints_file))
         else:
             urls = ",".join(engine.url for engine in plan.model.engines)
-            console.print(f"rltool train --config run.toml --rollout-external {urls} --router {url}", soft_wrap=True)
+            console.print(f"rltool train --config run.toml --rollout-external {urls} --router {url}")
 
     try:
         role = free_role("router-command", plan.run)
@@ -160,7 +161,7 @@ def remove(
 
 
 def _say(line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(line)
 
 
 @app.command("list")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from rltool.commands.options import NamedRun, one_name
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.report.sample_text import sample_view
 from rltool.report.samples import StepSamples, ordered, read_samples, recorded_steps
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.rollout.tokenizer import Tokenizer
@@ -52,23 +53,27 @@ def samples(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="List every token, not only those with the largest differences.")
     ] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run code that comes with the tokenizer of the recording's model; without it such tokens are ids.",
+        ),
+    ] = False,
 ) -> None:
     """Show samples of one step: prompts, answers, rewards, masks, log-probability differences by token."""
     source = find_samples(one_name(run, named))
-    found = of_step(source, step)
+    console = Console()
+    found = of_step(source, step, trust_remote_code=trust_remote_code, say=console.print)
     records = ordered(found.samples, sort)
     if reverse:
         records.reverse()
-    console = Console()
     kept = "" if len(records) == found.of else f"; {len(records)} of its {found.of} samples are kept"
-    console.print(
-        f"{source.name}, step {found.step + 1}{kept}; by {sort}{', reversed' if reverse else ''}",
-        highlight=False, markup=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print(f"{source.name}, step {found.step + 1}{kept}; by {sort}{', reversed' if reverse else ''}")
     for number, record in enumerate(records[:limit], 1):
         title = f"{number} of {len(records)}"
         view = sample_view(record, title, all_tokens=tokens, terminal=console.is_terminal)
-        console.print(view, highlight=False, soft_wrap=not console.is_terminal)
+        console.print(view, soft_wrap=not console.is_terminal)
 
 
 @dataclass(frozen=True)
@@ -114,9 +119,11 @@ def _is_recorded(directory: Path) -> bool:
     return next(directory.glob("step_[0-9]*.safetensors"), None) is not None
 
 
-def of_step(source: SampleSource, step: int | None) -> StepSamples:
+def of_step(
+    source: SampleSource, step: int | None, *, trust_remote_code: bool, say: Callable[[str], None]
+) -> StepSamples:
     """All samples of the step where they were recorded (rollout.dump), else those that are kept of every step. step:
-    counted from 1; None: the newest. Raises RltoolError."""
+    counted from 1; None: the newest. say(line): why tokens are ids. Raises RltoolError."""
     kept, dumped = source.kept_steps(), source.dumped_steps()
     if not kept and not dumped:
         raise RltoolError(
@@ -125,30 +132,38 @@ def of_step(source: SampleSource, step: int | None) -> StepSamples:
         )
     wanted = max([*kept, *dumped]) if step is None else step - 1
     if wanted in dumped:
-        return _dumped(source, wanted, with_trainer=wanted in kept)
+        return _dumped(source, wanted, wanted in kept, trust_remote_code, say)
     if wanted in kept and source.kept is not None:
         return read_samples(source.kept, wanted)
     there = sorted({*kept, *dumped})
     raise UsageError(f"--step {step}: {source.name} has samples of steps {there[0] + 1} to {there[-1] + 1}")
 
 
-def _dumped(source: SampleSource, step: int, *, with_trainer: bool) -> StepSamples:
+def _dumped(
+    source: SampleSource, step: int, with_trainer: bool, trust_remote_code: bool, say: Callable[[str], None]
+) -> StepSamples:
     """The dump has every sample; the trainer's log-probabilities stand beside the few that are kept."""
     from rltool.rollout.dump import read_dump
     from rltool.rollout.sample_records import sample_record
+    from rltool.rollout.tokenizer import TokenizerIsCode
 
     assert source.recorded is not None
     dump = read_dump(source.recorded, step)
-    tokenizer = _tokenizer(dump.info.get("model"), source.config)
+    try:
+        tokenizer = _tokenizer(dump.info.get("model"), source.config, trust_remote_code)
+    except TokenizerIsCode as error:
+        say(f"tokens are shown as ids: {error}")
+        tokenizer = None
     beside = read_samples(source.kept, step).samples if with_trainer and source.kept is not None else ()
     known = {(r.group, r.index): r for r in beside}
     records = [known.get((s.group_id, s.index)) or sample_record(s, tokenizer) for s in dump.samples]
     return StepSamples(step, len(records), tuple(records))
 
 
-def _tokenizer(recorded: dict[str, Any] | None, config: Path | None) -> Tokenizer | None:
+def _tokenizer(recorded: dict[str, Any] | None, config: Path | None, trust_remote_code: bool) -> Tokenizer | None:
     """Of the model that the recording names, else the run's configuration. None where neither does (recordings of an
-    earlier release), or the model's directory is gone: tokens stay ids."""
+    earlier release), or the model's directory is gone: tokens stay ids. Either file may be another's: it names a
+    directory, and never allows that code of it runs."""
     from rltool.rollout.tokenizer import load_tokenizer
 
     model = recorded
@@ -156,4 +171,4 @@ def _tokenizer(recorded: dict[str, Any] | None, config: Path | None) -> Tokenize
         model = json.loads(config.read_text())["config"]["model"]
     if model is None or not Path(model["path"]).is_dir():
         return None
-    return load_tokenizer(Path(model["path"]), trust_remote_code=model.get("trust_remote_code", False))
+    return load_tokenizer(Path(model["path"]), trust_remote_code=trust_remote_code, allowed_by="--trust-remote-code")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rltool.config.loader import load_config
@@ -30,7 +30,9 @@ from rltool.engines.launch import (
     parse_gpus,
 )
 from rltool.engines.plan import describe_plan
+from rltool.engines.startup import Phase, Show, in_lines
 from rltool.errors import UsageError
+from rltool.masking import masked
 from rltool.models.hub import local_model, with_local_models
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command
@@ -38,6 +40,7 @@ from rltool.processes.run_directory import RunDirectory, check_writable, open_ru
 from rltool.processes.state import free_role
 from rltool.processes.supervise import ProcessGroup, run_command
 from rltool.router.planned import start_planned_routers
+from rltool.terminal import Console
 
 console = Console()
 
@@ -158,19 +161,15 @@ def serve_engines(
 
     def bring_up(group: ProcessGroup) -> None:
         _announce(order, directory)
-        found = launch_engines(order, group, report=console.print)
+        with _startup() as show:
+            found = launch_engines(order, group, report=console.print, show=show)
         console.print(_table(found))
         start_planned_routers(order, found, group, report=console.print)
-        trained = [
-            engine
-            for name, engines in found.items()
-            for engine in engines
-            if order.models[name].update_weights and engine.role != "encoder"
-        ]
+        trained = [engine for name, engines in found.items() for engine in engines if order.models[name].update_weights]
         if not no_join and trained:
             join(users_of_engines(directory), trained, _say)
             group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in trained], _say)
-        console.print(train_command(directory.endpoints_file), highlight=False, markup=False, soft_wrap=True)
+        console.print(train_command(directory.endpoints_file))
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
     role = free_role("serve-engines", directory)
@@ -197,18 +196,43 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
 
 def _say(line: str) -> None:
     with suppress(OSError):  # the terminal is gone: engines join and leave all the same
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        console.print(line)
+
+
+@contextmanager
+def _startup() -> Iterator[Show]:
+    """On a terminal a bar for each engine that does not serve yet, else lines."""
+    if not console.is_terminal:
+        yield in_lines(_say)
+        return
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}", markup=False),
+    )  # fmt: skip
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, transient=True) as bars:
+
+        def show(phases: Mapping[str, Phase]) -> None:
+            for role in [role for role in tasks if role not in phases]:
+                bars.remove_task(tasks.pop(role))
+            for role, phase in phases.items():
+                if role not in tasks:
+                    tasks[role] = bars.add_task(role, total=None, what="")
+                known = phase.done is not None
+                bars.update(tasks[role], total=1.0 if known else None, completed=phase.done or 0.0, what=phase.what)
+
+        yield show
 
 
 def _announce(order: Order, directory: RunDirectory) -> None:
     """What is started, and which of it others can reach."""
     started = [group for group in order.groups if group.role != "placeholder"]
     parts = ", ".join(f"{group.count} x {group.engine} on {group.device or 'cuda'}" for group in started)
-    console.print(f"run {directory.name}: {parts}, logs in {directory.logs_dir}/latest", soft_wrap=True)
+    console.print(f"run {directory.name}: {parts}, logs in {directory.logs_dir}/latest")
     for host in dict.fromkeys(group.host for group in started if group.host is not None):
         if not is_loopback(host):
             console.print(
-                f"[yellow]listening on {host}: reachable from other hosts, guarded by the key, not encrypted[/yellow]"
+                f"listening on {host}: reachable from other hosts, guarded by the key, not encrypted", style="yellow"
             )
 
 
@@ -230,13 +254,13 @@ def _print_dry_run(order: Order, run: RunDirectory) -> None:
     for launch in plan.launches:
         _print_launch(launch)
     for warning in warnings:
-        console.print(f"[yellow]warning: {warning}[/yellow]", soft_wrap=True)
+        console.print(f"warning: {warning}", style="yellow")
     console.print("dry run: nothing was started")
 
 
 def _print_launch(launch: EngineLaunch) -> None:
     spec = engine_spec(launch)
-    console.print(f"[bold]{spec.role}[/bold]")
+    console.print(spec.role, style="bold")
     for name, value in sorted(spec.environment.items()):
-        console.print(f"  {name}={shlex.quote(value)}", soft_wrap=True, markup=False, highlight=False)
-    console.print(f"  {shlex.join(spec.argv)}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"  {name}={shlex.quote(value)}")
+    console.print(f"  {shlex.join(masked(spec.argv))}")

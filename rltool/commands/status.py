@@ -6,13 +6,13 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rltool.commands.tables import engine_table, progress_line, say_no_run, short_version
 from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
+from rltool.terminal import Console, write_line
 
 
 def status(
@@ -24,7 +24,7 @@ def status(
     runs = _chosen(run, all_runs=all_runs, as_json=as_json)
     found = [(directory, run_status(directory)) for directory in runs]
     if as_json:
-        print(json.dumps({"runs": [_as_json(directory, report) for directory, report in found]}, indent=2))
+        write_line(json.dumps({"runs": [_as_json(directory, report) for directory, report in found]}, indent=2))
         return
     if not found:
         say_no_run()
@@ -51,27 +51,27 @@ def _print(run: RunDirectory, report: RunReport) -> None:
     console = Console()
     rows = report.processes
     if not rows:
-        console.print(f"run {run.name}: {run.path}: no process", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"run {run.name}: {run.path}: no process")
         return
-    console.print(f"run {run.name}: {run.path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"run {run.name}: {run.path}")
     table = Table()
     for name in ("role", "pid", "alive", "url"):
         table.add_column(name, no_wrap=True)
     for name in ("health", "weight version", "GPUs"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        alive = {True: "yes", False: "[red]no[/red]", None: "-"}[row.alive]
+        alive = {True: "yes", False: Text("no", "red"), None: "-"}[row.alive]
         gpus = ",".join(map(str, row.gpus)) or "-"
-        health = escape(row.health or "-")
+        health = row.health or "-"
         version = short_version(row.weight_version)
         table.add_row(row.role, str(row.pid or "-"), alive, row.url or "-", health, version, gpus)
     console.print(table)
     if report.training is not None:
-        console.print(progress_line(report.training), highlight=False, markup=False, soft_wrap=True)
+        console.print(progress_line(report.training))
         for name, title in (("engines", "the run's engines"), ("evaluation_engines", "its engines for evaluation")):
             engines = report.training.get(name)
             if engines:
                 console.print(engine_table(engines, title))
     for row in rows:
         if row.log is not None:
-            console.print(f"{row.role}: {row.log}", soft_wrap=True, highlight=False)
+            console.print(f"{row.role}: {row.log}")

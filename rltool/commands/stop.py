@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.tables import say_no_run
 from rltool.engines.joining import leave, users_of_engines
@@ -17,6 +16,7 @@ from rltool.processes.state import is_elsewhere, read_states
 from rltool.processes.stop import GRACE_SECONDS
 from rltool.processes.stop_run import stop_run
 from rltool.router.launch import forget_router
+from rltool.terminal import Console
 
 
 def stop(
@@ -33,7 +33,7 @@ def stop(
     if not runs:
         say_no_run()
     for directory in runs:
-        console.print(f"run {directory.name}: {directory.path}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"run {directory.name}: {directory.path}")
         if not all_runs:
             _leave_living_runs(directory, roles or (), console)
         stopped = stop_run(directory, roles or (), grace=grace, report=console.print)
@@ -55,4 +55,4 @@ def _leave_living_runs(directory: RunDirectory, roles: Sequence[str], console: C
     users = users_of_engines(directory)
     if any(state.role == DRIVER_ROLE for state in chosen):  # it is stopped as well, before its engines
         users = [user for user in users if user.run.path != directory.path]
-    leave(users, engines, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
+    leave(users, engines, console.print)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from rltool.processes.run_directory import runs_root
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.engines.run_client import EngineStatus, RunStatus
@@ -19,7 +19,7 @@ _SERVING = "ready"
 
 def say_no_run() -> None:
     """Of --all, where there is none: silence would pass for success."""
-    Console().print(f"no run in {runs_root()}", highlight=False, markup=False, soft_wrap=True)
+    Console().print(f"no run in {runs_root()}")
 
 
 def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
@@ -34,10 +34,10 @@ def engine_table(engines: Sequence[EngineStatus], title: str) -> Table:
         version = short_version(engine.get("weight_version"))
         table.add_row(
             engine.get("url", "?"),
-            state if state == _SERVING else f"[yellow]{escape(state)}[/yellow]",
+            state if state == _SERVING else Text(state, "yellow"),
             duration(engine.get("since_seconds")),
             version if engine.get("takes_weights", True) else "takes none",
-            escape(engine.get("reason") or "-"),
+            engine.get("reason") or "-",
         )
     return table
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -15,6 +15,7 @@ from rltool.commands.top_view import frame
 from rltool.engines.run_client import DRIVER_ROLE, choose_driver, driver_of
 from rltool.errors import EngineUnreachable
 from rltool.processes.state import read_state
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.engines.run_client import Driver
@@ -45,7 +46,7 @@ def top(
                     live.update(Group(shown, late), refresh=True)
     except KeyboardInterrupt:
         return
-    console.print(f"run {directory.name} has ended", highlight=False, markup=False)
+    console.print(f"run {directory.name} has ended")
 
 
 def _frame(run: str, driver: Driver) -> RenderableType:

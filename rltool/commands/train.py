@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rltool.commands.options import (
     Config,
@@ -25,6 +24,7 @@ from rltool.commands.options import (
 )
 from rltool.errors import RltoolError, RunFault
 from rltool.processes.attempts import ENDED_FOR_GOOD, Attempts
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.processes.run_directory import RunDirectory
@@ -166,7 +166,7 @@ def say_run(run: RunDirectory, why: str) -> None:
 
 
 def say(line: str) -> None:
-    Console().print(line, highlight=False, markup=False, soft_wrap=True)
+    Console().print(line)
 
 
 def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:

@@ -16,11 +16,19 @@ from pydantic import BaseModel, ValidationError
 
 from rltool.config.base import OWN_FUNCTION, Config
 from rltool.errors import UsageError
+from rltool.masking import masked
 
 C = TypeVar("C", bound=Config)
 
 
 _QUOTED = re.compile(r"'([^']*)'")
+_SHAPES = {
+    "model_type": "expected a table of settings, {KEY = VALUE, ...}",
+    "dict_type": "expected a table, {NAME = VALUE, ...}",
+    "tuple_type": "expected a list, [VALUE, ...]",
+    "list_type": "expected a list, [VALUE, ...]",
+}
+"""What to write, in the words of TOML, for what pydantic names by Python's types."""
 _TYPES = frozenset({"str", "int", "float", "bool"})
 
 
@@ -106,6 +114,8 @@ def _put(
 ) -> None:
     if key in model.renamed:
         raise ConfigError(f"{origin}: {key} is {model.renamed[key]} now: rename it there")
+    if key in model.removed:
+        raise ConfigError(f"{origin}: {key} is gone: {model.removed[key]}; leave it out")
     parts = key.split(".")
     here, section = values, model
     for depth, part in enumerate(parts):
@@ -176,12 +186,18 @@ def _inside(section: type[BaseModel] | None, rest: str) -> str:
     return f".{near[0]}{rest.removeprefix(first)}"
 
 
-def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
-    """`; did you mean KEY?` for an unknown key in a section that may be repeated."""
+def _section_at(model: type[BaseModel], place: Sequence[int | str]) -> type[BaseModel] | None:
+    """The config model at this place, in a list or a table of sections too; None for a plain value."""
     section: type[BaseModel] | None = model
-    for part in place[:-1]:
+    for part in place:
         if section is not None and isinstance(part, str) and part in section.model_fields:
             section = _section(section, part) or _element(section, part)
+    return section
+
+
+def _nearest(model: type[BaseModel], place: Sequence[int | str]) -> str:
+    """`; did you mean KEY?` for an unknown key in a section that may be repeated."""
+    section = _section_at(model, place[:-1])
     near = difflib.get_close_matches(str(place[-1]), section.model_fields, n=1, cutoff=0.6) if section else []
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -229,9 +245,13 @@ def _line(
             f"--set {key}=..."
         )
     value = first["input"]
-    given = f" (got {value!r})" if not isinstance(value, dict) else ""
+    shown = masked(value, str(place[-1]) if place else "")
+    given = f" (got {shown!r})" if not isinstance(value, dict) else ""
     message = "; or ".join(dict.fromkeys(_message(item) for item in items))
     hint = _did_you_mean(value, items)
+    section = _section_at(model, place) if first["type"] == "model_type" else None
+    if section is not None and all(isinstance(part, str) for part in place):
+        hint = f"; set one of its keys, such as {key}.{next(iter(section.model_fields))}"
     if isinstance(value, str) and any(item["type"] in ("tuple_type", "list_type") for item in items):
         text = f'["{value}"]'
         hint = f"; give a list: --set '{key}={text}'" if origin == "--set" else f"; give a list: {text}"
@@ -239,6 +259,8 @@ def _line(
 
 
 def _message(item: Any) -> str:
+    if item["type"] in _SHAPES:
+        return _SHAPES[item["type"]]
     if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == OWN_FUNCTION:
         return "an import path `package.module:function`"
     return item["msg"].removeprefix("Value error, ")

@@ -1,4 +1,5 @@
-"""Keys of earlier releases, each with the key that took its place: the loader refuses them and names the new one."""
+"""Keys of earlier releases, each with the key that took its place, or with why there is none: the loader refuses them
+and says so."""
 
 from __future__ import annotations
 
@@ -24,3 +25,9 @@ RENAMED: dict[str, str] = {
     "ray.placement_timeout": "deadlines.placement",
 }
 """Old dotted key -> new dotted key."""
+
+REMOVED: dict[str, str] = {
+    "trainer.virtual_pipeline_parallel": "it took only 1, for Megatron-core's interleaved schedule gave silently wrong "
+    "gradients here: use trainer.pipeline_parallel alone",
+}
+"""Old dotted key -> why it is gone."""

@@ -135,6 +135,9 @@ class RolloutConfig(Config):
     group_hook: OwnFunction | None = None
     """f(group: list[Sample]) -> None, called when a group is scored; sample.remove_sample = True takes a sample out of
     the loss."""
+    batch_hook: OwnFunction | None = None
+    """f(samples: list[Sample]) -> list[Sample], called with each batch: what it returns is trained on, once it has been
+    checked like any sample."""
     mask_truncated: bool = False
     """Responses that were cut at max_response_tokens get no loss (overlong filtering); they still count in their
     group's baseline."""
@@ -149,6 +152,9 @@ class RolloutConfig(Config):
     adaptive_concurrency: bool = False
     """Lower and raise the requests in flight by the engines' own queue lengths and KV-cache usage; requests_per_engine
     is the start."""
+    function: OwnFunction | None = None
+    """`async def f(context: RolloutContext) -> list[Group]`, in place of the built-in rollout: called for each batch,
+    it takes prompts, has them sampled and scored, or does so itself, and returns the groups that are trained on."""
     generate_function: ImportPath | None = None
     """`async def f(group: list[Sample], context: GenerateContext) -> None`, in place of the built-in single-turn
     generation."""
@@ -254,9 +260,10 @@ class WeightsConfig(Config):
     """Address of the trainer as engines see it; None: the local address of the route to each engine."""
     port_range: tuple[int, int] | None = None
     """Ports for rendezvous; None picks free ones."""
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: Literal["auto", "keep", "wait", "abort"] = "auto"
     """Requests in flight: keep freezes them, wait lets them finish (not on SGLang), abort cuts them off to be taken up
-    again."""
+    again. auto: keep, and abort at engines where no request may run across a sync (SGLang before 0.5.19, prefill and
+    decode engines)."""
     disk_dir: Path | None = None
     """Directory that trainer and engines share, for the disk transport: each run has a subdirectory of it; None:
     RUN/weights."""
@@ -364,7 +371,8 @@ class DeadlinesConfig(Config):
     agent: float = Field(default=600.0, gt=0)
     """For one attempt of an agent at an episode; then it is ended, and the attempt has failed."""
     environment: float = Field(default=60.0, gt=0)
-    """For each call of an environment: reset, step, reward, close. A later answer fails its sample."""
+    """For each call of an environment: reset, step, reward, close. A later answer fails its sample. For each request by
+    context.http of an own function, unless that names another timeout."""
     reward: float = Field(default=60.0, gt=0)
     """For one call of the reward function; a later answer counts as a failure. It stands still while a model that the
     function may ask has no engine that serves, for deadlines.engines at most."""

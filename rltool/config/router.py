@@ -17,7 +17,7 @@ class RouterConfig(Config):
     """0 picks a free port."""
     policy: Literal["random", "round_robin", "cache_aware", "power_of_two", "manual"] = "cache_aware"
     """How sglang-router picks a worker; cache_aware sends equal prefixes to one worker while the load is even; manual
-    keeps each session of a gateway on one worker."""
+    keeps each session, of a gateway, an environment or a generate function, on one worker."""
     key_file: Path | None = None
     """Bearer key that the router demands of clients and presents to workers."""
     ready_timeout: float = Field(default=120.0, gt=0)

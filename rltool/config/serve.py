@@ -4,9 +4,9 @@ process, fully resolved."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rltool.config.base import Config
 
@@ -15,7 +15,7 @@ Device = Literal["cuda", "cpu"]
 EngineDtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 """The names that both vLLM (ModelDType) and SGLang (--dtype) take."""
 WeightBackend = Literal["rltool", "nccl"]
-Role = Literal["regular", "prefill", "decode", "encoder", "placeholder"]
+Role = Literal["regular", "prefill", "decode", "placeholder"]
 Task = Literal["generate", "classify"]
 """What a model is served for. classify: a sequence classifier, such as a reward model with a scalar head; never
 synced."""
@@ -36,9 +36,8 @@ class EngineGroup(Config):
     tp: int = Field(default=1, ge=1)
     """Tensor-parallel size. More GPUs of one engine follow from its own flags, such as --pipeline-parallel-size."""
     role: Role = "regular"
-    """prefill and decode: halves of one service, behind a router (SGLang) or asked one after the other (vLLM). encoder:
-    encodes images for the others of its model (SGLang). placeholder: GPUs that are kept free, tp for each of count; no
-    process."""
+    """prefill and decode: halves of one service, behind a router (SGLang) or asked one after the other (vLLM).
+    placeholder: GPUs that are kept free, tp for each of count; no process."""
     model: str = POLICY
     """policy is model.path; another name is that of [models.NAME]."""
     flags: tuple[str, ...] = ()
@@ -76,10 +75,18 @@ class EngineGroup(Config):
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until an engine serves."""
 
+    @field_validator("role", mode="before")
+    @classmethod
+    def _no_encoders(cls, role: Any) -> Any:
+        if role == "encoder":
+            raise ValueError(
+                'role = "encoder" is no longer there: rltool samples from text alone, so no engine of it would ask an '
+                "encoder; leave the group out"
+            )
+        return role
+
     @model_validator(mode="after")
     def _possible(self) -> EngineGroup:
-        if self.engine == "vllm" and self.role == "encoder":
-            raise ValueError('role = "encoder" is launched for SGLang only: set engine = "sglang", or role = "regular"')
         if self.role == "placeholder" and self.flags:
             raise ValueError("a placeholder starts no process, so its flags would have no effect")
         if self.role == "placeholder" and self.engines_per_gpu > 1:
@@ -115,6 +122,9 @@ class ServedModel(Config):
     """Bearer key for addresses given as host:port."""
     start_router: bool = False
     """Start a router in front of its engines; with prefill and decode groups there is always one."""
+    sleep: Literal["host", "disk"] = "host"
+    """engines.mode = "colocate": where its weights are while its engines sleep. host: in the host's memory; disk: they
+    are dropped, and loaded again from `path` at each wake, within deadlines.sync_step."""
 
     @model_validator(mode="after")
     def _classifies(self) -> ServedModel:
@@ -212,8 +222,6 @@ class EngineLaunch(Config):
     """host:port at which the processes of an engine on several hosts meet."""
     bootstrap_port: int | None = None
     """prefill: where decode engines ask for the keys and values of a prompt."""
-    encoder_urls: tuple[str, ...] = ()
-    """Of the encoder engines of its model."""
     pp: int = 1
     """Pipeline-parallel size, and below data-parallel size, as the engine's own flags have them."""
     dp: int = 1

@@ -13,7 +13,7 @@ from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config, OwnFunction
 from rltool.config.data import DataConfig
 from rltool.config.parallel import ParallelLayout
-from rltool.config.renamed import RENAMED
+from rltool.config.renamed import REMOVED, RENAMED
 from rltool.config.reward import RewardConfig
 from rltool.config.rollout import (
     DeadlinesConfig,
@@ -61,8 +61,6 @@ class TrainerConfig(Config):
     ranks."""
     sequence_parallel: bool = False
     """Cut norms and residuals along the sequence over the tensor-parallel ranks; needs tensor_parallel above 1."""
-    virtual_pipeline_parallel: int = Field(default=1, ge=1)
-    """Interleaved pipeline stages; only 1 is accepted."""
     distributed_optimizer: bool = False
     """Each data-parallel rank holds its share of the fp32 master weights and Adam moments, in place of all of them."""
     overlap_grad_reduce: bool = True
@@ -128,12 +126,6 @@ class TrainerConfig(Config):
     def _consistent(self) -> TrainerConfig:
         # Sizes that do not divide raise here, where they are written.
         _ = self.layout
-        if self.virtual_pipeline_parallel > 1:
-            raise ValueError(
-                f"virtual_pipeline_parallel = {self.virtual_pipeline_parallel} is refused: with Megatron-core's "
-                "schedule as it is configured here the gradients are silently wrong (a gradient norm of 106 in place "
-                "of 2.3); use pipeline_parallel alone"
-            )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
         if self.recompute_layers is not None and self.recompute != "full":
@@ -296,6 +288,7 @@ class TrainConfig(Config):
     monitor: MonitorConfig = MonitorConfig()
 
     renamed: ClassVar[Mapping[str, str]] = RENAMED
+    removed: ClassVar[Mapping[str, str]] = REMOVED
 
     @model_validator(mode="after")
     def _models(self) -> TrainConfig:

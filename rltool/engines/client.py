@@ -20,10 +20,11 @@ from rltool.engines.dialect import MEMORY_TAGS, Dialect, MemoryTag, SleepLevel
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
-from rltool.engines.replies import making_sense_of, read_reply
-from rltool.engines.tasks import all_of
+from rltool.engines.replies import making_sense_of, quote, read_body, read_reply
 from rltool.engines.types import (
     BOOT_ID_HEADER,
+    CONTROL_REPLY_BYTES,
+    TOKEN_REPLY_BYTES,
     Completion,
     EngineCounters,
     EngineInfo,
@@ -33,12 +34,15 @@ from rltool.engines.types import (
     TokenScores,
 )
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
+from rltool.processes.tasks import all_of
 
 PROBE_SECONDS = 30.0
 """Deadline of one probe. vLLM's /server_info collects the environment of the host at its first call,
 which takes seconds."""
 HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
+CHECKSUMS_BYTES = 16 * CONTROL_REPLY_BYTES
+"""Of an answer with a digest of every parameter of every rank."""
 ABORTS_SIDE_BY_SIDE = 64
 """SGLang takes one id per request: a stop of 2,000 requests must not open 2,000 connections."""
 ABORT_ATTEMPTS = 3
@@ -109,11 +113,13 @@ class EngineClient:
         again: Callable[[], HttpRequest] | None = None,
         answered_by: set[str] | None = None,
         headers: Mapping[str, str] | None = None,
+        limit: int = CONTROL_REPLY_BYTES,
     ) -> Any:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
         again: makes what is sent in its place at each further attempt. answered_by: receives the boot ids of the
-        processes that answered, errors included, where their replies tell. headers: further ones, for a router.
+        processes that answered, errors included, where their replies tell. headers: further ones, for a router. limit:
+        bytes of the reply; a larger one is EngineUnreachable, and read no further.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
         or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
@@ -130,8 +136,9 @@ class EngineClient:
                     tried = attempt + 1
                     try:
                         return await self._send(
-                            base_url, request, key, what, reuse=retry, answered_by=answered_by, headers=headers
-                        )
+                            base_url, request, key, what, reuse=retry, answered_by=answered_by, headers=headers,
+                            limit=limit,
+                        )  # fmt: skip
                     except _Temporary as error:
                         failure, cause = error.failure, error.__cause__
                         if tried < attempts:
@@ -158,6 +165,7 @@ class EngineClient:
         reuse: bool,
         answered_by: set[str] | None,
         headers: Mapping[str, str] | None,
+        limit: int,
     ) -> Any:
         session = self._reusing if reuse else self._fresh
         if session is None:
@@ -176,9 +184,9 @@ class EngineClient:
             ) as response:
                 if answered_by is not None and BOOT_ID_HEADER in response.headers:
                     answered_by.add(response.headers[BOOT_ID_HEADER])
-                status, body = response.status, await response.read()
+                status, body = response.status, await read_body(response, what, limit)
         except (aiohttp.ClientError, OSError) as error:
-            raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {error}")) from error
+            raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {quote(str(error))}")) from error
         try:
             return read_reply(what, request, status, body)
         except EngineRejected:
@@ -205,7 +213,7 @@ class EngineClient:
         makes the engine abort them. Each further attempt has ids of its own (GenerateRequest.again).
         """
         speaks = _dialect_of(endpoint)
-        key = endpoint.read_key()
+        key = endpoint.present_key()
         replies = await all_of(
             self.request(
                 endpoint.url,
@@ -217,6 +225,7 @@ class EngineClient:
                 again=lambda index=index: speaks.generate(request.again())[index],
                 answered_by=answered_by,
                 headers=headers,
+                limit=request.reply_bytes,
             )
             for index, http in enumerate(speaks.generate(request))
         )
@@ -236,7 +245,7 @@ class EngineClient:
         `generate` then returns what they have, with finish_reason "abort". That comes a moment after this has returned.
         The first failure is raised after all ids were sent, within `timeout` seconds for all.
         """
-        key = engine.read_key()
+        key = engine.present_key()
         slots = asyncio.Semaphore(ABORTS_SIDE_BY_SIDE)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
@@ -255,7 +264,7 @@ class EngineClient:
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest], *, timeout: float) -> list[Any]:
         """Send control calls in order, each once; `timeout` is for all of them.
         The first that fails ends it by raising."""
-        key = endpoint.read_key()
+        key = endpoint.present_key()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         replies = []
@@ -283,10 +292,10 @@ class EngineClient:
         """Ask a live engine what it is. An endpoint without a dialect is asked for that first.
         Changes nothing there."""
         if endpoint.dialect is None:
-            name = await self.detect_dialect(endpoint.url, endpoint.read_key(), timeout=timeout)
+            name = await self.detect_dialect(endpoint.url, endpoint.present_key(), timeout=timeout)
             endpoint = endpoint.model_copy(update={"dialect": name})
         speaks = _dialect_of(endpoint)
-        key = endpoint.read_key()
+        key = endpoint.present_key()
 
         async def ask(name: str, http: HttpRequest) -> Any:
             try:
@@ -320,13 +329,13 @@ class EngineClient:
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
         http = _dialect_of(endpoint).health()
-        await self.request(endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=False)
+        await self.request(endpoint.url, http, key=endpoint.present_key(), timeout=timeout, retry=False)
 
     async def load(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> EngineLoad:
         """How much one engine has to do. Sent once: a number that comes late is worth nothing."""
         speaks = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.load(), key=endpoint.read_key(), timeout=timeout, retry=True, attempts=1
+            endpoint.url, speaks.load(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
         )
         with making_sense_of(f"the load of {endpoint.url}"):
             return speaks.parse_load(reply)
@@ -335,7 +344,7 @@ class EngineClient:
         """What one engine has counted of its own work. Sent once."""
         speaks = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.counters(), key=endpoint.read_key(), timeout=timeout, retry=True, attempts=1
+            endpoint.url, speaks.counters(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
         )
         with making_sense_of(f"the counters of {endpoint.url}"):
             return speaks.parse_counters(reply)
@@ -345,8 +354,9 @@ class EngineClient:
         model."""
         speaks = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.checksums(), key=endpoint.read_key(), timeout=timeout, retry=False
-        )
+            endpoint.url, speaks.checksums(), key=endpoint.present_key(), timeout=timeout, retry=False,
+            limit=CHECKSUMS_BYTES,
+        )  # fmt: skip
         with making_sense_of(f"the checksums of {endpoint.url}"):
             return speaks.parse_checksums(reply)
 
@@ -354,8 +364,9 @@ class EngineClient:
         """Log-probabilities of all tokens but the first, each after those before it, at temperature 1."""
         speaks = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.score(token_ids), key=endpoint.read_key(), timeout=timeout, retry=True
-        )
+            endpoint.url, speaks.score(token_ids), key=endpoint.present_key(), timeout=timeout, retry=True,
+            limit=_score_bytes(token_ids, 0),
+        )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):
             return speaks.parse_score(token_ids, reply)
 
@@ -365,8 +376,9 @@ class EngineClient:
         """`score`, and the `topk` most probable tokens in the place of each."""
         speaks = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.score(token_ids, topk), key=endpoint.read_key(), timeout=timeout, retry=True
-        )
+            endpoint.url, speaks.score(token_ids, topk), key=endpoint.present_key(), timeout=timeout, retry=True,
+            limit=_score_bytes(token_ids, topk),
+        )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):
             return speaks.parse_topk(token_ids, reply, topk)
 
@@ -379,10 +391,14 @@ class EngineClient:
         speaks = _dialect_of(endpoint)
         http = speaks.classify(token_ids, use_activation=use_activation)
         reply = await self.request(
-            endpoint.url, http, key=endpoint.read_key(), timeout=timeout, retry=True, attempts=attempts
+            endpoint.url, http, key=endpoint.present_key(), timeout=timeout, retry=True, attempts=attempts
         )
         with making_sense_of(f"the classification of {endpoint.url}"):
             return speaks.parse_classify(reply)
+
+
+def _score_bytes(token_ids: Sequence[int], topk: int) -> int:
+    return CONTROL_REPLY_BYTES + len(token_ids) * (1 + topk) * TOKEN_REPLY_BYTES
 
 
 class _Temporary(Exception):

@@ -41,6 +41,8 @@ class Dialect(Protocol):
     """One file per engine kind: vllm.py, sglang.py."""
 
     name: str
+    temporary_in: str
+    """The variable by which a server learns where to put its sockets."""
 
     # -- generation (data plane)
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
@@ -108,6 +110,11 @@ class Dialect(Protocol):
         The engine generates as soon as its KV cache is awake. So after level 2: wake the weights, update them, wake the
         cache; and nothing in between may resume the engine.
         """
+        ...
+
+    def reload(self, model: str | None) -> list[HttpRequest]:
+        """Load the weights again from where the server read them, `model` (EngineInfo.model_path): after level 2, while
+        its weights are awake and its cache is not."""
         ...
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:

@@ -26,11 +26,10 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
 from rltool.engines.fleet_state import State
 from rltool.engines.replies import making_sense_of
-from rltool.engines.tasks import all_of
-from rltool.engines.types import SEED_MODULUS, Completion, GenerateRequest, HttpRequest
+from rltool.engines.types import HALVES, SEED_MODULUS, Completion, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected
+from rltool.processes.tasks import all_of
 
-HALVES = {"prefill", "decode"}
 VLLM_PATH = "/inference/v1/generate"
 """vLLM's own route, for the prefill: rltool's route replies with the sample alone."""
 TO_DECODE = {
@@ -133,7 +132,7 @@ def one_by_one(request: GenerateRequest) -> list[GenerateRequest]:
 
 async def _once(client: EngineClient, engine: EngineEndpoint, request: HttpRequest, timeout: float) -> Any:
     return await client.request(
-        engine.url, request, key=engine.read_key(), timeout=timeout, retry=True, attempts=1
+        engine.url, request, key=engine.present_key(), timeout=timeout, retry=True, attempts=1
     )
 
 

@@ -20,11 +20,15 @@ from pydantic import ValidationError
 from rltool.config.base import Config
 from rltool.config.serve import EngineKind
 from rltool.engines.types import EngineInfo, EngineRole
-from rltool.errors import UsageError
+from rltool.errors import EngineError, UsageError
 from rltool.processes.files import write_text_atomic
 from rltool.processes.keys import read_key
 
 EXPECTED_FORM = "expected HOST:PORT, http://HOST:PORT, [IPV6]:PORT or @FILE (an endpoints.json), separated by commas"
+
+
+class KeyUnreadable(EngineError):
+    """The file of an engine's key holds none now, so nothing can be asked of that engine until it does again."""
 
 
 class EngineEndpoint(Config):
@@ -34,8 +38,7 @@ class EngineEndpoint(Config):
     dialect: EngineKind | None = None
     group: str = "default"
     role: EngineRole = "regular"
-    """prefill and decode: of which a request needs one each (engines/disaggregation.py); encoder: SGLang's, for the
-    others of its model."""
+    """prefill and decode: of which a request needs one each (engines/disaggregation.py)."""
     bootstrap_port: int | None = None
     """Where a prefill and a decode engine meet: SGLang's of prefill engines; NIXL's side channel of each of vLLM's."""
     tp: int = 1
@@ -58,6 +61,14 @@ class EngineEndpoint(Config):
         if self.key_file is None:
             return None
         return read_key(self.key_file, self.url)
+
+    def present_key(self) -> str | None:
+        """The key for one request. KeyUnreadable in place of UsageError: the file was read when the run began, and may
+        just be written anew, or lie on a host that does not answer for a moment."""
+        try:
+            return self.read_key()
+        except UsageError as error:
+            raise KeyUnreadable(f"{self.url} cannot be asked: {error}") from error
 
     def probed(self, info: EngineInfo) -> EngineEndpoint:
         """With what the engine itself has told. Its word on its role counts: it may have been named by address."""

@@ -21,4 +21,5 @@ def engine_spec(launch: EngineLaunch) -> ProcessSpec:
         # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
         # package.
         cwd=launch.work_dir,
+        temporary_in=speaks.temporary_in,
     )

@@ -5,48 +5,61 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.canary import canary
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plan import role_of, url_of
+from rltool.engines.startup import Show, StartupLogs, in_lines
 from rltool.engines.supported import refusal, training_refusal
-from rltool.engines.tasks import all_of
-from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.processes.gpus import gpu_uuids
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.spawn import RunningProcess
+from rltool.processes.tasks import all_of, beside
 
 PROBE_SECONDS = 60.0
 """For all probes of one engine and its first generation, which compiles or warms up things."""
+LOG_SECONDS = 0.5
+"""How often the logs of engines that start are read."""
 
 
 async def wait_for_all(
-    launches: Sequence[EngineLaunch], processes: Sequence[RunningProcess], report: Callable[[str], None]
-) -> list[EngineEndpoint]:
+    launches: Sequence[EngineLaunch], processes: Sequence[RunningProcess], report: Callable[[str], None],
+    show: Show | None = None,
+) -> list[EngineEndpoint]:  # fmt: skip
     """The endpoints of these engines once all serve, in order. Raises ProcessFailed for the first that died or is late;
-    the caller ends the others."""
+    the caller ends the others. show: gets what they are doing meanwhile; None: `report` gets lines of it."""
+    logs = StartupLogs({process.role: process.log for process in processes})
     # Tries once: asking again is the waiting's business, which also sees the process die.
-    async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
+    async with EngineClient(retry=RetryPolicy(attempts=1)) as client, beside(_watch(logs, show or in_lines(report))):
 
         async def wait(launch: EngineLaunch, process: RunningProcess) -> EngineEndpoint:
             probe = _Probe(client, launch, process, await asyncio.to_thread(gpu_uuids, launch.gpus))
             endpoint = await wait_until_ready(process, probe, timeout=launch.ready_timeout, probe_timeout=PROBE_SECONDS)
+            logs.serves(process.role)
             report(
                 f"{process.role} ready: {endpoint.url}, world size {launch.world_size}, "
                 + (f"weights over {endpoint.weight_backend}" if launch.update_weights else "weights not updated")
             )
             return endpoint
 
-        # Not `except*` around a TaskGroup: before Python 3.11.4 what is raised in one comes out as a group.
         return await all_of(wait(launch, process) for launch, process in zip(launches, processes, strict=True))
+
+
+async def _watch(logs: StartupLogs, show: Show) -> None:
+    while True:
+        with suppress(OSError):  # of a log, or a terminal that is closed: nothing depends on what is shown
+            show(logs.phases())
+        await asyncio.sleep(LOG_SECONDS)
 
 
 class _Probe:
     """Ready means: healthy, the right server and model, its control routes there, the world size as ordered, and it
-    generates or classifies. An encoder answers its health route only."""
+    generates or classifies."""
 
     def __init__(
         self, client: EngineClient, launch: EngineLaunch, process: RunningProcess, gpu_uuids: tuple[str, ...]
@@ -71,11 +84,6 @@ class _Probe:
 
     async def __call__(self) -> EngineEndpoint:
         try:
-            if self.launch.role == "encoder":
-                await self.client.request(
-                    self.endpoint.url, HttpRequest("GET", "/health"), timeout=PROBE_SECONDS, retry=False
-                )
-                return self.endpoint
             return await self._serves()
         except EngineRejected as error:
             # 503 while it loads is a 5xx; a 4xx of a server that we have just started will not go away by waiting.
@@ -90,8 +98,7 @@ class _Probe:
         info = await self.client.probe(self.endpoint, timeout=PROBE_SECONDS)
         check_identity(self.process.role, self.launch, info)
         check_version(self.process, info)
-        if self.launch.role != "encoder":
-            await canary(self.client, self.endpoint, self.launch.task, timeout=PROBE_SECONDS)
+        await canary(self.client, self.endpoint, self.launch.task, timeout=PROBE_SECONDS)
         update = {
             "plugin": info.plugin,
             "weight_backend": info.weight_backend or self.launch.weight_backend,

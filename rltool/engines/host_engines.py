@@ -18,6 +18,7 @@ from rltool.engines.engine_ready import process_role, wait_for_all
 from rltool.engines.launch import Release, check_processes, held_ports, start_here
 from rltool.engines.liveness import Liveness, LivenessFromStart
 from rltool.engines.plan import PortNeeds, Ports
+from rltool.engines.startup import Phase
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import RunningProcess, describe_exit
@@ -43,6 +44,7 @@ class HostEngines:
         self._running: dict[int, _Running] = {}
         self._ports = ExitStack()
         self._release: Release = lambda _: None
+        self._starting: Mapping[str, Phase] = {}
 
     def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
         """Free ports for the engines that `start` will be given, held until then. UsageError for one that is taken."""
@@ -61,10 +63,20 @@ class HostEngines:
     async def ready(self, report: Callable[[str], None] = print) -> list[EngineEndpoint]:
         """The endpoints of those that serve from this host, once all do. ProcessFailed for one that died or is late."""
         mine = [running for running in self._running.values() if running.launch.node_rank == 0]
-        endpoints = await wait_for_all([x.launch for x in mine], [x.process for x in mine], report)
+        endpoints = await wait_for_all(
+            [x.launch for x in mine], [x.process for x in mine], report, self._see
+        )
+        self._starting = {}
         for running, endpoint in zip(mine, endpoints, strict=True):
             running.check = Liveness(running.process.state.pid, endpoint.url)
         return endpoints
+
+    def starting(self) -> Mapping[str, Phase]:
+        """What those that `ready` waits for are doing, by role."""
+        return self._starting
+
+    def _see(self, phases: Mapping[str, Phase]) -> None:
+        self._starting = phases
 
     def exits(self) -> dict[int, str]:
         """Numbers of engines whose process here has ended, or lost what generates, since the last call; and how."""

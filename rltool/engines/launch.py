@@ -39,8 +39,9 @@ from rltool.engines.plan import (
 )
 from rltool.engines.relaunch import EngineRelaunch
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
+from rltool.engines.startup import Show
 from rltool.errors import UsageError
-from rltool.models.weight_files import INDEX, SINGLE, check_weight_files
+from rltool.models.weight_files import INDEX, SINGLE, check_tokenizer_files, check_weight_files
 from rltool.processes.gpus import gpus_in_use, visible_gpus
 from rltool.processes.keys import read_key
 from rltool.processes.ports import reserved_ports
@@ -181,10 +182,14 @@ def check_processes(launches: Sequence[EngineLaunch]) -> None:
         check_weights(model)
     for launch in loaded:
         check_sglang_head(launch)
+        if not any(flag.startswith(TOKENIZER_FLAGS) for flag in launch.extra_args):
+            check_tokenizer_files(launch.model)
     for launch in {(launch.python, launch.engine): launch for launch in launches}.values():
         check_engine_python(launch.python, launch.engine)
 
 
+TOKENIZER_FLAGS = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
+"""Of vLLM and SGLang (--tokenizer-path): with one of these the tokenizer is elsewhere, or not wanted."""
 LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
 """Of vLLM: with one of these the longest sequence may be another than that of config.json."""
 
@@ -319,13 +324,13 @@ def start_here(
 
 
 def launch_engines(
-    order: Order, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None
+    order: Order, group: ProcessGroup, *, report: Callable[[str], None] = lambda _: None, show: Show | None = None
 ) -> dict[str, list[EngineEndpoint]]:
     """Start all engines in `group`, wait until all serve, write the run's endpoints.json; the endpoints by model.
 
     Beside engines of the run that live already, they are numbered from there on, and written beside them.
-    `report` gets one line per step. Raises UsageError before anything is started, ProcessFailed when an engine dies or
-    is late: leaving the group's block then stops the others.
+    `report` gets one line per step; show: see wait_for_all. Raises UsageError before anything is started, ProcessFailed
+    when an engine dies or is late: leaving the group's block then stops the others.
     """
     run = group.run
     check_order(order, root=run.path.parent)
@@ -340,7 +345,7 @@ def launch_engines(
             for process in processes:
                 report(f"{process.role} started: pid {process.state.pid}, {process.state.url}")
             # Each of them serves: on one host no engine has a second part.
-            endpoints = asyncio.run(wait_for_all(launches, processes, report))
+            endpoints = asyncio.run(wait_for_all(launches, processes, report, show))
             for launch, process, endpoint in zip(launches, processes, endpoints, strict=True):
                 group.checks[process.role] = Liveness(process.state.pid, endpoint.url)
                 relaunch.watch(process, launch)

@@ -55,7 +55,7 @@ async def ask_lease(
         reply = await client.request(
             engine.url,
             HttpRequest("POST", LEASE_PATH, body),
-            key=engine.read_key(),
+            key=engine.present_key(),
             timeout=HEALTH_SECONDS,
             retry=True,
         )

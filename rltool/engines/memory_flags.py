@@ -17,12 +17,13 @@ _KEEP_WEIGHTS: dict[EngineKind, tuple[str, ...]] = {"vllm": (), "sglang": ("--en
 _FRACTION: dict[EngineKind, str] = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
-def takes_turns(group: EngineGroup, default: Device) -> EngineGroup:
-    """The group with what its engines need for it; flags of its own win. On the CPU, where none can sleep, as it is."""
+def takes_turns(group: EngineGroup, default: Device, *, from_disk: bool = False) -> EngineGroup:
+    """The group with what its engines need for it; flags of its own win. On the CPU, where none can sleep, as it is.
+    from_disk: they load their weights again when they wake up, and need no copy."""
     if (group.device or default) == "cpu" or group.role == "placeholder":
         return group
     given = {flag.partition("=")[0] for flag in group.flags}
-    kept = () if group.model == POLICY else _KEEP_WEIGHTS[group.engine]
+    kept = () if group.model == POLICY or from_disk else _KEEP_WEIGHTS[group.engine]
     added = [flag for flag in (*_SLEEP[group.engine], *kept) if flag not in given]
     if _FRACTION[group.engine] not in given:
         added += [_FRACTION[group.engine], MEMORY_FRACTION]

@@ -245,7 +245,7 @@ def plan_engines(
         for index, (slot, taken) in enumerate(engines, settings.first)
         for launch in _processes(index, slot, taken, settings, ports)
     ]
-    return EnginePlan(tuple(_with_encoders(launches)), tuple(kept), tuple(planned_routers(groups, settings.models)))
+    return EnginePlan(tuple(launches), tuple(kept), tuple(planned_routers(groups, settings.models)))
 
 
 def _processes(
@@ -293,18 +293,6 @@ def _check_returns_experts(group: EngineGroup, model: Model, device: Device) -> 
         )
 
 
-def _with_encoders(launches: Sequence[EngineLaunch]) -> Iterator[EngineLaunch]:
-    """Whoever reads prompts of a model is told where its encoders are."""
-    for launch in launches:
-        urls = tuple(
-            url_of(other)
-            for other in launches
-            if other.role == "encoder" and other.model_name == launch.model_name and other.node_rank == 0
-        )
-        reads = launch.role in ("regular", "prefill")
-        yield launch.model_copy(update={"encoder_urls": urls}) if urls and reads else launch
-
-
 def start_order(launches: Sequence[EngineLaunch]) -> list[list[EngineLaunch]]:
     """Who is started together, batch by batch. Engines on one GPU start one after the other where one of them measures
     what is free there while it starts: it takes what another one allocates meanwhile for its own."""
@@ -337,7 +325,7 @@ def planned_routers(groups: Sequence[EngineGroup], models: Mapping[str, Model]) 
 
 def _check_pairs(groups: Sequence[EngineGroup]) -> None:
     for name in dict.fromkeys(group.model for group in groups):
-        roles = {group.role for group in groups if group.model == name} - {"encoder", "placeholder"}
+        roles = {group.role for group in groups if group.model == name} - {"placeholder"}
         if roles & {"prefill", "decode"} and roles != {"prefill", "decode"}:
             raise UsageError(
                 f"model {name!r} has engines of role {' and '.join(sorted(roles))}: prefill and decode go together, "

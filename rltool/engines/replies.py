@@ -8,10 +8,28 @@ from contextlib import contextmanager
 from typing import Any
 
 from rltool.engines.types import HttpRequest
-from rltool.errors import EngineError, EngineFailed, EngineRejected
+from rltool.errors import EngineError, EngineFailed, EngineRejected, EngineUnreachable
+from rltool.terminal import visible
 
 QUOTED_CHARACTERS = 600
 """How much of a server's reply an error message quotes: enough for its message, short of a traceback."""
+
+
+def too_large(what: str, limit: int) -> EngineUnreachable:
+    return EngineUnreachable(
+        f"{what} answered with more than {limit:,} bytes, the limit for such a reply, and was cut off: what is at that "
+        "address is no server of ours, or it is broken"
+    )
+
+
+async def read_body(response: Any, what: str, limit: int) -> bytes:
+    """The body of an aiohttp response. EngineUnreachable for more than `limit` bytes; the rest is left unread."""
+    body = bytearray()
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > limit:
+            raise too_large(what, limit)
+    return bytes(body)
 
 
 def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any:
@@ -37,7 +55,8 @@ def making_sense_of(what: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"{what} answered something that makes no sense ({type(error).__name__}: {error})") from error
+        reason = f"{type(error).__name__}: {quote(str(error))}"
+        raise EngineError(f"{what} answered something that makes no sense ({reason})") from error
 
 
 def _without_keys(body: Any) -> Any:
@@ -45,9 +64,10 @@ def _without_keys(body: Any) -> Any:
     return {**body, "api_key": "(the key)"} if isinstance(body, dict) and "api_key" in body else body
 
 
-def quote(text: str) -> str:
-    text = " ".join(text.split()) or "(empty reply)"
-    return text if len(text) <= QUOTED_CHARACTERS else text[:QUOTED_CHARACTERS] + " ..."
+def quote(text: str, characters: int = QUOTED_CHARACTERS) -> str:
+    """The beginning of foreign text in one line, with what cannot be printed written out."""
+    shown = visible(" ".join(text.split())[: characters + 1]) or "(empty reply)"
+    return shown if len(shown) <= characters else shown[:characters] + " ..."
 
 
 def hint(status: int) -> str:

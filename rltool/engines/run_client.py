@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.replies import quote
 from rltool.engines.sync_client import exchange
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable, RltoolError, UsageError
@@ -30,6 +31,8 @@ CHANGE_SECONDS = 60.0
 COMPARE_SECONDS = 600.0
 """Deadline of POST /weights/compare in the driver: it is answered when the trainer waits for its engines, which may be
 after a long training step."""
+REASON_CHARACTERS = 4000
+"""Of a refusal: the driver's own reasons have lists of engines in them."""
 _ON_THE_WAY = 2.0
 """Seconds that a caller waits beyond the driver's own deadline, so that it is the driver's reason that is read."""
 
@@ -151,7 +154,7 @@ class Driver:
             raise RltoolError(f"{what} answered {status}, not with JSON, so it is no driver: {body[:200]!r}") from error
         if status < 300:
             return reply
-        reason = str(reply.get("error", reply)) if isinstance(reply, dict) else str(reply)
+        reason = quote(str(reply.get("error", reply)) if isinstance(reply, dict) else str(reply), REASON_CHARACTERS)
         if status == 401:
             raise RltoolError(f"the driver at {self.url} refuses the key in {self.key_file}: {reason}")
         if status == 503:

@@ -25,6 +25,7 @@ from rltool.engines.supported import Feature, has
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
+    Drafts,
     EngineCounters,
     EngineInfo,
     EngineLoad,
@@ -54,23 +55,29 @@ MEMORY: dict[MemoryTag, tuple[str, ...]] = {"weights": ("weights",), "kv_cache":
 TASKS = {True: "generate", False: "classify"}
 """By is_generation. SGLang does not tell classifiers from embedding models."""
 
+ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
+"""Names of one number in meta_info (_calculate_spec_decoding_metrics), the newest first."""
+
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
 
 LAUNCHER = (
-    "import runpy, sys; "
+    "import os, runpy, sys, tempfile; "
+    "tempfile.tempdir = os.environ.get('RLTOOL_TEMPORARY'); "
     "sys.argv += ['--api-key=' + open(sys.argv.pop(1)).read().strip()]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
 """SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the
 process, as one word with its value, for a key may begin like a flag. SGLang's log starts with all its arguments, the
-key among them: the log file must not be readable by others (0600)."""
+key among them: the log file must not be readable by others (0600). Its front end names the sockets of all its
+processes, in a temporary directory of its own; theirs is the usual one (no TMPDIR), for compilers keep caches there."""
 
 
 class SglangDialect(SglangInspection, SglangClassification):
     """See rltool.engines.dialect.Dialect."""
 
     name = "sglang"
+    temporary_in = "RLTOOL_TEMPORARY"
 
     # -- generation
 
@@ -249,6 +256,13 @@ class SglangDialect(SglangInspection, SglangClassification):
         again = [HttpRequest("POST", "/resume_memory_occupation", {"tags": _memory_of(tags)})]
         return [*again, *self.resume()] if "kv_cache" in tags else again
 
+    def reload(self, model: str | None) -> list[HttpRequest]:
+        """The cache, which a flush would touch, is still asleep, and has nothing of older weights when it wakes."""
+        if model is None:
+            raise UsageError("this SGLang server does not tell where it read its model, so it cannot load it again")
+        body = {"model_path": model, "load_format": "auto", "flush_cache": False}
+        return [HttpRequest("POST", "/update_weights_from_disk", body)]
+
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.
 
@@ -271,6 +285,7 @@ class SglangDialect(SglangInspection, SglangClassification):
         # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the
         # server.
         argv += ["--skip-server-warmup"]
+        argv += ["--enable-metrics"]  # else it has no /metrics
         if launch.task == "classify":
             argv += ["--is-embedding"]
         if launch.return_routed_experts:
@@ -321,7 +336,10 @@ def parse_reply(reply: Any) -> Completion:
             raise EngineError(
                 f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}"
             )
-    return Completion(token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)))
+    return Completion(
+        token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)),
+        cached_tokens=meta.get("cached_tokens"), drafts=_drafts(meta),
+    )  # fmt: skip
 
 
 def with_routed_experts(completion: Completion, reply: Any, request: GenerateRequest) -> Completion:
@@ -337,6 +355,11 @@ def _request_id(request: GenerateRequest, index: int) -> str:
     """/abort_request matches by prefix: with a suffix of fixed length, "...-0001" is no prefix of another sample's
     id."""
     return request.request_id if request.n == 1 else f"{request.request_id}-{index:04d}"
+
+
+def _drafts(meta: Mapping[str, Any]) -> Drafts | None:
+    accepted = next((meta[name] for name in ACCEPTED_DRAFTS if name in meta), None)
+    return Drafts(meta["spec_verify_ct"], accepted) if accepted is not None else None
 
 
 def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:

@@ -6,8 +6,8 @@ from rltool.config.serve import EngineLaunch
 
 
 def flags_in_its_group(launch: EngineLaunch) -> list[str]:
-    """On several hosts, half of prefill and decode, or with encoders beside it (SGLang 0.5.23,
-    sglang/srt/arg_groups/fields: parallel.py, disagg.py)."""
+    """On several hosts, or half of prefill and decode (SGLang 0.5.23, sglang/srt/arg_groups/fields: parallel.py,
+    disagg.py)."""
     argv = []
     if launch.dist_init is not None:
         argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
@@ -18,8 +18,4 @@ def flags_in_its_group(launch: EngineLaunch) -> list[str]:
         argv += ["--disaggregation-decode-retraction-backup", "none"]  # its pool of host memory is pinned with CUDA
     if launch.bootstrap_port is not None:
         argv += ["--disaggregation-bootstrap-port", str(launch.bootstrap_port)]
-    if launch.role == "encoder":
-        argv += ["--encoder-only"]
-    if launch.encoder_urls:
-        argv += ["--language-only", "--encoder-urls", *launch.encoder_urls]
     return argv

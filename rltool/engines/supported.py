@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
+from typing import Literal
 
+from rltool.engines.dialect import PauseMode
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
+from rltool.engines.types import HALVES, EngineRole
 
 Version = tuple[int, ...]
 
@@ -81,7 +84,8 @@ def plugin_refusal(protocol: int | None) -> str | None:
 
 
 def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:
-    """Why an engine of this version cannot be trained against, though it generates; None if it can."""
+    """Why an engine of this version cannot be trained against with weights.pause_mode, though it generates; None if it
+    can."""
     name = NAMES[kind]
     if not has(kind, version, Feature.VERSION_OF_REPLY):
         since = _text(SINCE[kind, Feature.VERSION_OF_REPLY])
@@ -89,13 +93,29 @@ def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:
             f"is {name} {version}, which does not tell the weight version of what it sampled, so it cannot be trained "
             f"against: install {name} {since} (as it is, it serves `debug rollout-only`)"
         )
-    if not has(kind, version, Feature.VERSION_SPANS) and pause_mode != "abort":
+    if not has(kind, version, Feature.VERSION_SPANS) and pause_mode not in ("auto", "abort"):
         since = _text(SINCE[kind, Feature.VERSION_SPANS])
         return (
             f"is {name} {version}, which tells one weight version for a whole response ({since} tells it for every "
-            f'token), so none may run across a sync: set weights.pause_mode to "abort"'
+            f'token), so none may run across a sync: set weights.pause_mode to "abort", or leave it at "auto"'
         )
     return None
+
+
+def why_abort(kind: str, version: str, role: EngineRole) -> str | None:
+    """Why no request of this engine may run across a weight sync; None: it may."""
+    if role in HALVES:
+        return "prefill and decode engines would use a KV cache of old weights"
+    if not has(kind, version, Feature.VERSION_SPANS):
+        return f"{NAMES[kind]} {version} gives one weight version for a whole response"
+    return None
+
+
+def pause_mode(asked: PauseMode | Literal["auto"], kind: str, version: str, role: EngineRole) -> PauseMode:
+    """How one engine is paused for a weight sync. asked: weights.pause_mode."""
+    if asked != "auto":
+        return asked
+    return "keep" if why_abort(kind, version, role) is None else "abort"
 
 
 def _text(version: Version) -> str:

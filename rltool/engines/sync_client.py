@@ -12,15 +12,16 @@ import requests
 
 from rltool.engines.dialects import DETECTION, NAMES, dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.replies import read_reply
-from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.engines.replies import quote, read_reply, too_large
+from rltool.engines.types import CONTROL_REPLY_BYTES, EngineInfo, HttpRequest
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 
 
 def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> Any:
     """The reply to `request`, sent once, in the form and with the errors of `read_reply`; else EngineUnreachable.
 
-    timeout: seconds for the connection, and again for each wait for bytes; a server that hangs is given up after it.
+    timeout: seconds for the connection, for each wait for bytes, and for all of them; a server that hangs is given up
+    after it.
     """
     status, body = exchange(base_url, request, key=key, timeout=timeout)
     return read_reply(f"{request.method} {base_url}{request.path}", request, status, body)
@@ -36,13 +37,25 @@ def exchange(base_url: str, request: HttpRequest, *, key: str | None = None, tim
         try:
             response = session.request(
                 request.method, base_url + request.path, json=request.body, params=request.query, headers=headers,
-                timeout=timeout, allow_redirects=False,
+                timeout=timeout, allow_redirects=False, stream=True,
             )  # fmt: skip
+            return response.status_code, _body(response, what, timeout)
         except requests.RequestException as error:
             if _timed_out(error):
                 raise EngineUnreachable(f"{what}: no answer within {timeout:g} s") from error
             raise EngineUnreachable(f"{what}: {_cause(error)}") from error
-        return response.status_code, response.content
+
+
+def _body(response: requests.Response, what: str, timeout: float) -> bytes:
+    """EngineUnreachable for more than an answer of ours has, and where it has not come to its end in time."""
+    body, ends = bytearray(), time.monotonic() + timeout
+    for piece in response.iter_content(64 * 1024):
+        body += piece
+        if len(body) > CONTROL_REPLY_BYTES:
+            raise too_large(what, CONTROL_REPLY_BYTES)
+        if time.monotonic() > ends:
+            raise EngineUnreachable(f"{what}: the answer did not end within {timeout:g} s")
+    return bytes(body)
 
 
 def probe(endpoint: EngineEndpoint, *, timeout: float) -> EngineInfo:
@@ -95,4 +108,4 @@ def _cause(error: BaseException) -> str:
         if isinstance(inner, OSError) and inner.strerror:
             return inner.strerror
         inner = inner.__cause__ or inner.__context__
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {quote(str(error))}"

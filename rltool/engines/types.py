@@ -7,13 +7,14 @@ import uuid
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rltool.engines.sampling_mask import SamplingMask
 from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
-EngineRole = Literal["regular", "prefill", "decode", "encoder"]
+EngineRole = Literal["regular", "prefill", "decode"]
+HALVES: frozenset[EngineRole] = frozenset({"prefill", "decode"})
 
 SEED_MODULUS = 2**31
 """Seeds of requests and samples lie below it: what both engines take."""
@@ -83,11 +84,21 @@ class RoutedExperts:
         return self.choices + array(code, [UNROUTED[code]]) * missing
 
 
+CONTROL_REPLY_BYTES = 16 * 1024 * 1024
+"""More than any answer to a control call, a probe or a question to a driver has: a server that sends more is none of
+ours, and shall not fill the memory of who asked."""
+TOKEN_REPLY_BYTES = 1024
+"""Of one token in an answer: its id, log-probability and text, in the widest form that an engine has. Generous."""
+NUMBER_REPLY_BYTES = 16
+"""Of one integer in such an answer."""
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
     fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: the
-    model's, where completions are to have routed_experts."""
+    model's, where completions are to have routed_experts. session: requests of one conversation, which share prefixes,
+    have an equal one, and go to one engine where that can be; "": of none."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -96,6 +107,17 @@ class GenerateRequest:
     seed: int | None = None
     continues: int = 0
     routing: Routing | None = None
+    session: str = ""
+
+    @property
+    def reply_bytes(self) -> int:
+        """More than an answer to this has."""
+        sampled = self.sampling.max_tokens
+        numbers = sampled * self.sampling.top_k if self.sampling.return_sampling_mask else 0
+        if self.routing is not None:
+            numbers += (len(self.prompt_ids) + sampled) * self.routing.per_token
+        tokens = len(self.prompt_ids) + sampled
+        return CONTROL_REPLY_BYTES + self.n * (tokens * TOKEN_REPLY_BYTES + numbers * NUMBER_REPLY_BYTES)
 
     def again(self) -> GenerateRequest:
         """The same with an id of its own: an engine whose caller has gone may notice that seconds later, and until then
@@ -125,6 +147,16 @@ class VersionSpan:
     end: int
 
 
+class Drafts(NamedTuple):
+    """Forward passes that verified draft tokens, and how many draft tokens they accepted in all."""
+
+    passes: int
+    accepted: int
+
+    def plus(self, other: Drafts) -> Drafts:
+        return Drafts(self.passes + other.passes, self.accepted + other.accepted)
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled response.
@@ -133,8 +165,9 @@ class Completion:
     sampling distribution at the sampling temperature, one per token; versions: spans that cover the response (empty if
     the engine does not report them); sampling_mask: with a place for each token, None where none was asked for;
     routed_experts: of all tokens of prompt and response but the last, where the request has `routing`; None without,
-    and of an aborted response: its continuation brings those of all its tokens. Raises MissingLogprobs if the two lists
-    differ in length or a value is not finite.
+    and of an aborted response: its continuation brings those of all its tokens. cached_tokens: of the prompt, those
+    that the engine found in its prefix cache; drafts: of speculative decoding; None where the engine does not report
+    them for this sample alone. Raises MissingLogprobs if the two lists differ in length or a value is not finite.
     """
 
     token_ids: tuple[int, ...]
@@ -143,6 +176,8 @@ class Completion:
     versions: tuple[VersionSpan, ...] = ()
     sampling_mask: SamplingMask | None = None
     routed_experts: RoutedExperts | None = None
+    cached_tokens: int | None = None
+    drafts: Drafts | None = None
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):
@@ -243,6 +278,9 @@ class EngineInfo:
 
 INCOMPLETE_VERSION = "incomplete"
 """The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
+
+ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
+"""Request header: sglang-router with policy `manual` keeps equal ones on one worker."""
 
 BOOT_ID_HEADER = "x-rltool-boot-id"
 """Response header of servers with rltool's plugin: which process answered, also behind a router."""

@@ -26,6 +26,7 @@ from rltool.engines.sampling_mask import find_mask, logprobs_of
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
+    Drafts,
     EngineCounters,
     EngineInfo,
     EngineLoad,
@@ -83,6 +84,7 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
     """See rltool.engines.dialect.Dialect."""
 
     name = "vllm"
+    temporary_in = "VLLM_RPC_BASE_PATH"
     generate_path = GENERATE_PATH
 
     # -- generation
@@ -130,6 +132,7 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
             for choice in sorted(choices, key=lambda choice: choice["index"]):
                 completion = self.parse_choice(choice, request.sampling.return_sampling_mask)
+                completion = replace(completion, cached_tokens=_cached_tokens(reply), drafts=_drafts(choice, reply))
                 completions.append(with_routed_experts(completion, choice, request))
         return completions
 
@@ -237,6 +240,9 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
     def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
         """The one that completes its memory resumes the scheduler as well (v1/engine/core.py, wake_up)."""
         return [HttpRequest("POST", "/wake_up", query={"tags": tag}) for tag in in_waking_order(tags)]
+
+    def reload(self, model: str | None) -> list[HttpRequest]:
+        return [HttpRequest("POST", "/collective_rpc", {"method": "reload_weights"})]
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
@@ -349,6 +355,19 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
         best = [[(found["token_id"], found["logprob"]) for found in entry["top_logprobs"]] for entry in content]
         mask = find_mask(best).checked()
     return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans, mask)
+
+
+def _cached_tokens(reply: Mapping[str, Any]) -> int | None:
+    """Of several samples of a prompt vLLM counts for the one that ended last, whichever that is."""
+    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    return details.get("cached_tokens") if len(reply["choices"]) == 1 else None
+
+
+def _drafts(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> Drafts | None:
+    """Of a server with --per-request-spec-decode-metrics: the plugin's route has them of each choice, vLLM's own of a
+    reply with one."""
+    found = choice.get("speculative_decoding") or (reply.get("metrics") or {}).get("speculative_decoding")
+    return Drafts(found["num_spec_steps"], found["num_accepted_draft_tokens"]) if found else None
 
 
 def sample_chunks(request: GenerateRequest) -> Iterator[tuple[int, int]]:

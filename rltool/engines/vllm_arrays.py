@@ -18,6 +18,7 @@ from rltool.engines.vllm import VllmDialect
 from rltool.errors import EngineError, MissingLogprobs
 
 ARRAYS_PATH = "/rltool/generate"
+RELOAD_PATH = "/rltool/reload_weights"
 CHECKSUMS_PATH = "/rltool/checksums"
 
 
@@ -25,6 +26,9 @@ class ArrayVllmDialect(VllmDialect):
     """See rltool.engines.dialect.Dialect."""
 
     generate_path = ARRAYS_PATH
+
+    def reload(self, model: str | None) -> list[HttpRequest]:
+        return [HttpRequest("POST", RELOAD_PATH)]
 
     def checksums(self) -> HttpRequest:
         return HttpRequest("GET", CHECKSUMS_PATH, tolerate=(NO_SUCH_ROUTE,))  # of an rltool that has no such route yet

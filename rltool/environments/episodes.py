@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,9 +16,9 @@ from typing import Any, TypeVar
 
 from rltool.chat.conversation import Conversation, Message
 from rltool.chat.rendering import Renderer, Suffix
-from rltool.engines.tasks import all_of
 from rltool.environments.protocol import Environment, Start, Step, task_of
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.tasks import all_of
 from rltool.rollout.generate import GenerateContext, check_prompt, continue_response
 from rltool.rollout.reward_worker import describe, finite
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
@@ -45,8 +46,11 @@ class Episodes:
     """A generate function (rollout/generate.py): all samples of a group side by side, each with an environment of its
     own. Templates are rendered one at a time in a thread, as `Renderer` wants it."""
 
-    def __init__(self, make: Callable[[], Environment], renderer: Renderer, limits: EpisodeLimits) -> None:
-        self._make, self._renderer, self._limits = make, renderer, limits
+    def __init__(
+        self, make: Callable[[], Environment], renderer: Renderer, limits: EpisodeLimits, *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._make, self._renderer, self._limits, self._clock = make, renderer, limits, clock
         self._cpu = ThreadPoolExecutor(1, "chat template")
 
     async def __call__(self, group: list[Sample], context: GenerateContext) -> None:
@@ -84,7 +88,9 @@ class Episodes:
             reply, stop_id = await self._turn(sample, talk, turn, shown.reasoning_open, context)
             if sample.status is SampleStatus.ABORTED:
                 return
+            began_step = self._clock()
             step: Step = await self._call("step", environment.step(reply))
+            sample.tool_seconds = (sample.tool_seconds or 0.0) + self._clock() - began_step
             earned = _finite("the reward of a step", step.reward)
             sample.turn_rewards.append(TurnReward(turn, began, len(sample.response_ids), earned))
             if step.done or sample.status is SampleStatus.TRUNCATED:

@@ -7,21 +7,19 @@ package is needed here: what is named makes the object.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 from rltool.chat.conversation import Message
 from rltool.config.import_path import load_callable
+from rltool.environments.plain_calls import PlainCalls
 from rltool.environments.protocol import Start, Step, Task
 from rltool.errors import UsageError
 
-_THREADS = ThreadPoolExecutor(32, "gym")
-"""For methods that are not async. Not asyncio's own: slow environments must not keep the run's other work from its
-threads."""
+_CALLS = PlainCalls()
+"""Of methods that are not async."""
 LARGEST_SEED = 2**32
 
 
@@ -116,5 +114,5 @@ async def _called(function: Callable[[], Any]) -> Any:
     """Plain functions in a thread, which nothing ends: deadlines.environment gives up waiting for it."""
     if inspect.iscoroutinefunction(getattr(function, "func", function)):
         return await function()
-    found = await asyncio.get_running_loop().run_in_executor(_THREADS, function)
+    found = await _CALLS.run(function, getattr(getattr(function, "func", function), "__qualname__", repr(function)))
     return await found if inspect.isawaitable(found) else found

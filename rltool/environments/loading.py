@@ -15,6 +15,7 @@ from rltool.config.train import TrainConfig
 from rltool.environments.episodes import EpisodeLimits, Episodes
 from rltool.environments.protocol import Environment, Step
 from rltool.errors import UsageError
+from rltool.masking import masked
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 
 METHODS = ("reset", "step", "reward", "close")
@@ -34,7 +35,7 @@ def load_environment(config: RolloutConfig) -> Callable[[], Environment] | None:
         raise UsageError(f"{setting}: {error}") from error
     except Exception as error:
         raise UsageError(
-            f"{setting} with rollout.environment_arguments = {arguments}: {type(error).__name__}: {error}"
+            f"{setting} with rollout.environment_arguments = {masked(arguments)}: {type(error).__name__}: {error}"
         ) from error
     lacking = [name for name in METHODS if not callable(getattr(example, name, None))]
     if lacking:

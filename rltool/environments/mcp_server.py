@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rltool.environments.tools import cut, function_schema
 from rltool.errors import RltoolError, UsageError
+from rltool.masking import masked
+from rltool.processes.tasks import Background
 from rltool.rollout.reward_worker import describe
 
 if TYPE_CHECKING:
@@ -52,8 +54,9 @@ class McpServer:
             raise UsageError("tools of an MCP server need the package mcp: pip install rltool[mcp]") from None
         self._command, self._env, self._url, self._key_file = tuple(command), env, url, key_file
         self._only, self._seconds = frozenset(only), seconds
-        self._name = url or " ".join(command)
+        self._name = masked(url) or " ".join(masked(command))
         self._closing = asyncio.Event()
+        self._background = Background()
         self._holding: asyncio.Task[None] | None = None
         self._connected = False
 
@@ -61,7 +64,7 @@ class McpServer:
         """RltoolError where the server cannot be reached in time, UsageError for a tool in `only` that it has not."""
         listed: asyncio.Future[list[McpTool]] = asyncio.get_running_loop().create_future()
         # A task of its own holds the connection: it must end in the task that it began in.
-        self._holding = asyncio.create_task(self._hold(listed), name=f"MCP server {self._name}")
+        self._holding = self._background.start(self._hold(listed), f"MCP server {self._name}")
         try:
             async with asyncio.timeout(self._seconds):
                 return await listed
@@ -74,8 +77,7 @@ class McpServer:
         self._closing.set()
         if self._connected:
             await asyncio.wait([self._holding], timeout=CLOSE_SECONDS)
-        self._holding.cancel()
-        await asyncio.gather(self._holding, return_exceptions=True)
+        await self._background.close()
 
     async def _hold(self, listed: asyncio.Future[list[McpTool]]) -> None:
         try:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from rltool.errors import UsageError
+from rltool.terminal import write_line
 
 Stemming = Literal["porter unicode61", "unicode61", "trigram"]
 """FTS5's tokenizers: English word stems; words as they are; any three characters, for scripts without spaces between
@@ -144,7 +145,7 @@ def main(argv: list[str]) -> None:
         count = build_index(read_passages(given.corpus), given.index, tokenizer=given.tokenizer)
     except (UsageError, OSError) as error:
         sys.exit(f"error: {error}")
-    print(f"{given.index}: {count} passages")
+    write_line(f"{given.index}: {count} passages")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import inspect
 import json
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Protocol
@@ -16,12 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 
 from rltool.config.import_path import load_callable
+from rltool.environments.plain_calls import PlainCalls
 from rltool.errors import UsageError
+from rltool.masking import masked
 
 MAX_RESULT_CHARACTERS = 8192
 """Of what the model reads of one result; the rest is cut, and the text says so."""
-_THREADS = ThreadPoolExecutor(32, "tools")
-"""Not asyncio's own: slow tools must not keep the run's other work from its threads."""
+_CALLS = PlainCalls()
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -71,6 +71,7 @@ class Tool:
         too, for the model to read; a UsageError, which is the user's to mend, is raised.
 
         A plain function runs in a thread, which nothing ends: one that may hang belongs into a process (sandbox.py).
+        Too many that hang are a UsageError.
         """
         try:
             given = self.arguments.model_validate(dict(arguments))
@@ -82,8 +83,7 @@ class Tool:
                 if inspect.iscoroutinefunction(self.function):
                     result = await self.function(**named)
                 else:
-                    loop = asyncio.get_running_loop()
-                    result = await loop.run_in_executor(_THREADS, partial(self.function, **named))
+                    result = await _CALLS.run(partial(self.function, **named), self.name)
         except UsageError:
             raise
         except TimeoutError:
@@ -131,12 +131,12 @@ def make_tools(wanted: str | Callable[..., Any] | Mapping[str, Any]) -> Tool | T
     arguments = dict(wanted)
     path = arguments.pop("make", None)
     if not isinstance(path, str):
-        raise UsageError(f"tools: {dict(wanted)} needs `make`, the import path of a function that makes a tool")
+        raise UsageError(f"tools: {masked(wanted)} needs `make`, the import path of a function that makes a tool")
     made = load_callable(path, setting="tools: make")
     try:
         found = made(**arguments)
     except TypeError as error:
-        raise UsageError(f"tools: {path} with {arguments}: {error}") from error
+        raise UsageError(f"tools: {path} with {masked(arguments)}: {error}") from error
     return found if callable(getattr(found, "open", None)) else make_tool(found)
 
 

@@ -70,7 +70,7 @@ class AgentQueue:
 
     def take(self, worker: str) -> QueuedEpisode | None:
         """The one that has waited longest, None where none waits."""
-        self._drop_forgotten()
+        self.drop_forgotten()
         for episode in self._episodes.values():
             if episode.heard is None:
                 episode.heard, episode.worker = self._clock(), worker
@@ -97,7 +97,8 @@ class AgentQueue:
             raise NotFound(f"there is no episode {episode_id[:64]!r} here: it was withdrawn, or the gateway restarted")
         return episode
 
-    def _drop_forgotten(self) -> None:
+    def drop_forgotten(self) -> None:
+        """Those that no trainer has asked for of late. To be called now and then, where there are no workers too."""
         oldest = self._clock() - SILENCE_SECONDS
         forgotten = [episode.id for episode in self._episodes.values() if episode.asked < oldest]
         for episode_id in forgotten:

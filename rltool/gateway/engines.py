@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
+from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, EngineRejected
 from rltool.gateway.balance import Balance
 from rltool.gateway.errors import EnginesFailed
 
-ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
-"""sglang-router with policy `manual` keeps equal ones on one worker."""
 MAX_CONTINUATIONS = 16
 """How often a response that an engine aborted, for a weight sync, is taken up again."""
 RETRY_SECONDS = 0.2

@@ -22,8 +22,11 @@ from rltool.gateway.registry import Sessions
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
 from rltool.gateway.store import SessionStore
 from rltool.gateway.turns import Model, Turns
+from rltool.processes import connections
 from rltool.processes.keys import read_key
+from rltool.processes.tasks import beside
 from rltool.rollout.tokenizer import load_tokenizer
+from rltool.terminal import write_line
 
 
 @asynccontextmanager
@@ -48,27 +51,41 @@ async def gateway(config: GatewayConfig, parts: Parts) -> AsyncIterator[web.Appl
             yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()
 
 
+@asynccontextmanager
+async def served(
+    app: web.Application, host: str, port: int, *, shutdown_seconds: float = SHUTDOWN_SECONDS
+) -> AsyncIterator[int]:
+    """The application at its address, while the block runs; the port, where 0 was asked for."""
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=shutdown_seconds, keepalive_timeout=connections.IDLE_SECONDS
+    )
+    await runner.setup()
+    assert runner.server is not None, "setup makes it"
+    try:
+        listening = await connections.listen(runner.server, host, port)
+        try:
+            yield listening.sockets[0].getsockname()[1]
+        finally:
+            listening.close()
+    finally:
+        await runner.cleanup()
+
+
 async def serve(config: GatewayConfig, parts: Parts) -> None:
     """Until it is cancelled."""
-    async with gateway(config, parts) as app:
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, config.host, config.port).start()
-            print(f"serving on {config.host}:{config.port}", flush=True)
-            await asyncio.Event().wait()
-        finally:
-            await runner.cleanup()
+    async with gateway(config, parts) as app, served(app, config.host, config.port):
+        write_line(f"serving on {config.host}:{config.port}")
+        await asyncio.Event().wait()
 
 
 async def serve_until_terminated(config: GatewayConfig, parts: Parts) -> None:
     """SIGTERM and SIGINT end it in order: turns in progress are recorded."""
     loop = asyncio.get_running_loop()
-    serving = asyncio.ensure_future(serve(config, parts))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, serving.cancel)
-    with suppress(asyncio.CancelledError):
-        await serving
+    async with beside(serve(config, parts)) as (serving,):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, serving.cancel)
+        with suppress(asyncio.CancelledError):
+            await serving
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rltool.errors import RltoolError
 from rltool.gateway.errors import NotFound, TooMany, Unauthorized
 from rltool.gateway.session import Session
 from rltool.gateway.store import SESSION_ID, SessionStore
@@ -93,17 +94,25 @@ class Sessions:
         self.counts["ended"] += 1
 
     def expire(self) -> int:
-        """End what nobody has used for the idle time-out; how many those were."""
+        """End what nobody has used for the idle time-out; how many those were. One that cannot be ended, such as one
+        whose file is damaged, holds up no other: RltoolError names all such, at the end."""
         oldest = self._clock() - self._idle
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
         asleep = [name for name, written in self._asleep.items() if written < oldest]
-        for name in asleep:
-            del self._asleep[name]  # first: a damaged file must not come up each time
-            late.append(self.find(name))
-        for session in late:
-            self.end(session, f"timed out after {self._idle:g} s without a turn")
-        self.counts["timed_out"] += len(late)
-        return len(late)
+        failed, ended = [], 0
+        for late_one in (*late, *asleep):
+            try:
+                if isinstance(late_one, str):
+                    del self._asleep[late_one]  # first: a damaged file must not come up each time
+                    late_one = self.find(late_one)
+                self.end(late_one, f"timed out after {self._idle:g} s without a turn")
+                ended += 1
+            except (RltoolError, OSError) as error:
+                failed.append(str(error))
+        self.counts["timed_out"] += ended
+        if failed:
+            raise RltoolError("; ".join(failed))
+        return ended
 
 
 def demand_key(session: Session, given: str | None) -> None:

@@ -16,7 +16,6 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
 from aiohttp import web
 
@@ -35,6 +34,7 @@ from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.sampling import not_followed
 from rltool.gateway.session import Session
 from rltool.gateway.turns import Ended, Turns
+from rltool.processes.tasks import Background
 
 PING_SECONDS = 10.0
 """A turn that takes longer begins its stream before it has anything to say: clients and proxies give silent
@@ -43,6 +43,8 @@ SHUTDOWN_SECONDS = 5.0
 """For turns in progress, when the gateway is stopped."""
 EXPIRE_SECONDS = 30.0
 """How often idle sessions are looked for."""
+MOST_METADATA = 64 * 1024
+"""Characters, as JSON: each open session keeps its own in memory."""
 
 APIS: dict[str, Api] = {
     "/chat/completions": ChatApi(),
@@ -65,8 +67,9 @@ class GatewayServer:
         self._config, self._turns, self._sessions = config, turns, sessions
         self._key = key
         self._queue = AgentQueue()
-        self._running: set[asyncio.Future[Ended]] = set()
-        """Turns, also of agents that have gone: a task that nobody refers to may be collected."""
+        self._background = Background()
+        self._running: set[asyncio.Task[Ended]] = set()
+        """Turns, also of agents that have gone."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._config.max_body_bytes)
@@ -113,6 +116,8 @@ class GatewayServer:
         metadata = body.get("metadata") or {}
         if set(body) - {"metadata"} or not isinstance(metadata, dict):
             raise BadRequest('POST /sessions takes {"metadata": {...}}, and nothing else')
+        if len(json.dumps(metadata)) > MOST_METADATA:
+            raise TooLarge(f"the metadata of a session may have {MOST_METADATA} characters of JSON")
         session, key = self._sessions.create(metadata)
         url = f"{request.scheme}://{request.host}/sessions/{session.id}"
         # The openai client puts its routes behind /v1, the anthropic client puts /v1 itself.
@@ -164,18 +169,12 @@ class GatewayServer:
 
     async def _expiring(self, _: web.Application):
         async def expire() -> None:
-            while True:
-                await asyncio.sleep(EXPIRE_SECONDS)
-                try:
-                    self._sessions.expire()
-                except RltoolError as error:  # a full disk, or a file that somebody damaged
-                    logger.error("%s", error)
+            self._queue.drop_forgotten()
+            self._sessions.expire()
 
-        task = asyncio.create_task(expire())
+        self._background.repeat(expire, "idle sessions", seconds=EXPIRE_SECONDS)
         yield
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await self._background.close()
 
     async def _finish_turns(self, _: web.Application) -> None:
         """Those whose agents have gone; the others' requests are waited for by the server."""
@@ -194,7 +193,7 @@ class GatewayServer:
                 body, followed=api.followed, sampling=self._turns.sampling, on_sampling=self._config.on_sampling
             )
             headers = {OVERRIDDEN_HEADER: _header_text(", ".join(ignored))} if ignored else {}
-            turn = asyncio.ensure_future(self._turns.run(session, api.name, asked, ignored))
+            turn = self._background.start(self._turns.run(session, api.name, asked, ignored), "turn", awaited=True)
             self._running.add(turn)
             turn.add_done_callback(self._running.discard)
             if asked.stream:

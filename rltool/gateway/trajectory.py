@@ -24,6 +24,7 @@ class TurnRecord:
     and versions are of the sampled ones. stopped: the last of them is a stop token. base: the turn whose history
     `messages` continue, or None; reason: why the turn does not simply extend a trajectory, or "".
     raw_prompt, raw_reply: of OpenAI Completions, the text behind that of the base, and the text that was sampled.
+    seconds: from the request until `time`; None in records of an earlier rltool.
     """
 
     id: str
@@ -47,10 +48,12 @@ class TurnRecord:
     reply: Message | None = None
     raw_prompt: str | None = None
     raw_reply: str | None = None
+    seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
+            "seconds": self.seconds,
             "context_ids": list(self.context_ids),
             "sampled_ids": list(self.sampled_ids),
             "logprobs": list(self.logprobs),
@@ -71,6 +74,7 @@ class TurnRecord:
             versions=tuple(VersionSpan(*span) for span in data["versions"]),
             messages=tuple(map(Message.from_json, data["messages"])),
             reply=Message.from_json(data["reply"]) if data["reply"] else None,
+            seconds=data.get("seconds"),
         )
 
 

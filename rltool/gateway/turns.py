@@ -80,6 +80,7 @@ class Turns:
     async def run(self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...]) -> Ended:
         """Generate, record, answer; in this order. Raises RequestError."""
         self._check(session, asked)
+        began = self._clock()
         session.in_progress += 1
         self._sessions.touch(session)
         try:
@@ -87,7 +88,7 @@ class Turns:
             sampled = await self._engines.generate(session.id, plan.prompt_ids, self._limited(plan, asked))
             turn_id = uuid.uuid4().hex
             text, message = await self._on_cpu(self._read, sampled.completion, plan, asked, turn_id)
-            record = self._record(session, api, turn_id, plan, sampled, asked, text, message, not_followed)
+            record = self._record(session, api, turn_id, plan, sampled, asked, text, message, not_followed, began)
         finally:
             session.in_progress -= 1
             self._sessions.touch(session)
@@ -146,6 +147,7 @@ class Turns:
         text: str,
         message: Message,
         not_followed: tuple[str, ...],
+        began: float,
     ) -> TurnRecord:
         """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await, so
         that nothing comes between."""
@@ -156,9 +158,11 @@ class Turns:
         branches = index == len(session.trajectories) and bool(session.trajectories)
         completion = sampled.completion
         chat = asked.prompt if isinstance(asked.prompt, Conversation) else None
+        now = self._clock()
         record = TurnRecord(
             id=turn_id,
-            time=self._clock(),
+            time=now,
+            seconds=now - began,
             api=api,
             trajectory=index,
             parent=parent,

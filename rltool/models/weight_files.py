@@ -1,5 +1,5 @@
-"""The safetensors files of a Hugging Face directory: which there are, and what their headers say. Needs no torch, so
-that serve-engines can look before an engine does.
+"""The files of a Hugging Face directory: the safetensors with what their headers say, and whether it has a tokenizer.
+Needs no torch, so that serve-engines can look before an engine does.
 
 Format: 8 bytes little-endian header length, JSON header, data.
 """
@@ -13,6 +13,8 @@ from typing import Any
 
 from rltool.errors import UsageError
 
+TOKENIZERS = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm", "tekken.json")
+"""Names of the files that a tokenizer is read from. tokenizer_config.json may be enough: of bytes, or of own code."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _LARGEST_HEADER = 100_000_000
@@ -48,6 +50,19 @@ def check_weight_files(directory: Path) -> None:
     for path in weight_files(directory):
         with path.open("rb") as stream:
             read_header(path, stream)
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """UsageError for a directory without any file of a tokenizer."""
+    if not any(found for pattern in TOKENIZERS for found in directory.glob(pattern)):
+        raise no_tokenizer(directory, ["tokenizer.json", "tokenizer.model", "vocab.json"])
+
+
+def no_tokenizer(directory: Path, wanted: list[str]) -> UsageError:
+    return UsageError(
+        f"{directory} has no tokenizer ({', '.join(wanted)}: none of these is there); copy the tokenizer's files from "
+        "the model that it was made of"
+    )
 
 
 def read_header(path: Path, stream: BufferedReader) -> tuple[dict[str, Any], int]:

@@ -27,11 +27,16 @@ def write_bytes_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)  # or a power cut could take the rename back
+
+
+def sync_directory(directory: Path) -> None:
+    """On return the names in it are on the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        os.fsync(directory)  # or a power cut could take the rename back
+        os.fsync(descriptor)
     finally:
-        os.close(directory)
+        os.close(descriptor)
 
 
 def write_text_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:

@@ -19,13 +19,14 @@ _QUERY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """`memory_mib` is None where nvidia-smi is missing. uuid: as CUDA writes it, without "GPU-"; "" where it is not
-    known."""
+    """`memory_mib` and `capability` (CUDA's compute capability, such as (9, 0)) are None where nvidia-smi is missing or
+    does not know them. uuid: as CUDA writes it, without "GPU-"; "" where it is not known."""
 
     index: int
     name: str
     memory_mib: int | None = None
     uuid: str = ""
+    capability: tuple[int, int] | None = None
 
 
 def visible_gpus() -> list[Gpu]:
@@ -62,12 +63,18 @@ def restricts_by_uuid() -> bool:
 
 
 def parse_nvidia_smi(text: str) -> list[Gpu]:
-    """Lines of `index, name, memory.total, uuid` in MiB without header and units."""
+    """Lines of `index, name, memory.total, uuid` in MiB without header and units; `compute_cap` may follow."""
     gpus = []
     for line in text.strip().splitlines():
-        index, name, memory, uuid = (part.strip() for part in line.split(","))
-        gpus.append(Gpu(int(index), name, int(memory) if memory.isdigit() else None, uuid.removeprefix("GPU-")))
+        index, name, memory, uuid, *rest = (part.strip() for part in line.split(","))
+        mib = int(memory) if memory.isdigit() else None
+        gpus.append(Gpu(int(index), name, mib, uuid.removeprefix("GPU-"), _capability(rest[0] if rest else "")))
     return gpus
+
+
+def _capability(text: str) -> tuple[int, int] | None:
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def gpus_in_use(root: Path | None = None) -> dict[int, str]:
@@ -84,12 +91,16 @@ def _from_nvidia_smi() -> list[Gpu]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    argv = [program, "--query-gpu=index,name,memory.total,uuid", "--format=csv,noheader,nounits"]
-    try:
-        reply = subprocess.run(argv, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):  # a driver that does not answer: /proc may still tell
-        return []
-    return parse_nvidia_smi(reply.stdout)
+    for fields in ("index,name,memory.total,uuid,compute_cap", "index,name,memory.total,uuid"):
+        argv = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        try:
+            reply = subprocess.run(argv, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=True)
+        except subprocess.CalledProcessError:  # drivers before 510 refuse compute_cap, and then all of it
+            continue
+        except (OSError, subprocess.SubprocessError):  # a driver that does not answer: /proc may still have them
+            return []
+        return parse_nvidia_smi(reply.stdout)
+    return []
 
 
 def _from_proc(directory: Path) -> list[Gpu]:

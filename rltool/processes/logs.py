@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,33 +42,43 @@ def follow(
 
     When go_on turns false, what was written until then is still yielded, an unfinished last line too.
     """
-    positions: dict[str, int] = {}
-    rests: dict[str, bytes] = {role: b"" for role in files}
+    tails: dict[str, Tail] = {}
     for role, path in files.items():
-        positions[role] = path.stat().st_size if path.exists() else 0
+        tails[role] = Tail(path)
         yield from ((role, line) for line in last_lines(path, lines))
     while True:
         active = go_on()
-        for role, path in files.items():
-            if path.exists() and path.stat().st_size < positions[role]:
-                positions[role] = 0  # it was cut (rltool.processes.output)
-            fresh = _read_from(path, positions[role])
-            positions[role] += len(fresh)
-            *complete, rests[role] = (rests[role] + fresh).split(b"\n")
-            if not active and rests[role]:
-                complete.append(rests[role])
-            yield from ((role, line.decode("utf-8", "replace")) for line in complete)
+        for role, tail in tails.items():
+            yield from ((role, line) for line in tail.lines(unfinished=not active))
         if not active:
             return
         sleep(poll)
 
 
-def _read_from(path: Path, position: int) -> bytes:
-    if not path.exists():
-        return b""
-    with path.open("rb") as file:
-        file.seek(position)
-        return file.read()
+class Tail:
+    """What is appended to a file from now on, or `whole`; it need not be there yet. ends: pattern of what ends a
+    line."""
+
+    def __init__(self, path: Path, *, whole: bool = False, ends: bytes = rb"\n") -> None:
+        self._path, self._ends = path, re.compile(ends)
+        self._position = path.stat().st_size if path.exists() and not whole else 0
+        self._rest = b""
+
+    def lines(self, *, unfinished: bool = False) -> list[str]:
+        """Those that are complete since the last call, without their ends. unfinished: and what was begun."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, 2) < self._position:
+                    self._position = 0  # it was cut (rltool.processes.output)
+                file.seek(self._position)
+                fresh = file.read()
+        except FileNotFoundError:
+            fresh = b""
+        self._position += len(fresh)
+        *complete, self._rest = self._ends.split(self._rest + fresh)
+        if unfinished and self._rest:
+            complete.append(self._rest)
+        return [line.decode("utf-8", "replace") for line in complete]
 
 
 def log_files(logs_dir: Path) -> dict[str, Path]:

@@ -21,6 +21,9 @@ MARK_VARIABLE = "RLTOOL_TRAINER"
 
 TRAINER_ROLE = "train"
 
+KILL_ROUNDS = 20
+"""Of looking for what a process has started between being found and being killed."""
+
 _KEPT = {"SPT_NOENV": "1"}
 """Ray's agents write their titles over the environment that they were started with, unless this is set."""
 
@@ -35,12 +38,30 @@ def marking(run: RunDirectory, trainer: ProcessState) -> Iterator[None]:
 def left_behind(run: RunDirectory) -> list[ProcessState]:
     """What trainers of this run started that have ended themselves, as states for `stop_processes`."""
     prefix, found = _prefix(run), []
-    for process in psutil.process_iter():
+    for process, mark in _marked(MARK_VARIABLE):
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            mark = process.environ().get(MARK_VARIABLE, "")
             if mark.startswith(prefix) and _has_ended(mark.removeprefix(prefix)):
                 found.append(_state(process))
     return found
+
+
+def kill_marked(variable: str, value: str) -> None:
+    """Every process of this user that has this in its environment, and what such ones start meanwhile."""
+    for _ in range(KILL_ROUNDS):
+        found = [process for process, mark in _marked(variable) if mark == value]
+        for process in found:
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                process.kill()
+        if not found:
+            return
+
+
+def _marked(variable: str) -> Iterator[tuple[psutil.Process, str]]:
+    """Processes whose environment can be read and has it, with its value."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            if mark := process.environ().get(variable, ""):
+                yield process, mark
 
 
 def _prefix(run: RunDirectory) -> str:

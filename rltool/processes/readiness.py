@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Literal, TypeVar
 
 from rltool.processes.spawn import RunningProcess, describe_exit
+from rltool.processes.tasks import Background
 
 T = TypeVar("T")
 
@@ -47,20 +48,27 @@ async def wait_until_ready(
     """
     deadline = clock() + timeout
     missing = "it was never asked"
-    asked: asyncio.Task[T] | None = None
+    asked: asyncio.Task[T | NotReady] | None = None
     asked_until = 0.0
+    background = Background()
+
+    async def ask() -> T | NotReady:
+        try:
+            return await probe()
+        except NotReady as error:
+            return error
+
     try:
         while True:
             if asked is None:
-                asked = asyncio.ensure_future(probe())
+                asked = background.start(ask(), "probe", awaited=True)
                 asked_until = clock() + probe_timeout
             await sleep(poll)
             answer = None
             if asked.done():
                 answer, asked = asked, None
-                error = answer.exception()
-                if isinstance(error, NotReady):
-                    missing, answer = str(error), None
+                if answer.exception() is None and isinstance(found := answer.result(), NotReady):
+                    missing, answer = str(found), None
             elif clock() >= asked_until:
                 asked.cancel()
                 missing, asked = f"it did not answer within {probe_timeout:g} s", None
@@ -69,9 +77,7 @@ async def wait_until_ready(
                 raise process.failure(f"{describe_exit(process.exit_code() or 0)} while starting")
             if verdict == "late":
                 raise process.failure(f"was not ready within {timeout:g} s ({missing})")
-            if verdict == "ready" and answer is not None:
-                return answer.result()
+            if verdict == "ready" and answer is not None and not isinstance(found := answer.result(), NotReady):
+                return found
     finally:
-        if asked is not None:
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
+        await background.close()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -28,7 +29,7 @@ _LONGEST_NAME = 128
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """An absolute path and the names below it. Made by open_run."""
+    """An absolute path and the names below it. Made by open_run, for its owner alone: files within need no modes."""
 
     path: Path
 
@@ -170,12 +171,12 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     for run in runs:
         if run.name == name:
             return run
-    state = root / name / "state"
-    if state.is_dir() and not os.access(state, os.R_OK | os.X_OK, effective_ids=True):
-        raise UsageError(
-            f"run {name}: no permission to read {state}: it is the run of another user (id {state.stat().st_uid}), "
-            f"and rltool runs here as user id {os.geteuid()}"
-        )
+    for directory in (root / name, root / name / "state"):
+        if directory.is_dir() and not os.access(directory, os.R_OK | os.X_OK, effective_ids=True):
+            raise UsageError(
+                f"run {name}: no permission to read {directory}: it is the run of another user (id "
+                f"{directory.stat().st_uid}), and rltool runs here as user id {os.geteuid()}"
+            )
     known = ", ".join(run.name for run in reversed(runs[-5:])) or "none"
     raise UsageError(f"no run {name} in {root}; the newest ones: {known}")
 
@@ -236,10 +237,14 @@ def _check_name(name: str | None, root: Path) -> None:
 
 def _create(path: Path) -> RunDirectory:
     check_writable(RunDirectory(path))
+    # Other users share the host, and prompts, answers, weights and settings are none of their business.
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if path.stat().st_mode & 0o077:
+        with contextlib.suppress(PermissionError):  # made by another user, as a mount is: who may enter is for him
+            path.chmod(0o700)
     state = path / "state"
-    state.mkdir(parents=True, exist_ok=True)
-    # Other users share the host: who can list state/ learns argv and urls, and is next to the key.
-    state.chmod(0o700)
+    state.mkdir(mode=0o700, exist_ok=True)
+    state.chmod(0o700)  # whatever the directory above is: here are argv, urls and the key
     if not RunDirectory(path).is_made:
         created = datetime.now().astimezone().isoformat()
         write_json_atomic(state / "run.json", {"id": uuid.uuid4().hex, "created": created, "rltool": __version__})

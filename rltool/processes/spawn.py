@@ -6,17 +6,22 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
+from rltool.processes.leftovers import make_temporary_directory
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.signals import deferred_interrupts
 from rltool.processes.state import ProcessState, boot, pid_namespace, start_time, write_state
 
 LOG_LINES_IN_ERRORS = 20
+
+SOCKET_NAME = 64
+"""Characters of the longest name that an engine gives a socket: vLLM's are UUIDs, those of its connectors longer."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,8 @@ class ProcessSpec:
     url: str | None = None
     gpus: tuple[int, ...] = ()
     cwd: Path | None = None
+    temporary_in: str | None = None
+    """The variable that names it a temporary directory of its own, for sockets (leftovers.py)."""
 
 
 class ProcessFailed(RltoolError):
@@ -86,16 +93,17 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
     is killed: nobody would know of it.
     """
     log = log or run.new_log(spec.role)
-    with deferred_interrupts(), log.open("ab") as output:
+    with deferred_interrupts(), log.open("ab") as output, _temporary(spec) as (variables, inherited):
         try:
             popen = subprocess.Popen(
                 list(spec.argv),
-                env={**os.environ, **spec.environment},
+                env={**os.environ, **spec.environment, **variables},
                 cwd=spec.cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except OSError as error:
             raise ProcessFailed(f"{spec.role} could not be started: {error.strerror}: {spec.argv[0]}") from error
@@ -112,6 +120,22 @@ def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> R
             popen.wait()
             raise
     return RunningProcess(state=state, popen=popen, run=run)
+
+
+@contextmanager
+def _temporary(spec: ProcessSpec) -> Iterator[tuple[dict[str, str], tuple[int, ...]]]:
+    """(variables, descriptors to inherit) of a process that is started in the block: from then on the directory is
+    its."""
+    if spec.temporary_in is None:
+        yield {}, ()
+        return
+    made = make_temporary_directory(SOCKET_NAME)
+    try:
+        yield {spec.temporary_in: str(made.path)}, (made.descriptor,)
+    except BaseException:
+        made.remove()
+        raise
+    made.release()
 
 
 def describe_exit(code: int) -> str:

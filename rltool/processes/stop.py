@@ -10,6 +10,7 @@ from contextlib import suppress
 import psutil
 
 from rltool.errors import RltoolError
+from rltool.processes.leftovers import mapped_segments, remove_abandoned, remove_unmapped
 from rltool.processes.state import ProcessState, find_process, is_of_this_machine, start_time
 
 GRACE_SECONDS = 15.0
@@ -30,17 +31,21 @@ def stop_processes(
     """End these processes and all their descendants, and return when none is left.
 
     A descendant is a child of any depth or a member of the session that `start` made, so it is found even after its
-    parent has died. An interrupt (Ctrl-C) during the grace period cuts it short. Raises RltoolError if something
-    survives KILL.
+    parent has died. An interrupt (Ctrl-C) during the grace period cuts it short. What they leave outside of the run
+    directory is removed (leftovers.py). Raises RltoolError if something survives KILL.
     """
     trees = {process.pid: process for state in states for process in process_tree(state)}
+    segments = mapped_segments(trees)
     _signal(trees.values(), psutil.Process.terminate)
     with suppress(KeyboardInterrupt):  # whoever is impatient gets KILL now; leaving here would leave processes
         _wait_gone(trees.values(), grace, poll, clock, sleep)
     # Looked up again: what was forked after the first look is not in `trees`.
     trees.update({process.pid: process for state in states for process in process_tree(state)})
+    segments |= mapped_segments(trees)
     _signal(trees.values(), psutil.Process.kill)
     survivors = _wait_gone(trees.values(), _KILL_SECONDS, poll, clock, sleep)
+    remove_unmapped(segments)
+    remove_abandoned()
     if survivors:
         pids = ", ".join(str(process.pid) for process in survivors)
         raise RltoolError(f"pid {pids} did not end even after SIGKILL: probably stuck in a driver; see dmesg")

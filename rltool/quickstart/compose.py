@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
+from rich.text import Text
 
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory, open_run, plan_run
@@ -21,6 +21,7 @@ from rltool.quickstart.stages import Stages
 from rltool.quickstart.task import TaskFiles, make_task
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.report.page import write_report
+from rltool.terminal import Console
 
 MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS = 8, 8
 """A word of five letters and "=", and the same backward with the end mark, with room to ramble."""
@@ -144,7 +145,7 @@ def run_quickstart(
     check_unused(plan_run(name))
     run = open_run(name, create=True)
     warm_up = open_run("warmup", create=True, root=run.path)
-    console.print(f"run [bold]{run.name}[/bold]: everything goes to {run.path}", highlight=False, soft_wrap=True)
+    console.print(Text.assemble("run ", (run.name, "bold"), f": everything goes to {run.path}"))
     with ProcessGroup(run) as group:
         try:
             return _stages(Stages(run, group, console, STAGES), run, warm_up, seed, steps, warm_up_steps, num_engines)

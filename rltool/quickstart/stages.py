@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from rltool.processes.run_directory import RUNS_VARIABLE, RunDirectory
 from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.metrics_tail import MetricsTail, finished_step, headline, numbers
+from rltool.terminal import Console
 from rltool.training.metrics import step_line
 
 STEP_LINE = "step "
@@ -42,16 +43,16 @@ class Stages:
         """Announce a stage, and say how long it took. A failure inside is left to the caller."""
         number = len(self.timings) + 1
         started = time.monotonic()
-        self.console.print(f"[bold cyan]{number}/{self.total}[/bold cyan] [bold]{title}[/bold]", highlight=False)
+        self.console.print(Text.assemble((f"{number}/{self.total}", "bold cyan"), " ", (title, "bold")))
         yield
         self.timings[title] = time.monotonic() - started
-        self.console.print(f"    [dim]{self.timings[title]:.1f} s[/dim]", highlight=False)
+        self.console.print(f"    {self.timings[title]:.1f} s", style="dim")
 
     def begin(self, role: str, *arguments: str, root: Path | None = None) -> RunningProcess:
         """Start `rltool ARGUMENTS` in the background; its output goes to the log of `role`. root: where its --run is,
         if elsewhere."""
         elsewhere = f"{RUNS_VARIABLE}={root} " if root else ""
-        self.console.print(f"    [dim]$ {elsewhere}rltool {' '.join(arguments)}[/dim]", highlight=False, soft_wrap=True)
+        self.console.print(f"    $ {elsewhere}rltool {' '.join(arguments)}", style="dim")
         environment = {"PYTHONUNBUFFERED": "1", "COLUMNS": "200", RUNS_VARIABLE: str(root or self.run.path.parent)}
         return self.group.start(
             ProcessSpec(role=role, argv=(sys.executable, "-m", "rltool", *arguments), environment=environment)
@@ -61,7 +62,8 @@ class Stages:
         """Wait for a verb begun before. Raises ProcessFailed, with the end of its log, unless it ends with exit code
         0."""
         with Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=self.console, transient=True
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), console=self.console,
+            transient=True,
         ) as bar:
             bar.add_task(f"   {note or process.role}")
             self._follow(process, watch or (lambda line: None))
@@ -82,7 +84,7 @@ class Stages:
         process = self.begin(role, *arguments, root=root)
         columns = (
             SpinnerColumn(),
-            TextColumn("   {task.description}"),
+            TextColumn("   {task.description}", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
@@ -91,7 +93,7 @@ class Stages:
             task = bar.add_task("starting", total=steps)
 
             def show(line: str) -> None:
-                self.console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+                self.console.print(f"    {line}")
 
             def watch(line: str) -> None:
                 if not line.startswith(STEP_LINE):

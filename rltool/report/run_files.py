@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import RltoolError
+from rltool.masking import masked
 from rltool.report.charts import Point
 from rltool.report.samples import StepSamples, read_samples, recorded_steps
 
@@ -49,7 +50,7 @@ def read_run(directory: Path) -> RunFiles:
     samples = directory / "samples"
     steps = evenly(recorded_steps(samples), SAMPLED_STEPS)
     return RunFiles(
-        directory.name, metrics, flatten(document.get("config", document)), document.get("origins", {}),
+        directory.name, metrics, flatten(masked(document.get("config", document))), document.get("origins", {}),
         document.get("facts", {}), tuple(read_samples(samples, step) for step in steps),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltool.report.samples import SampleRecord, Span, mean_difference
+from rltool.terminal import visible
 
 LARGE = 0.1
 """Nats from which a token's log-probability difference is red; from a tenth of it yellow. In float32 on both sides 1e-6
@@ -25,13 +26,13 @@ def sample_view(record: SampleRecord, title: str, *, all_tokens: bool, terminal:
     parts: list[RenderableType] = [
         Rule(title, align="left") if terminal else Text(f"--- {title}"),
         Text(facts(record)),
-        _block("prompt", Text(record.prompt)),
+        _block("prompt", Text(visible(record.prompt))),
     ]
     if record.label is not None:
-        parts.append(_block("label", Text(record.label)))
+        parts.append(_block("label", Text(visible(record.label))))
     if record.train_metadata:
         shown = json.dumps(dict(record.train_metadata), ensure_ascii=False, default=str)
-        parts.append(_block("train_metadata", Text(_visible(shown))))
+        parts.append(_block("train_metadata", Text(visible(shown))))
     spans = record.spans
     for number, span in enumerate(spans, 1):
         what = "answer" if len(spans) == 1 else f"span {number}: {_kind(span)}"
@@ -64,14 +65,14 @@ def _kind(span: Span) -> str:
 
 def _text(record: SampleRecord, span: Span) -> str:
     """Tokens as they are, but characters that would move the cursor."""
-    return "".join(map(_visible, record.tokens[span.start : span.end]))
+    return "".join(map(visible, record.tokens[span.start : span.end]))
 
 
 def _colored(record: SampleRecord, span: Span) -> Text:
     text = Text()
     differences = record.differences
     for position in range(span.start, span.end):
-        text.append(_visible(record.tokens[position]), style=_style(span.mask, differences[position]))
+        text.append(visible(record.tokens[position]), style=_style(span.mask, differences[position]))
     return text
 
 
@@ -111,8 +112,3 @@ def _token_table(record: SampleRecord, all_tokens: bool) -> Iterator[RenderableT
             Text("-" if difference is None else f"{difference:+.1e}", style=_style(1, difference)),
         )
     yield table
-
-
-def _visible(token: str) -> str:
-    """Line ends and tabs stay; other control characters, such as a terminal's escape, are written out."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in token)

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rltool.config.own_functions import raised
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
+from rltool.processes.tasks import Background
 from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
 from rltool.rollout.data import PromptSupply
 from rltool.rollout.data_plane import PoisonousRequest
@@ -120,6 +121,9 @@ class Collector:
     """Owned by one event loop. delivered: batches handed out since the run's first step,
     which is the step of the next one."""
 
+    competing = (GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY)
+    """Groups that the next batch may wait for."""
+
     def __init__(
         self,
         source: PromptSupply,
@@ -141,7 +145,7 @@ class Collector:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._scoring: set[int] = set()  # of the groups with a task those whose generation has ended
         self._putting_aside: set[int] = set()
-        self._helpers: set[asyncio.Task[None]] = set()
+        self._background = Background(self.fail)
         self._changed = asyncio.Event()
         self._requested = False
         self._ages_due = False  # whether a ready group may be too old for the next batch
@@ -201,13 +205,9 @@ class Collector:
         """End every task now; nothing starts any more. Groups that ran are partial,
         with the tokens of requests that had ended."""
         self._stopped = True
-        tasks = [*self._tasks.values(), *self._helpers]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         for group in self.ledger.groups(GroupState.RUNNING):  # its task was cancelled before it had begun
             self._set_back(group)
-        self._tasks.clear()
         self._changed.set()
 
     def fail(self, error: RltoolError) -> None:
@@ -259,14 +259,15 @@ class Collector:
     def _run_task(self, group: Group) -> None:
         if group.started_at is None:
             group.started_at = self.versions.published
-        self._tasks[group.id] = asyncio.create_task(self._run(group), name=f"group {group.id}")
+        task = self._tasks[group.id] = self._background.start(self._run(group), f"group {group.id}")
+        task.add_done_callback(lambda _: self._ended(group))
 
     async def _run(self, group: Group) -> None:
-        before = _sampled_tokens(group)
+        before, deadline = sampled_tokens(group), asyncio.timeout(self.config.group_deadline)
         try:
-            async with asyncio.timeout(self.config.group_deadline):
+            async with deadline:
                 await self._work.generate(group, lambda: group.id in self._putting_aside)
-            self._since.tokens += _sampled_tokens(group) - before
+            self._since.tokens += sampled_tokens(group) - before
             if group.id in self._putting_aside and not is_complete(group.samples):
                 self._move(group, GroupState.PARTIAL)
                 return
@@ -279,29 +280,32 @@ class Collector:
         except asyncio.CancelledError:
             self._set_back(group)
             raise
-        except TimeoutError:
-            self._set_back(group)
-            self._fail(
-                RltoolError(
-                    f"group {group.id} was not generated within deadlines.group = {self.config.group_deadline:g} s"
-                )
-            )
         except (EngineRejected, PoisonousRequest) as error:
             self._lose(group, error)
-        except RltoolError as error:
+        except Exception as error:
             self._set_back(group)
-            self._fail(error)
-        except Exception as error:  # nobody expected it; the trainer's state is whole, and is to be saved
-            self._set_back(group)
+            if isinstance(error, TimeoutError) and deadline.expired():
+                seconds = self.config.group_deadline
+                error = RltoolError(f"group {group.id} was not generated within deadlines.group = {seconds:g} s")
+            self._failed_at(group, error)
+
+    def _ended(self, group: Group) -> None:
+        """Of its task, also where that was cancelled before its first line."""
+        del self._tasks[group.id]
+        self._scoring.discard(group.id)
+        self._putting_aside.discard(group.id)
+        self._changed.set()
+        try:
+            self._admit()
+        except Exception as error:  # of where prompts come from
+            self._failed_at(group, error)
+
+    def _failed_at(self, group: Group, error: Exception) -> None:
+        if not isinstance(error, RltoolError):  # nobody expected it; the trainer's state is whole, and is to be saved
             failure = GroupFailed(f"group {group.id}: {raised(error)}")
             failure.__cause__ = error
-            self._fail(failure)
-        finally:
-            del self._tasks[group.id]
-            self._scoring.discard(group.id)
-            self._putting_aside.discard(group.id)
-            self._changed.set()
-            self._admit()
+            error = failure
+        self._fail(error)
 
     def _set_back(self, group: Group) -> None:
         """Its task ended early. Where it was still generated, what a function or an environment holds cannot be taken
@@ -359,7 +363,7 @@ class Collector:
         if self.ledger.counts()["ready"] < self.policy.batch and not self._ages_due:
             return None
         self._ages_due = False
-        live = {g.id: g for g in self.ledger.groups(GroupState.RUNNING, GroupState.PARTIAL, GroupState.READY)}
+        live = {g.id: g for g in self.ledger.groups(*self.competing)}
         oldest = (lambda group: group.oldest_version) if self._judges_age else (lambda group: None)
         candidates = [
             Candidate(g.id, g.state is GroupState.READY, oldest(g), g.id in self._scoring) for g in live.values()
@@ -368,7 +372,7 @@ class Collector:
         for number in choice.too_old:
             group = live[number]
             self._since.resampled += 1
-            self._since.resampled_tokens += _sampled_tokens(group)
+            self._since.resampled_tokens += sampled_tokens(group)
             self._move(group, GroupState.PARTIAL)
             self._restart(group)
         if choice.too_old:
@@ -392,7 +396,7 @@ class Collector:
         self._move(group, GroupState.DROPPED, reason)
         if task is not None:
             task.cancel()
-            self._helper(self._work.abort((group.id,)))
+            self._background.start(self._work.abort((group.id,)), f"aborting group {group.id}")
 
     def _put_aside(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -401,23 +405,20 @@ class Collector:
         self._since.interrupted += len(running)
         self._putting_aside.update(running)
         if running:
-            self._helper(self._interrupt_groups(running))
+            self._background.start(self._interrupt_groups(running), "interrupting groups")
 
     async def _interrupt_groups(self, running: Mapping[int, asyncio.Task[None]]) -> None:
         """running: their tasks when they were put aside. While the abort is waited for, a group may have been started
         again, and its new task is none of these."""
-        await self._work.abort(running.keys())
-        await asyncio.wait(running.values(), timeout=INTERRUPT_SECONDS)
-        for number, task in running.items():
-            # Its request waits for an engine, or its environment for something else. One that was generated to its end
-            # meanwhile is only scored.
-            if not task.done() and number not in self._scoring:
-                task.cancel()
-
-    def _helper(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._helpers.add(task)
-        task.add_done_callback(self._helpers.discard)
+        try:
+            await self._work.abort(running.keys())
+            await asyncio.wait(running.values(), timeout=INTERRUPT_SECONDS)
+        finally:  # an abort may raise what nobody expected: they end all the same
+            for number, task in running.items():
+                # Its request waits for an engine, or its environment for something else. One that was generated to its
+                # end meanwhile is only scored.
+                if not task.done() and number not in self._scoring:
+                    task.cancel()
 
     def _restart(self, group: Group) -> None:
         group.restart(
@@ -431,5 +432,6 @@ class Collector:
         self._on_event()
 
 
-def _sampled_tokens(group: Group) -> int:
+def sampled_tokens(group: Group) -> int:
+    """By the policy, in all of its samples."""
     return sum(sum(sample.response_mask) for sample in group.samples)

@@ -11,27 +11,39 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
 
 from rltool.config.data import DataConfig
 from rltool.config.import_path import load_callable
 from rltool.config.reward import RewardConfig
+from rltool.config.rollout import DeadlinesConfig, RolloutConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
+from rltool.engines.weight_version import Lineage
 from rltool.errors import ContractViolation
-from rltool.rollout.data import Prompt
+from rltool.rollout.admission import AdmissionPolicy
+from rltool.rollout.collector import CollectorConfig
+from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.data.own import OwnSource, load_own_source
 from rltool.rollout.eval_set import EvalSet, EvalSettings
 from rltool.rollout.evaluation import evaluate_set
-from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.generate import GenerateContext, fill_group, open_http
 from rltool.rollout.group_reward import GroupReward
+from rltool.rollout.groups import Group
 from rltool.rollout.json_fields import unwritable
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_batch import SampleJudge, changed_batch
 from rltool.rollout.own_metrics import checked_metrics
+from rltool.rollout.own_rollout import OwnCollector, load_rollout
 from rltool.rollout.reward_pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.tokenizer import Tokenizer
+from rltool.rollout.versions import VersionBook
+
+T = TypeVar("T")
 
 EXAMPLE_TEXTS = ("", "42", "  42\n", "the answer is 42", "#### 42", r"\boxed{42}", "ünï¢ødé 漢字 🙂", "x" * 5000)
 
@@ -94,7 +106,7 @@ def check_generate_function(path: str, *, tokenizer: Tokenizer | None = None, mo
     problems: list[str] = []
     context = _context(problems, tokenizer, models)
     try:
-        asyncio.run(fill_group(group, context, function))
+        asyncio.run(_with_http(context, lambda given: fill_group(group, given, function)))
     except Exception as error:  # reported as a violation, with its cause
         raise ContractViolation(f"{path}: raised {type(error).__name__}: {error}") from error
     for sample in group:
@@ -127,6 +139,11 @@ def _context(problems: list[str], tokenizer: Tokenizer | None, models: Models | 
     )  # fmt: skip
 
 
+async def _with_http(context: GenerateContext, work: Callable[[GenerateContext], Awaitable[T]]) -> T:
+    async with open_http(DeadlinesConfig()) as session:
+        return await work(replace(context, http_session=session))
+
+
 class _EveryOtherIsRight:
     """Rewards of the example set."""
 
@@ -151,12 +168,10 @@ def check_eval_function(
     problems: list[str] = []
     found = []
     for _ in range(2):
-        work = evaluate_set(
-            eval_set or example_eval_set(), _context(problems, tokenizer, models), function=None, eval_seed=0,
-            evaluate=function,
-        )  # fmt: skip
+        one = eval_set or example_eval_set()
+        work = partial(evaluate_set, one, function=None, eval_seed=0, evaluate=function)
         try:
-            metrics = asyncio.run(work).metrics
+            metrics = asyncio.run(_with_http(_context(problems, tokenizer, models), work)).metrics
         except Exception as error:
             raise ContractViolation(f"{path}: {type(error).__name__}: {error}") from error
         found.append({name: value for name, value in metrics.items() if not name.endswith("/seconds")})
@@ -212,6 +227,73 @@ def check_group_hook(path: str, *, groups: Sequence[list[Sample]] = ()) -> None:
                 problems.append(f"sample {sample.index}: its reward is {sample.reward}")
         problems += filter(None, (unwritable(sample, ("train_metadata",)) for sample in group))
     _raise_if_any(path, problems)
+
+
+class _ExampleWork:
+    """OwnWork with an engine that answers every request, and rewards of 0 and 1."""
+
+    def __init__(self, context: GenerateContext) -> None:
+        self._context, self._scorer = context, Scorer(_EveryOtherIsRight(), lambda ids: " ".join(map(str, ids)))
+
+    async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
+        await fill_group(group.samples, replace(self._context, prompt=group.prompt))
+
+    async def finish(self, group: Group) -> str | None:
+        return await self._scorer.finish(group.samples)
+
+    async def abort(self, groups: Collection[int]) -> None:
+        pass
+
+    def keeps_partial_groups(self) -> bool:
+        return False
+
+    def context(self) -> GenerateContext:
+        return self._context
+
+
+def check_rollout_function(path: str, *, tokenizer: Tokenizer | None = None, models: Models | None = None) -> None:
+    """ContractViolation unless rollout.function = path gives two batches of two groups that can be trained on, against
+    an engine that answers every request. tokenizer, models: as for check_generate_function."""
+    problems: list[str] = []
+    prompts = [Prompt(i, (1, 2, 3 + i), f"{i} x 7 = ", label=str(7 * i)) for i in range(8)]
+    policy, book = AdmissionPolicy(batch=2), VersionBook(Lineage("run", 0), published=0)
+    function = load_rollout(RolloutConfig(function=path))
+    assert function is not None
+
+    async def batches(context: GenerateContext) -> None:
+        collector = OwnCollector(
+            function, SampleJudge(100, policy, None), PromptSource(prompts, seed=0), policy, _ExampleWork(context),
+            book,
+            CollectorConfig(samples_per_prompt=4, run_seed=0, group_deadline=60, batch_deadline=60, max_filtered=100),
+            judges_age=False,
+        )  # fmt: skip
+        try:
+            for step in range(2):
+                book.publish(step)
+                await collector.next(step)
+                collector.ledger.check()
+        finally:
+            await collector.interrupt()
+
+    try:
+        asyncio.run(_with_http(_context(problems, tokenizer, models), batches))
+    except Exception as error:
+        raise ContractViolation(f"{path}: {type(error).__name__}: {error}") from error
+    _raise_if_any(path, problems)
+
+
+def check_batch_hook(path: str, *, samples: Sequence[Sample] = ()) -> None:
+    """ContractViolation unless rollout.batch_hook = path returns samples that can be trained on, and the same ones
+    again. samples: your own batch; without any, groups of 4 and 2."""
+    hook = load_callable(path, setting="rollout.batch_hook", takes=("samples",))
+    batch = list(samples) or [*example_group(4), *(replace(sample, group_id=1) for sample in example_group(2))]
+    judge = SampleJudge(2**31, AdmissionPolicy(batch=2), refusal=None)
+    try:
+        first, again = (changed_batch(hook, batch, judge, 0).samples for _ in range(2))
+    except Exception as error:
+        raise ContractViolation(f"{path}: {type(error).__name__}: {error}") from error
+    if first != again:
+        raise ContractViolation(f"{path}: other samples the second time: a run that resumes would train on others")
 
 
 def check_group_reward(path: str, *, options: Mapping[str, Any] | None = None, models: Models | None = None) -> None:

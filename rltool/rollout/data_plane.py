@@ -8,6 +8,9 @@ last is the fleet's owner's matter (deadlines.engines). Behind a router the rout
 where our plugin's reply names it, else every serving engine has to answer a canary request, and another failure of the
 same request counts against it once they have.
 
+Requests of a session stay at the engine that had the one before, whose prefix cache they can use, while it has a slot
+for them; behind a router the session is a header, which its policy "manual" follows.
+
 Where engines have the role "prefill", each request goes to one of them and to one of the others, which takes over its
 KV cache (engines/disaggregation.py).
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +33,9 @@ from rltool.engines.client import EngineClient
 from rltool.engines.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
-from rltool.engines.types import Completion, GenerateRequest
+from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
+from rltool.processes.tasks import beside
 from rltool.rollout.fair_queue import FairQueue
 
 RETRY_SECONDS = 0.2
@@ -44,6 +48,8 @@ POISONOUS_AFTER = 3
 """Failures of one request, each at an engine that works for others."""
 ROUTERS_OWN = frozenset({429, 502, 503, 504})
 """Statuses by which a router speaks of itself: it has no worker, reaches none, or is full."""
+SESSIONS = 65536
+"""How many of them are remembered, the newest: a run's conversations are far fewer at a time."""
 KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
 """States in which an engine brings its requests to their end."""
 
@@ -116,7 +122,9 @@ class DataPlane:
         refused_unpublished, stale_engine."""
         self._in_flight: Counter[str] = Counter()
         self._prefilling: Counter[str] = Counter()
-        self._sending: dict[Attempt, asyncio.Task[list[Completion]]] = {}
+        self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
+        """Session -> engine and prefill engine of its newest request."""
+        self._sending: dict[Attempt, asyncio.Future[list[Completion]]] = {}
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
         self._failed_engines: set[str] = set()
@@ -165,7 +173,8 @@ class DataPlane:
         avoid: str | None = None
         failures = tries = 0
         while True:
-            attempt = await self._acquire("evaluation" if group is None else "rollout", avoid=avoid)
+            kind = "evaluation" if group is None else "rollout"
+            attempt = await self._acquire(kind, avoid=avoid, session=request.session)
             try:
                 return await self._attempt(attempt, request, group)
             except EngineRejected:
@@ -218,7 +227,7 @@ class DataPlane:
 
     # -- the rest is private
 
-    async def _acquire(self, kind: str, *, avoid: str | None) -> Attempt:
+    async def _acquire(self, kind: str, *, avoid: str | None, session: str) -> Attempt:
         """A slot, in the order in which requests of this kind came. avoid: the engine that has just failed this one,
         taken only if it is alone."""
         ticket = self._waiting.ticket(kind)
@@ -234,7 +243,7 @@ class DataPlane:
                     self._grant()
                 raise
             self._granted -= 1
-            attempt = self._pick(avoid)
+            attempt = self._pick(avoid, session)
             if attempt is not None:
                 self._in_flight[attempt.endpoint.url] += 1
                 if attempt.prefill is not None:
@@ -244,20 +253,38 @@ class DataPlane:
     def _free(self) -> int:
         """Requests that may be sent now."""
         able = len(self._choices())
-        limit = self.limit if self.limit is not None else self._per_engine * able
-        return limit - self.in_flight - self._granted if able >= self._min_serving else 0
+        return self._limit(able) - self.in_flight - self._granted if able >= self._min_serving else 0
+
+    def _limit(self, able: int) -> int:
+        """Requests that so many engines may have in all."""
+        return self.limit if self.limit is not None else self._per_engine * able
 
     def _choices(self) -> dict[str, list[str]]:
         return disaggregation.pairs(self._fleet, self._endpoints)
 
-    def _pick(self, avoid: str | None) -> Attempt | None:
+    def _pick(self, avoid: str | None, session: str) -> Attempt | None:
         if self._free() <= 0:
             return None
         if self._router is not None:
             return Attempt(self._router, None, self._clock())
         choices = self._choices()
-        url = min(choices, key=lambda candidate: (candidate == avoid, self._in_flight[candidate]))
-        first = min(choices[url], key=lambda other: (other == avoid, self._prefilling[other]), default=None)
+        home, first_home = self._homes.get(session, (None, None))
+        share = self._limit(len(choices)) / len(choices)
+
+        def rank(candidate: str) -> tuple[bool, bool, int]:
+            busy = self._in_flight[candidate]
+            return candidate == avoid, candidate != home or busy >= share, busy
+
+        def first_rank(candidate: str) -> tuple[bool, bool, int]:
+            return candidate == avoid, candidate != first_home, self._prefilling[candidate]
+
+        url = min(choices, key=rank)
+        first = min(choices[url], key=first_rank, default=None)
+        if session:
+            self._homes[session] = url, first
+            self._homes.move_to_end(session)
+            if len(self._homes) > SESSIONS:
+                self._homes.popitem(last=False)
         return Attempt(self._endpoints[url], url, self._clock(), first)
 
     def _release(self, attempt: Attempt) -> None:
@@ -277,15 +304,12 @@ class DataPlane:
 
     async def _attempt(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
         """One request to one address, in a task of its own, so that it can be withdrawn."""
-        task = self._sending[attempt] = asyncio.ensure_future(self._send(attempt, request, group))
-        try:
-            await asyncio.wait((task,))
-        except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            raise
-        finally:
-            del self._sending[attempt]
+        async with beside(self._send(attempt, request, group)) as (task,):
+            self._sending[attempt] = task
+            try:
+                await asyncio.wait((task,))
+            finally:
+                del self._sending[attempt]
         if attempt in self._withdrawn and task.cancelled():
             kind = EngineUnreachable if self._withdrawn[attempt] else _NotItsFault
             raise kind(f"{attempt.endpoint.url} was taken out of service while it had the request")
@@ -312,9 +336,11 @@ class DataPlane:
     async def _generate(self, attempt: Attempt, request: GenerateRequest) -> list[Completion]:
         """Elsewhere is tried next, so one attempt here is enough."""
         if attempt.prefill is None:
+            routed = attempt.engine is None and request.session
             return await self._client.generate(
-                attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by
-            )
+                attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
+                headers={ROUTING_KEY_HEADER: request.session} if routed else None,
+            )  # fmt: skip
         involved = (attempt.prefill, attempt.endpoint.url)
         before = [self._fleet.member(url).since for url in involved]
         version = self._fleet.member(attempt.endpoint.url).version

@@ -22,7 +22,7 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from rltool.config.train import TrainConfig
-from rltool.engines.types import VersionSpan
+from rltool.engines.types import Drafts, VersionSpan
 from rltool.errors import RltoolError
 from rltool.processes.files import write_bytes_atomic
 from rltool.rollout.json_fields import unwritable
@@ -64,7 +64,8 @@ class Dump:
 
 def about_model(config: TrainConfig) -> dict[str, Any]:
     """For `info`: whose tokens these are, so that a recording can be read as text without its run's configuration."""
-    return {"model": {"path": str(config.model.path.absolute()), "trust_remote_code": config.model.trust_remote_code}}
+    # Not model.trust_remote_code: whether code of that directory may run is for the reader to choose.
+    return {"model": {"path": str(config.model.path.absolute())}}
 
 
 def dump_paths(directory: Path, step: int) -> tuple[Path, Path]:
@@ -172,6 +173,7 @@ def _from_json(entry: dict[str, Any], columns: dict[str, list[Any]]) -> Sample:
     values["status"] = SampleStatus(values["status"])
     values["versions"] = [VersionSpan(*span) for span in values["versions"]]
     values["turn_rewards"] = [TurnReward(*turn) for turn in values.get("turn_rewards", ())]
+    values["drafts"] = Drafts(*values["drafts"]) if values.get("drafts") else None
     return Sample(**values)
 
 

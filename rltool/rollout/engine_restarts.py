@@ -17,6 +17,7 @@ from typing import Protocol
 from rltool.engines.fleet import Fleet, State
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget
+from rltool.processes.tasks import Background
 from rltool.rollout.fleet_monitor import FleetMonitor
 
 LOOK_SECONDS = 1.0
@@ -54,7 +55,7 @@ class EngineRestarts:
         """Engines whose end was reported while they were being started."""
         self._unanswered: set[str] = set()
         """Engines that have died, and have answered nothing since: while they load they do not count as alive."""
-        self._watching: asyncio.Task[None] | None = None
+        self._background = Background(lambda failure: log(str(failure)))
         self._trouble: str | None = None
         self._may_start = asyncio.Event()
         self._may_start.set()
@@ -81,13 +82,10 @@ class EngineRestarts:
         self._fleets.append((fleet, monitor))
 
     def start(self) -> None:
-        self._watching = asyncio.create_task(self._watch(), name="engine processes")
+        self._background.repeat(self._look, "engine processes", seconds=LOOK_SECONDS)
 
     async def close(self) -> None:
-        tasks = [*self._tasks.values(), *([self._watching] if self._watching is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
 
     async def restart(self, url: str) -> None:
         """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
@@ -105,7 +103,7 @@ class EngineRestarts:
             return
         self._unanswered.add(url)
         self._log(f"engine {url}: started again in {delay:g} s (restart {self._budget.used(url)})")
-        task = self._tasks[url] = asyncio.create_task(self._after(url, delay), name=f"restart of {url}")
+        task = self._tasks[url] = self._background.start(self._after(url, delay), f"restart of {url}")
         task.add_done_callback(lambda ended: self._ended(url, ended))
 
     async def _after(self, url: str, delay: float) -> None:
@@ -150,20 +148,18 @@ class EngineRestarts:
         if found is not None and found[0].member(url).state is not State.DEAD:
             await self._exited(url, why)
 
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_SECONDS)
-            self._see_who_answers()
-            try:
-                ended = await self._processes.exits()
-            except RltoolError as error:
-                if str(error) != self._trouble:  # once, however often it happens in a row
-                    self._log(f"engine processes: {error}")
-                self._trouble = str(error)
-                continue
-            self._trouble = None
-            for url, how in ended.items():
-                await self._exited(url, how)
+    async def _look(self) -> None:
+        self._see_who_answers()
+        try:
+            ended = await self._processes.exits()
+        except RltoolError as error:
+            if str(error) != self._trouble:  # once, however often it happens in a row
+                self._log(f"engine processes: {error}")
+            self._trouble = str(error)
+            return
+        self._trouble = None
+        for url, how in ended.items():
+            await self._exited(url, how)
 
     def _see_who_answers(self) -> None:
         for url in list(self._unanswered):
@@ -192,5 +188,3 @@ class EngineRestarts:
     def _ended(self, url: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(url) is task:
             del self._tasks[url]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._log(f"restart of {url}: {type(error).__name__}: {error}")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rltool.config.train import TrainConfig
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
+from rltool.processes.tasks import all_of
 from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
@@ -64,12 +65,10 @@ async def _sample_set(
         new_samples(number, prompt, count=found.settings.samples_per_prompt, run_seed=seed)
         for number, prompt in enumerate(found.prompts)
     ]
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for group, prompt in zip(groups, found.prompts, strict=True):
-                tasks.create_task(_one(group, replace(context, prompt=prompt), found.scorer, function))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
+    await all_of(
+        _one(group, replace(context, prompt=prompt), found.scorer, function)
+        for group, prompt in zip(groups, found.prompts, strict=True)
+    )
     return [sample for group in groups for sample in group]
 
 

@@ -20,6 +20,7 @@ from rltool.engines.fleet import Fleet, State, Transition
 from rltool.engines.fleet_state import QUIET
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, UsageError
+from rltool.processes.tasks import Background, TaskFailed
 from rltool.rollout.loop_lag import LoopLag
 
 KEPT_TRANSITIONS = 200
@@ -68,19 +69,14 @@ class FleetMonitor:
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
         """Transitions since the start, by the state that they led to, and monitor_failures."""
-        self._task: asyncio.Task[None] | None = None
-        self._canaries: set[asyncio.Task[None]] = set()
+        self._background = Background(self._failed)
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="fleet monitor")
-        self.lag.start()
+        self._background.repeat(self._round, "fleet monitor", seconds=self._fleet.policy.probe_seconds)
+        self._background.keep(self.lag.watch(), "event loop lag")
 
     async def close(self) -> None:
-        await self.lag.close()
-        tasks = [*self._canaries, *([self._task] if self._task is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
 
     async def carry_out(self) -> None:
         """Act on every transition since the last call. Whoever changed the fleet calls this; so does the task."""
@@ -121,20 +117,16 @@ class FleetMonitor:
         self._saw_version(url, info.weight_version, sent_at)
         self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._fleet.policy.probe_seconds)
-            try:
-                await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
-                for url in self._fleet.canaries_due():  # beside the probes, which they must not hold up
-                    task = asyncio.create_task(self._canary(url), name=f"canary {url}")
-                    self._canaries.add(task)
-                    task.add_done_callback(self._canaries.discard)
-                self._fleet.tick()
-                await self.carry_out()
-            except Exception as error:  # a reply that nobody expected must not end the probing of all
-                self.counts["monitor_failures"] += 1
-                self._log(f"fleet monitor: {type(error).__name__}: {error}")
+    async def _round(self) -> None:
+        await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
+        for url in self._fleet.canaries_due():  # beside the probes, which they must not hold up
+            self._background.start(self._canary(url), f"canary {url}")
+        self._fleet.tick()
+        await self.carry_out()
+
+    def _failed(self, failure: TaskFailed) -> None:
+        self.counts["monitor_failures"] += 1
+        self._log(str(failure))
 
     async def _canary(self, url: str) -> None:
         """Asks an engine whose requests fail, or of which nobody knows: only a request shows that it works.

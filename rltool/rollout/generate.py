@@ -1,6 +1,6 @@
 """From prompts to samples: the requests of one group, and what a custom generate function gets.
 
-This module knows neither HTTP nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
+This module knows neither engines nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
 completions: the data plane, one engine, or a test. All samples of a prompt go into one request, so that the engine
 computes the prompt once.
 """
@@ -10,19 +10,23 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import aiohttp
 
 from rltool.config.import_path import load_callable
 from rltool.config.own_functions import named_async
-from rltool.config.rollout import RolloutConfig
-from rltool.engines.tasks import all_of
+from rltool.config.rollout import DeadlinesConfig, RolloutConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
+from rltool.processes.tasks import all_of
 from rltool.rollout.data import Prompt
 from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
 from rltool.rollout.tokenizer import Tokenizer
 
+Http: TypeAlias = aiohttp.ClientSession
 MAX_CONTINUATIONS = 16
 """How often an aborted response is taken up again. Aborts come from weight syncs,
 a few per response at the very most."""
@@ -41,7 +45,7 @@ class GenerateContext:
     whether a completion without weight-version spans is an error. interrupted: True once this group is to be put aside
     (rollout.partial_rollout, so never in a function of rollout.generate_function): what was aborted is then left
     ABORTED and not taken up again. models: those beside the policy. prompt: the row of the data set that the samples
-    are of.
+    are of. http_session: what `http` gives.
     """
 
     generate: Callable[[GenerateRequest], Awaitable[list[Completion]]]
@@ -52,11 +56,27 @@ class GenerateContext:
     prompt: Prompt | None = None
     models: Models = field(default_factory=Models)
     tokenizer: Tokenizer | None = None
+    http_session: Http | None = None
+
+    @property
+    def http(self) -> Http:
+        """For the function's own requests, such as to a tool's server: one session with its connections for the whole
+        run, which closes it. A request has deadlines.environment, unless it names a timeout."""
+        if self.http_session is None:
+            raise RltoolError("this context has no HTTP session: give one to GenerateContext(http_session=...)")
+        return self.http_session
 
     def model(self, name: str) -> ModelClient:
         """A client of a model beside the policy ([models.NAME]). Raises UsageError for one that the run does not
         have."""
         return self.models.model(name)
+
+
+def open_http(config: DeadlinesConfig) -> Http:
+    """For GenerateContext.http, to be closed by the owner; within a running event loop. None of the run's keys is on
+    it. No limit of connections: as many episodes run at once as the run allows."""
+    limit = aiohttp.ClientTimeout(total=config.environment)
+    return Http(connector=aiohttp.TCPConnector(limit=0), timeout=limit)
 
 
 GenerateFunction = Callable[[list[Sample], GenerateContext], Awaitable[None]]
@@ -152,6 +172,7 @@ async def continue_response(sample: Sample, context: GenerateContext) -> None:
             # a new seed: with the first one the engine would draw the numbers of the first tokens again
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
             continues=len(sample.response_ids),
+            session=sample.session,
         )
         [completion] = await _ask(sample, request, context)
         sample.append_response_tokens(completion)

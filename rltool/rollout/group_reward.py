@@ -9,6 +9,7 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED_FOR_GROUPS, RewardConfig
 from rltool.errors import UsageError
+from rltool.processes.tasks import beside
 from rltool.rollout.model_clients import Models, RewardContext, TooSlow, ended_in_time
 from rltool.rollout.reward_pool import CONTEXT, is_async, look_at, wants_context
 from rltool.rollout.reward_worker import describe, finite
@@ -47,15 +48,13 @@ class GroupReward:
     async def apply(self, samples: list[Sample], texts: list[str]) -> None:
         """Replace each sample's reward; the one before is kept in raw_reward. Raises whatever the function raises,
         ValueError for anything but one finite number for each sample, TooSlow."""
-        scoring = asyncio.ensure_future(self._values(samples, texts))
-        scoring.add_done_callback(look_at)
-        try:
+        # Its end is not waited for: a function may ignore its cancellation.
+        async with beside(self._values(samples, texts), grace=0) as (scoring,):
+            scoring.add_done_callback(look_at)
             late = await ended_in_time([scoring], self._timeout, self._models)
             if late is not None:
                 raise TooSlow(late)
             values = scoring.result()
-        finally:
-            scoring.cancel()
         numbers = _checked(values, len(samples))
         for sample, value in zip(samples, numbers, strict=True):
             sample.raw_reward, sample.reward = sample.reward, value

@@ -70,17 +70,19 @@ def _json_format(text: str) -> bool:
     body = re.sub(r"^```(?:json|JSON)?|```$", "", text.strip()).strip()
     try:
         json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second of thousands of brackets
         return False
     return True
 
 
 def _number_placeholders(text: str, *, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\]\n]+\]", text)) >= num_placeholders
+    # Also what is never closed is taken, once: no placeholder begins in it.
+    closed = re.findall(r"\[[^\]\n]++(\]?)", text)
+    return sum(map(len, closed)) >= num_placeholders
 
 
 def _number_bullets(text: str, *, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*(?!\*)|-)\s+\S", text, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*+(?:\*(?!\*)|-)\s++\S", text, re.MULTILINE)) == num_bullets
 
 
 CHECKS: dict[str, Check] = {
@@ -97,7 +99,7 @@ CHECKS: dict[str, Check] = {
     "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
     "detectable_format:json_format": _json_format,
     "detectable_format:number_bullet_lists": _number_bullets,
-    "detectable_format:title": lambda text: re.search(r"<<[^\n<>]*\w[^\n<>]*>>", text) is not None,
+    "detectable_format:title": lambda text: re.search(r"<<[^\w\n<>]*+\w[^\n<>]*+>>", text) is not None,
     "detectable_content:number_placeholders": _number_placeholders,
     "detectable_content:postscript": lambda text, *, postscript_marker: postscript_marker.lower() in text.lower(),
 }

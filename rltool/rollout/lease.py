@@ -2,12 +2,14 @@
 
 A lease is taken before the first control call, renewed by a task of its own (a sync, in which nobody probes, may take
 longer than a lease lasts), and given back at the end. Whoever loses it does not fight back: the run ends, and says who
-took the engine. So it does when the last engine without a plugin is left to another trainer (rollout/foreign.py).
+took the engine. So it does when the last engine without a plugin is left to another trainer (rollout/foreign.py), and
+when a lease expires because something in this process keeps it from being renewed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
@@ -21,6 +23,7 @@ from rltool.engines.lease import ask_lease, has_died
 from rltool.engines.plugin.lease import Action, Answer
 from rltool.engines.types import EngineInfo, Holder
 from rltool.errors import EngineConflict, EngineError, RltoolError
+from rltool.processes.tasks import Background, beside
 from rltool.rollout.foreign import ForeignWeights
 
 T = TypeVar("T")
@@ -44,6 +47,10 @@ S = TypeVar("S", bound=Synced)
 
 class EngineTaken(RltoolError):
     """Another run controls an engine of this one."""
+
+
+class LeaseExpired(RltoolError):
+    """A lease could not be renewed in its time, by no fault of its engine; `__cause__` is what the last try raised."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +84,14 @@ class Ownership:
         self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
         self._terms, self._say = terms, say
         self._foreign = ForeignWeights(run, clock)
-        self._held: set[str] = set()
+        self._clock = clock
+        self._held: dict[str, float] = {}
+        """Engines whose leases were granted, and when that was asked for last."""
         self.ceded: set[str] = set()
         """Engines that are another's now: they are told nothing more, at the end of the run neither."""
-        self._error: EngineTaken | None = None
-        self._taken = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._error: EngineTaken | LeaseExpired | None = None
+        self._lost = asyncio.Event()
+        self._background = Background(lambda failure: say(str(failure)))
 
     # -- life
 
@@ -97,14 +106,12 @@ class Ownership:
             self.ceded.update(m.url for m in self._fleet.members() if m.url not in self._held)
             await self.close()
             raise EngineTaken("\n".join(reasons) + "\nWait until that run has ended, or take them over with --steal")
-        self._task = asyncio.create_task(self._renew_for_ever(), name="lease")
+        self._background.repeat(self._renew, "leases", seconds=self._terms.interval)
 
     async def close(self) -> None:
         """Give the leases back; they would expire by themselves."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(self.release(url) for url in self._held - self.ceded))
+        await self._background.close()
+        await asyncio.gather(*(self._each(self.release, url) for url in self._held.keys() - self.ceded))
 
     async def admit(self, url: str) -> None:
         """An engine that is about to join while the run trains. EngineConflict if it is another's."""
@@ -115,31 +122,23 @@ class Ownership:
 
     async def release(self, url: str) -> None:
         """This run needs the engine no more."""
-        was_held = url in self._held
-        self._held.discard(url)
-        if was_held and url in self._endpoints:  # one that has left the fleet is not asked anything
+        if self._held.pop(url, None) is not None:
             with suppress(EngineError):
                 await self._ask(url, "release")
 
     # -- what the service asks
 
     def check(self) -> None:
-        """Raises EngineTaken once an engine was lost to another run."""
+        """Raises EngineTaken once an engine was lost to another run, LeaseExpired once it may be."""
         if self._error is not None:
             raise self._error
 
     async def unless_taken(self, waiting: Awaitable[T]) -> T:
-        """Its result, or EngineTaken as soon as that is known; what is waited for is cancelled then."""
-        task = asyncio.ensure_future(waiting)
-        taken = asyncio.ensure_future(self._taken.wait())
-        try:
-            await asyncio.wait((task, taken), return_when=asyncio.FIRST_COMPLETED)
+        """Its result, or what `check` raises as soon as that is known; what is waited for is cancelled then."""
+        async with beside(waiting) as (task,), beside(self._lost.wait()) as (lost,):
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
             self.check()
             return await task
-        finally:
-            for pending in (task, taken):
-                pending.cancel()
-            await asyncio.gather(task, taken, return_exceptions=True)
 
     async def synced(self, sync: Callable[[], Awaitable[S]]) -> S:
         """The report of a sync. One that reached nobody may have been refused: then who holds the engines is asked at
@@ -168,7 +167,7 @@ class Ownership:
         self.ceded.add(url)
         self._fleet.drain(url, str(news))
         if not any(m.takes_weights and m.state is not State.DRAINING for m in self._fleet.members()):
-            self._end(f"{news}. It was the last one. {self._next()}")
+            self._end(EngineTaken(f"{news}. It was the last one. {self._next()}"))
 
     # -- the rest is private
 
@@ -181,30 +180,38 @@ class Ownership:
         members = [m.url for m in self._fleet.members() if m.takes_weights and m.state is not State.DRAINING]
         return [url for url in members if url in self._infos and self._infos[url].plugin]
 
-    async def _renew_for_ever(self) -> None:
-        assert self._terms is not None
-        while True:
-            await asyncio.sleep(self._terms.interval)
-            await self._renew()
-
     async def _renew(self) -> None:
         urls = self._leasable()
-        held = [url for url in urls if url in self._held]
-        losses, *_ = await asyncio.gather(
-            asyncio.gather(*map(self._keep, held)),
-            *(self._claim(url) for url in urls if url not in held),
-            *(self.release(url) for url in self._held.difference(urls, self.ceded)),
+        losses = await asyncio.gather(
+            *(self._each(self._keep if url in self._held else self._claim, url) for url in urls),
+            *(self._each(self.release, url) for url in self._held.keys() - {*urls, *self.ceded}),
         )
         for lost in filter(None, losses):  # when it is known whose each engine is: the end leaves others' alone
             self._end(lost)
 
-    async def _keep(self, url: str) -> str | None:
+    async def _each(
+        self, step: Callable[[str], Awaitable[EngineTaken | None]], url: str
+    ) -> EngineTaken | LeaseExpired | None:
+        """The step at one engine. What it raises keeps neither the others' leases nor the next try from anything."""
+        try:
+            return await step(url)
+        except Exception as error:
+            what = f"the lease of the engine {url}: {type(error).__name__}: {error}"
+            self._say(what)
+            held = self._clock() - self._held.get(url, math.inf)
+            if self._terms is None or held <= self._terms.seconds:
+                return None
+            expired = LeaseExpired(f"{what}. It has not been renewed for {held:.0f} s, and has expired. {self._next()}")
+            expired.__cause__ = error
+            return expired
+
+    async def _keep(self, url: str) -> EngineTaken | None:
         """Why the run ends. An engine that says nothing is the fleet's business; that it is another's is ours."""
         with suppress(EngineError):
             answer = await self._ask(url, "renew")
             if answer is not None and not answer.granted:
                 self.ceded.add(url)
-                return (
+                return EngineTaken(
                     f"{answer.taken_by} has taken over the engine {url}, which this run controlled; this run does not "
                     f"fight for it, and ends. {self._next()}"
                 )
@@ -227,20 +234,24 @@ class Ownership:
             if answer is not None and not answer.granted:
                 left = f", for another {answer.lease.expires_in:.0f} s unless it renews" if answer.lease else ""
                 return f"the engine {url} is leased by {answer.taken_by}{left}"
-            if answer is not None:
-                self._held.add(url)
         return None
 
     async def _ask(self, url: str, action: Action, *, only_from: str | None = None) -> Answer | None:
+        """None: the engine knows no leases, or has left the fleet, and is not asked anything."""
         assert self._terms is not None
-        holder, seconds = self._terms.holder, self._terms.seconds
-        return await ask_lease(self._client, self._endpoints[url], action, holder, seconds, only_from=only_from)
+        if url not in self._endpoints:
+            return None
+        endpoint, terms, asked_at = self._endpoints[url], self._terms, self._clock()
+        answer = await ask_lease(self._client, endpoint, action, terms.holder, terms.seconds, only_from=only_from)
+        if answer is not None and answer.granted and action != "release":
+            self._held[url] = asked_at
+        return answer
 
-    def _end(self, text: str) -> None:
+    def _end(self, error: EngineTaken | LeaseExpired) -> None:
         if self._error is None:
-            self._error = EngineTaken(text)
-            self._say(text)
-            self._taken.set()
+            self._error = error
+            self._say(str(error))
+            self._lost.set()
 
     def _next(self) -> str:
         name = f" --run {self._terms.holder.name}" if self._terms else ""

@@ -14,26 +14,18 @@ KEPT = 600
 
 
 class LoopLag:
-    """A task that sleeps INTERVAL seconds again and again and keeps by how much it overslept."""
+    """Sleeps INTERVAL seconds again and again and keeps by how much it overslept."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: deque[tuple[float, float]] = deque(maxlen=KEPT)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run(), name="event loop lag")
 
     def worst_since(self, moment: float) -> float:
         """Seconds of the longest delay since `moment`, 0 where none was seen."""
         return max((lag for at, lag in self._seen if at >= moment), default=0.0)
 
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _run(self) -> None:
+    async def watch(self) -> None:
+        """Until it is cancelled."""
         while True:
             due = self._clock() + INTERVAL
             await asyncio.sleep(INTERVAL)

@@ -7,11 +7,14 @@ from typing import Any
 
 import aiohttp
 
+from rltool.engines.replies import decode, quote, read_body
 from rltool.errors import EngineError
 from rltool.rollout.sample import Sample
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 """Seconds before the first repetition, doubled with each that follows."""
+REPLY_BYTES = 1024 * 1024
+"""Of a reply, which is a number and what the server adds to it."""
 REPEATED = {408, 425, 429}
 """Statuses below 500 after which the same request may succeed."""
 
@@ -35,18 +38,21 @@ async def remote(
                 await asyncio.sleep(min(pause * 2 ** (attempt - 1), LONGEST_PAUSE))
             try:
                 async with session.post(url, json=body) as response:
+                    reply = (await read_body(response, f"POST {url}", REPLY_BYTES)).decode("utf-8", "replace")
                     if response.status < 400:
-                        return _number(await response.json(content_type=None), key)
-                    reason = f"HTTP {response.status}: {(await response.text())[:200]}"
+                        return _number(decode(reply), key)
+                    reason = f"HTTP {response.status}: {quote(reply, 200)}"
                     if response.status < 500 and response.status not in REPEATED:
                         raise EngineError(f"{url} refuses the sample: {reason}")
             except (aiohttp.ClientError, TimeoutError) as error:
-                reason = f"{type(error).__name__}: {error}" if str(error) else f"no answer within {timeout:g} s"
+                said = f"{type(error).__name__}: {quote(str(error), 200)}"
+                reason = said if str(error) else f"no answer within {timeout:g} s"
     raise EngineError(f"{url} gave no reward in {retries + 1} attempts: {reason}")
 
 
 def _number(reply: Any, key: str) -> float:
     value = reply.get(key) if isinstance(reply, dict) else reply
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise EngineError(f"the reply {str(reply)[:200]} is neither a number nor an object with a number in {key!r}")
+        said = quote(str(reply), 200)
+        raise EngineError(f"the reply {said} is neither a number nor an object with a number in {key!r}")
     return float(value)

@@ -13,6 +13,7 @@ Not here: what a failure means for the sample, its group and the run (rltool.rol
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import importlib.util
 import inspect
@@ -23,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.tasks import Background, beside
 from rltool.rollout.model_clients import Models, RewardContext, ended_in_time, too_slow
 from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
 from rltool.rollout.sample import Sample
@@ -50,7 +53,7 @@ BOOTSTRAP = """\
 import sys
 sys.path[:] = {path!r}
 from rltool.rollout.reward_worker import main
-main({descriptor}, {function!r}, {refuse}, {options!r}, {slower})
+main({descriptor}, {function!r}, {refuse}, {slower})
 """
 """Not multiprocessing: its children import the parent's main module anew, which in a Ray actor is Ray's own worker."""
 
@@ -182,16 +185,12 @@ class RewardPool:
         self._killed = [worker for worker in self._killed if not worker.gone(max(0.0, deadline - time.monotonic()))]
 
     async def _score_on_the_loop(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
-        tasks = [asyncio.create_task(self._call(sample, text)) for sample, text in zip(samples, texts, strict=True)]
-        for task in tasks:
-            task.add_done_callback(look_at)
-        try:
-            # Not wait_for: it would wait for a function that ignores its cancellation.
+        # Their end is not waited for: a function may ignore its cancellation.
+        async with beside(*map(self._call, samples, texts), grace=0) as tasks:
+            for task in tasks:
+                task.add_done_callback(look_at)
             late = RewardFailure(await ended_in_time(tasks, self._timeout, self._models) or "")
             return [_outcome(task) if task.done() else late for task in tasks]
-        finally:
-            for task in tasks:
-                task.cancel()
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
@@ -253,23 +252,25 @@ class _Worker:
 
     def __init__(self, function_path: str, refuse_changes: bool, options: dict[str, Any], slower: float) -> None:
         self._socket, theirs = socket.socketpair()
-        with theirs:
+        with theirs, tempfile.TemporaryFile() as given:
+            pickle.dump(options, given)  # not in argv, which every user of the host can read: there may be keys in them
+            given.seek(0)
             code = BOOTSTRAP.format(
                 path=sys.path,
                 descriptor=theirs.fileno(),
                 function=function_path,
                 refuse=refuse_changes,
-                options=options,
                 slower=slower,
             )
             self._process = subprocess.Popen(
                 # unbuffered: what a function prints before it hangs is what its author needs
                 [sys.executable, "-u", "-c", code],
-                stdin=subprocess.DEVNULL,
+                stdin=given,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._background = Background()
         self._starting: asyncio.Task[None] | None = None
 
     @property
@@ -279,7 +280,7 @@ class _Worker:
     async def ready(self) -> None:
         """Raises RltoolError if it has not imported the function within START_SECONDS."""
         if self._starting is None:
-            self._starting = asyncio.create_task(self._connect())
+            self._starting = self._background.start(self._connect(), "a reward worker starts", awaited=True)
         await asyncio.shield(self._starting)
 
     async def _connect(self) -> None:
@@ -337,7 +338,8 @@ class _Worker:
         else:
             self._socket.close()
         if self.alive:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ends by itself, too, and is reaped by a thread
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def gone(self, seconds: float) -> bool:
         """Whether it has been reaped; waits so long for it."""
@@ -361,13 +363,13 @@ def _pack(samples: list[Sample], texts: list[str]) -> tuple[list[bytes], dict[in
     return packed, failures
 
 
-def look_at(task: asyncio.Task[float]) -> None:
+def look_at(task: asyncio.Future[float]) -> None:
     """So that asyncio does not log the error of one that came too late."""
     if not task.cancelled():
         task.exception()
 
 
-def _outcome(task: asyncio.Task[float]) -> float | RewardFailure:
+def _outcome(task: asyncio.Future[float]) -> float | RewardFailure:
     if task.cancelled():
         return RewardFailure("CancelledError: the reward function was cancelled from within")
     error = task.exception()

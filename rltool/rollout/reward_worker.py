@@ -23,6 +23,7 @@ import queue
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,11 +40,10 @@ REASON_CHARACTERS = 2000
 """How much of an error's text is reported: a function may put its whole input into it."""
 
 
-def main(
-    descriptor: int, function_path: str, refuse_changes: bool, options: dict[str, Any], slower: float = 0.0
-) -> None:
-    """Serve until the parent closes its end of the socket, or dies. options: keyword arguments of each call; slower:
-    seconds that each takes longer."""
+def main(descriptor: int, function_path: str, refuse_changes: bool, slower: float = 0.0) -> None:
+    """Serve until the parent closes its end of the socket, or dies. On stdin is the pickle of the keyword arguments of
+    each call. slower: seconds that each takes longer."""
+    options: dict[str, Any] = pickle.load(sys.stdin.buffer)
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
     frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()

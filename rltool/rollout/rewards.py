@@ -3,6 +3,10 @@
 A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response without
 special tokens. reward.function names it, by one of the names in rltool.config.reward or by import path; reward.options
 are its keyword arguments. Check your own with `rltool.rollout.contracts.check_reward_function`.
+
+All take time in proportion to the text, whatever it is: a policy that collapses writes one character without end, and
+that has to be scored 0, not to time out. So what a pattern repeats it does not give back (`*+`), and it never tries the
+same run of characters from each of its places.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ from collections import Counter
 from rltool.rollout.sample import Sample
 
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)")
-_CHOICE_STATED = re.compile(r"(?i:\b(?:answer|option|choice)(?:\s+is)?)\s*[:=]?\s*\**\(?([A-Z])\b")
-_CHOICE_ALONE = re.compile(r"^\W*([A-Z])\W*$|^\(?([A-Z])[).:]\s", re.MULTILINE)
+_CHOICE_STATED = re.compile(r"(?i:\b(?:answer|option|choice)(?:\s++is)?)\s*+(?:[:=]\s*+)?\**+\(?([A-Z])\b")
+_CHOICE_ALONE = re.compile(r"^[^\w\n]*+([A-Z])[^\w\n]*+$|^\(?([A-Z])[).:]\s", re.MULTILINE)
 
 
 def exact_match(sample: Sample, text: str) -> float:

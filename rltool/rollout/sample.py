@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rltool.engines.types import Completion, RoutedExperts, VersionSpan
+from rltool.engines.types import Completion, Drafts, RoutedExperts, VersionSpan
 
 
 class SampleStatus(StrEnum):
@@ -52,7 +52,10 @@ class Sample:
     each layer, token after token (engines.types.RoutedExperts); UNROUTED for what was never forwarded: the last token,
     and what an environment appended behind the last reply. Those of the newest request, which has computed everything
     before its own tokens, after a weight sync with the newer weights: of one forward pass, by the weights that are
-    closest to those in training. Empty: not asked for.
+    closest to those in training. Empty: not asked for. cached_tokens: of the prompts of all its requests together,
+    those that engines found in their prefix caches; drafts: of speculative decoding, likewise; None where an engine
+    does not report them. tool_seconds: from replies of the policy to what it read next, as environments and agents
+    took them; None without. Generate functions may set it.
     """
 
     group_id: int
@@ -85,10 +88,14 @@ class Sample:
     train_metadata: dict[str, Any] = field(default_factory=dict)
     multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
     routed_experts: array[int] = field(default_factory=lambda: array("B"))
+    cached_tokens: int | None = None
+    drafts: Drafts | None = None
+    tool_seconds: float | None = None
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
         shift = len(self.response_ids)
+        self._count(completion, is_first=not any(self.response_mask))
         self.response_ids.extend(completion.token_ids)
         self.response_mask.extend([1] * len(completion.token_ids))
         self.response_logprobs.extend(completion.logprobs)
@@ -103,6 +110,14 @@ class Sample:
         routed = completion.routed_experts
         self.routed_experts = array("B") if routed is None else routed.padded(self.num_tokens)
         self.validate()
+
+    def _count(self, completion: Completion, *, is_first: bool) -> None:
+        """A sum that lacks one of its parts would be taken for the whole."""
+        cached, drafts = completion.cached_tokens, completion.drafts
+        if not is_first:
+            cached = None if None in (cached, self.cached_tokens) else (cached or 0) + (self.cached_tokens or 0)
+            drafts = self.drafts.plus(drafts) if self.drafts and drafts else None
+        self.cached_tokens, self.drafts = cached, drafts
 
     def append_environment_tokens(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not sample (tool output, a next user turn): no loss, no log-probability."""
@@ -129,6 +144,7 @@ class Sample:
         self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
         self.train_metadata = {}
         self.routed_experts = array("B")
+        self.cached_tokens = self.drafts = self.tool_seconds = None
 
     def fail(self, reason: str) -> None:
         """It is not trained on; the reason is counted."""
@@ -138,6 +154,11 @@ class Sample:
     def num_tokens(self) -> int:
         """Of prompt and response."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def session(self) -> str:
+        """For requests that are turns of this sample (GenerateRequest.session)."""
+        return f"{self.group_id}-{self.index}"
 
     @property
     def turns(self) -> int:

@@ -97,6 +97,22 @@ def repetition(token_ids: Sequence[int], n: int = REPEATED_NGRAM) -> float:
     return 1.0 - len(np.unique(hashes)) / count
 
 
+def work_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """What samples cost beside their tokens; each over those of which it is known, and missing where it is of none."""
+    seconds = [sample.tool_seconds for sample in samples if sample.tool_seconds is not None]
+    cached = [float(sample.cached_tokens) for sample in samples if sample.cached_tokens is not None]
+    found = {
+        f"rollout/{name}_{kind}": value
+        for name, values in (("tool_seconds", seconds), ("cached_prompt_tokens", cached)) if values
+        for kind, value in (("mean", _mean(values)), ("max", max(values)))
+    }  # fmt: skip
+    passes = sum(sample.drafts.passes for sample in samples if sample.drafts)
+    if passes:
+        accepted = sum(sample.drafts.accepted for sample in samples if sample.drafts)
+        found["rollout/accepted_length_mean"] = 1.0 + accepted / passes
+    return found
+
+
 def category_metrics(samples: Sequence[Sample], *, key: str | None, pass_reward: float) -> dict[str, float]:
     """Reward, pass rate and count for each value of metadata[key]; samples without it are left out. key None: nothing.
 
@@ -123,6 +139,7 @@ def all_sample_metrics(samples: Sequence[Sample], *, pass_reward: float, categor
         **prompt_metrics(samples, pass_reward=pass_reward),
         **length_metrics(samples, pass_reward=pass_reward),
         **repetition_metrics(samples),
+        **work_metrics(samples),
         **category_metrics(samples, key=category_key, pass_reward=pass_reward),
     }
 

@@ -18,9 +18,9 @@ from typing import TypeVar
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet
-from rltool.engines.tasks import all_of
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
+from rltool.processes.tasks import all_of
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.model_clients import ModelClient
 from rltool.rollout.sample import Sample

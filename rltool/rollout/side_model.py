@@ -26,13 +26,15 @@ from rltool.rollout.tokenizer import load_tokenizer
 @dataclass(frozen=True)
 class SideEngines:
     """The engines of one model as preflight found them. path: of its tokenizer, or None. router: the address that
-    requests go to in place of the engines, or None; no classification does. task: what they are asked for."""
+    requests go to in place of the engines, or None; no classification does. task: what they are asked for.
+    from_disk: colocated ones drop their weights while they sleep."""
 
     endpoints: tuple[EngineEndpoint, ...]
     infos: Mapping[str, EngineInfo]
     router: EngineEndpoint | None = None
     path: Path | None = None
     task: Task = "generate"
+    from_disk: bool = False
 
 
 class SideModel:
@@ -42,7 +44,7 @@ class SideModel:
         self, name: str, engines: SideEngines, client: EngineClient, *, requests_per_engine: int, deadline: float,
         restart: Callable[[str], Awaitable[None]] | None, log: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.name = name
+        self.name, self.from_disk = name, engines.from_disk
         self._engines = engines
         self.fleet = Fleet()
         self.endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
+from rltool.models.weight_files import check_tokenizer_files, no_tokenizer
 
 
 class TemplateFailed(UsageError):
     """A chat template does not take these messages."""
+
+
+class TokenizerIsCode(UsageError):
+    """The tokenizer is code that comes with the model, which nothing runs unless the user allows it."""
 
 
 class Tokenizer:
@@ -107,22 +112,34 @@ class Tokenizer:
 
 def load_tokenizer(
     model_dir: Path, *, stop_token_ids: Iterable[int] = (), chat_template: Path | None = None,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False, allowed_by: str = "model.trust_remote_code = true",
 ) -> Tokenizer:  # fmt: skip
     """The tokenizer in a Hugging Face directory (or a converted one, which carries it along).
 
-    chat_template: a Jinja file in place of the template that comes with it. UsageError if either cannot be loaded.
+    chat_template: a Jinja file in place of the template that comes with it. trust_remote_code: run code of the
+    directory; only ever an option that the user gave, never what a file says. allowed_by: that option, for the error.
+    UsageError if either cannot be loaded, TokenizerIsCode where the tokenizer is code that may not run.
     """
     from transformers import AutoTokenizer
 
     if not model_dir.is_dir():
         raise UsageError(f"model directory {model_dir} does not exist")
+    check_tokenizer_files(model_dir)
     try:
         hf_tokenizer = AutoTokenizer.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
+        if not trust_remote_code and (code := _own_code(model_dir)) is not None:
+            raise TokenizerIsCode(
+                f"the tokenizer of {model_dir} is code that comes with it ({code}): if you trust that directory, "
+                f"allow it with {allowed_by}"
+            ) from error
         raise UsageError(f"cannot load a tokenizer from {model_dir}: {error}") from error
+    # From config.json alone transformers makes a tokenizer that turns every text into nothing.
+    files = set(getattr(hf_tokenizer, "vocab_files_names", {}).values())
+    if files and not any((model_dir / name).is_file() for name in files) and not hf_tokenizer("ab 1")["input_ids"]:
+        raise no_tokenizer(model_dir, sorted(files))
     if chat_template is not None:
         try:
             hf_tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
@@ -133,6 +150,16 @@ def load_tokenizer(
         stop_ids.add(hf_tokenizer.eos_token_id)
     vocab_size = _read_json(model_dir / "config.json").get("vocab_size") or len(hf_tokenizer)
     return Tokenizer(hf_tokenizer, stop_ids=stop_ids, vocab_size=vocab_size)
+
+
+def _own_code(model_dir: Path) -> str | None:
+    """`file.Class` of the tokenizer that the directory brings along; None where it brings none."""
+    found = _read_json(model_dir / "tokenizer_config.json").get("auto_map") or _read_json(
+        model_dir / "config.json"
+    ).get("auto_map")
+    named = found.get("AutoTokenizer") if isinstance(found, dict) else found
+    classes = named if isinstance(named, list | tuple) else [named]
+    return next((str(one) for one in classes if one), None)
 
 
 def _eos_ids(generation_config: Path) -> list[int]:

@@ -154,10 +154,8 @@ def start_router(
     """
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
-    # Encoders are asked by the engines of their model, not by the router.
-    routed = [engine for engine in model.engines if engine.role != "encoder"]
-    disaggregated = any(engine.role == "prefill" for engine in routed)
-    engines = _probed(routed, config.ready_timeout, report)
+    disaggregated = any(engine.role == "prefill" for engine in model.engines)
+    engines = _probed(model.engines, config.ready_timeout, report)
     key_file = router_key_file(config, engines, group.run)
     with reserved_ports(1, host=config.host, first=config.port) as main:
         at_port = config.model_copy(update={"port": main.ports[0]})

@@ -130,16 +130,15 @@ class WorkersFromStart:
 
     def _all_registered(self) -> bool:
         model = Endpoints.load(self._run.endpoints_file).models.get(self._launch.name, ModelEndpoints())
-        engines = [engine for engine in model.engines if engine.role != "encoder"]
         workers = list_workers(self._router)
-        missing = [engine for engine in engines if find_worker(workers, engine.url) is None]
+        missing = [engine for engine in model.engines if find_worker(workers, engine.url) is None]
         for engine in missing:
             asked = self._asked.get(engine.url)
             if (asked is None or self._clock() - asked > self._launch.config.ready_timeout) and serves(engine.url):
                 self._asked[engine.url] = self._clock()
                 ask_to_add(self._router, engine)
         if not missing:
-            self._say(f"router of {self._launch.name} serves again: {self._router.url}, {len(engines)} worker(s)")
+            self._say(f"router of {self._launch.name} serves again: {self._router.url}, {len(model.engines)} worker(s)")
         return not missing
 
 

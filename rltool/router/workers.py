@@ -88,7 +88,7 @@ def add_worker(router: EngineEndpoint, engine: EngineEndpoint, *, timeout: float
 
 def ask_to_add(router: EngineEndpoint, engine: EngineEndpoint) -> str:
     """Ask for an engine's registration; the list shows what comes of it. Returns the path of the job."""
-    accepted = _call(router, HttpRequest("POST", "/workers", registration(engine)))
+    accepted = _call(router, HttpRequest("POST", "/workers", registration(engine, engine.read_key())))
     return f"/workers/{accepted['worker_id']}"
 
 
@@ -129,10 +129,9 @@ def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -
     _until(ready, timeout, f"{router.url} was not ready with all of {', '.join(wanted)}")
 
 
-def registration(engine: EngineEndpoint) -> dict[str, Any]:
-    """The body of POST /workers. A prefill worker comes with the port at which decode workers ask it for keys and
-    values."""
-    key = engine.read_key()
+def registration(engine: EngineEndpoint, key: str | None) -> dict[str, Any]:
+    """The body of POST /workers; key: the engine's. A prefill worker comes with the port at which decode workers ask it
+    for keys and values."""
     body: dict[str, Any] = {"url": engine.url} | ({"api_key": key} if key is not None else {})
     if engine.role in ("prefill", "decode"):
         body["worker_type"] = engine.role
@@ -196,7 +195,7 @@ class RouterWorkers:
 
     async def add(self, engine: EngineEndpoint) -> str:
         """Ask for an engine's registration. Returns the name of the job."""
-        accepted = await self._call(HttpRequest("POST", "/workers", registration(engine)))
+        accepted = await self._call(HttpRequest("POST", "/workers", registration(engine, engine.present_key())))
         return str(accepted["worker_id"])
 
     async def remove(self, worker: Worker) -> None:
@@ -213,5 +212,5 @@ class RouterWorkers:
         return str(status.get("message") or status.get("status") or "no reason given")
 
     async def _call(self, request: HttpRequest) -> Any:
-        key = self._router.read_key()
+        key = self._router.present_key()
         return await self._client.request(self.url, request, key=key, timeout=self._timeout, retry=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -27,21 +28,23 @@ ON_A_CPU = {
     "lr = 1e-6": "lr = 3e-4",
     "#torch_threads = 4": "torch_threads = 1",
 }  # fmt: skip
-"""What the run's template says for a small model on a CPU, which engines and trainer share, in place of what."""
+"""What the run's template has for a small model on a CPU, which engines and trainer share, in place of what."""
+
+IN_BFLOAT16 = {'#dtype = "float32"': 'dtype = "bfloat16"'}
+"""The same for GPUs that compute in bfloat16."""
+
+WITH_MUCH_MEMORY = {"#max_tokens_per_micro_batch = 4096": "max_tokens_per_micro_batch = 16384"}
+"""The same for GPUs with the memory for that in bfloat16, for models that one of them can train."""
 
 
-def for_cpu(text: str) -> str:
-    for general, small in ON_A_CPU.items():
-        text = text.replace(general, small, 1)
-    return text
-
-
-def write_template(name: str, path: Path, *, cpu: bool = False) -> None:
-    """cpu: the run's template with `ON_A_CPU`. Raises UsageError if `path` exists or cannot be written."""
+def write_template(name: str, path: Path, changes: Mapping[str, str] | None = None) -> None:
+    """changes: text of the template -> what stands there instead. UsageError if `path` exists or cannot be written."""
     text = template_text(name)
+    for general, special in (changes or {}).items():
+        text = text.replace(general, special, 1)
     try:
         with path.open("x") as file:
-            file.write(for_cpu(text) if cpu else text)
+            file.write(text)
     except FileExistsError:
         raise UsageError(f"{path} exists already and is left as it is: name another file") from None
     except OSError as error:

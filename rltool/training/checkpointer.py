@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
-
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.measured import MeasuredLater
 from rltool.checkpoints.retention import Kept, expendable
 from rltool.config.train import CheckpointConfig
 from rltool.errors import RltoolError, RunFault, SaveFailed
+from rltool.terminal import Console
 
 if TYPE_CHECKING:
     from rltool.training.loop import Progress
@@ -84,6 +83,13 @@ class Checkpointer:
         self._settle(wait=False)
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def holds(self, step: int, *, wait: bool) -> bool:
+        """Whether there is a complete checkpoint of this step; without `wait`, or one is on its way. Failures are
+        handled as in `save`."""
+        if wait:
+            self._settle(wait=True)
+        return step in (self._complete, self._in_flight)
 
     def finish(self, progress: Progress) -> None:
         """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed whatever the
@@ -162,7 +168,9 @@ class Checkpointer:
             return
         self._complete, self._in_flight = self._in_flight, None
         self._metrics |= {"checkpoint/write_seconds": saved.seconds, "checkpoint/bytes": float(saved.bytes)}
-        self._console.print(f"checkpoint: {saved.directory}", highlight=False, soft_wrap=True)
+        self._console.print(f"checkpoint: {saved.directory}")
+        if saved.warning:
+            self._console.print(f"warning: {saved.warning}", style="yellow")
         self._thin_out()
 
     def _failed(self, failure: SaveFailed) -> None:
@@ -172,15 +180,18 @@ class Checkpointer:
 
     def _warn(self, failure: SaveFailed) -> None:
         self._metrics["checkpoint/failures"] = self._metrics.get("checkpoint/failures", 0.0) + 1
-        self._console.print(f"warning: {failure}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+        self._console.print(f"warning: {failure}", style="yellow")
 
     def _thin_out(self) -> None:
         config = self._config
         if config.keep_last == 0:
             return
-        complete = [
-            Kept(directories.step_of(path), self._value(path)) for path in directories.list_checkpoints(self._directory)
-        ]
+        complete = []
+        for path in directories.list_checkpoints(self._directory):
+            try:
+                complete.append(Kept(directories.step_of(path), self._value(path)))
+            except (RltoolError, OSError) as error:  # it is just being moved away
+                self._warn(SaveFailed(f"checkpoint {path} is not looked at: {error}"))
         pointed = directories.pointed_at(self._directory)
         protected = {directories.step_of(pointed)} if pointed is not None else set()
         if self._awaited is not None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import re
+import shutil
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -18,17 +25,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rltool
 from rltool.config.train import RayConfig
 from rltool.engines.plan import Host
-from rltool.errors import RltoolError, UsageError
+from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment
+from rltool.processes.leftovers import remove_abandoned, temporary_directory
+from rltool.terminal import write_line
 from rltool.training.devices import visible_gpus
 from rltool.training.placement import PlacementPlan
-from rltool.training.ray_calls import Waiting
-from rltool.training.ray_start import start_ray
+from rltool.training.ray_calls import LOSS, Waiting
+from rltool.training.ray_start import RayWatch, children, end_children, start_ray, watched_processes
 
 LOOPBACK = "127.0.0.1"
 NICENESS = "RAY_worker_niceness"
 
 _POLL_SECONDS = 0.5
+
+_SOCKET = "session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store"
+"""The longest name of a socket that Ray makes below its directory."""
 _HOST_PORT = re.compile(r"(?P<host>[^:/\[\]]+|\[[^\]]+\]):(?P<port>\d+)")
 
 
@@ -39,34 +51,76 @@ class PlacementTimeout(RltoolError):
 @contextmanager
 def ray_cluster(
     config: RayConfig, plan: PlacementPlan, *, preflight: float, gpus: Sequence[int] = (), deadline: float = 300.0,
-    while_waiting: Waiting = lambda _: None,
+    while_waiting: Waiting = lambda _: None, logs: Path | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Connect to `config.address`, or start a local cluster with exactly the CPUs and GPUs that the plan asks for.
 
     gpus: of this host, those that a local cluster hands out; empty: as CUDA_VISIBLE_DEVICES has it, else the first. A
     local cluster ends with the block and is bound to loopback; a cluster that was there before is only left.
+    logs: where those of a local one are kept if the block fails; else they go with it.
     deadline: seconds for a local one to start; preflight: for one with an address to take a connection;
     while_waiting(seconds so far): called meanwhile, what it raises gives the start up.
     """
     if config.address is not None:
         _connect(config.address, preflight)
-    else:
-        cpus = config.num_cpus or max(1.0, plan.total("CPU"))
-        # Ray calls home by default; a training run on somebody's cluster has no business doing so.
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            check_versions()
+            yield
+        finally:
+            ray.shutdown()
+        return
+    cpus = config.num_cpus or max(1.0, plan.total("CPU"))
+    # Ray calls home by default; a training run on somebody's cluster has no business doing so.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    with _ray_files(logs) as directory:
         # "local", or Ray would join whatever cluster was last started on this host, alive or not.
         options = {
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
-            "_node_ip_address": LOOPBACK, "include_dashboard": False, **_common(),
+            "_node_ip_address": LOOPBACK, "include_dashboard": False, "_temp_dir": str(directory), **_common(),
         }  # fmt: skip
-        with _on_loopback(), environment(_variables(gpus)):
-            start_ray(lambda: ray.init(**options), deadline, while_waiting)
-    try:
-        if config.address is not None:
-            check_versions()
-        yield
-    finally:
-        ray.shutdown()
+        before = children()
+        with _on_loopback(), _in_groups_of_their_own(), environment(_variables(gpus)):
+            start_ray(lambda: ray.init(**options), deadline, while_waiting, logs)
+        watch = RayWatch(watched_processes(before))
+        try:
+            yield
+        finally:
+            watch.close()
+            if LOSS.text is None:
+                ray.shutdown()
+            else:
+                _leave_lost(before)
+
+
+@contextmanager
+def _ray_files(logs: Path | None) -> Iterator[Path]:
+    """A directory for a local Ray, which opens whatever it makes to all users of the host: so it lies below one that
+    they cannot enter. What killed runs have left of theirs is removed first."""
+    remove_abandoned()
+    with temporary_directory(len(_SOCKET)) as directory:
+        try:
+            yield directory
+        except Exception:
+            if logs is not None:
+                with suppress(OSError, shutil.Error):  # a full disk is no reason to hide why the run ends
+                    shutil.copytree(directory / "session_latest" / "logs", logs, dirs_exist_ok=True)
+            raise
+
+
+def _leave_lost(before: set[psutil.Process]) -> None:
+    """A Ray that has lost a process of its own: asked to shut down, it would wait for that a minute, and then end this
+    process; not asked, its library crashes in the end of the interpreter. So there is none: what `rltool` says last is
+    said by then."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(PartLost.exit_code)
+
+    atexit.register(leave)
+    ended = threading.Event()
+    ended.set()
+    end_children(before, ended)
 
 
 def _variables(gpus: Sequence[int]) -> dict[str, str]:
@@ -94,6 +148,23 @@ def _on_loopback() -> Iterator[None]:
             yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _in_groups_of_their_own() -> Iterator[None]:
+    """Ray's processes that are started in this block, and what they start, are in other process groups than this one.
+
+    `timeout`, and a shell that ends its jobs, send SIGTERM to the whole group. That is for the driver, which saves and
+    takes the run apart with Ray's help; of Ray's own processes SIGTERM would end them under it.
+    """
+    from ray._private import services
+
+    before = services.ConsolePopen
+    services.ConsolePopen = partial(before, process_group=0)  # pyright: ignore
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before  # pyright: ignore
 
 
 def available_gpus(config: RayConfig, preflight: float) -> tuple[float, str]:
@@ -164,7 +235,7 @@ def _knock(address: str, timeout: float) -> None:
             if time.monotonic() + _POLL_SECONDS >= ends:
                 raise
             if not is_said:
-                print(f"Ray at {address}: {error}; asked again for deadlines.preflight = {timeout:g} s", flush=True)
+                write_line(f"Ray at {address}: {error}; asked again for deadlines.preflight = {timeout:g} s")
                 is_said = True
         time.sleep(_POLL_SECONDS)
 
@@ -213,7 +284,8 @@ def placed(
             while_waiting(waited)
         yield group
     finally:
-        remove_placement_group(group)
+        if LOSS.text is None:
+            remove_placement_group(group)
 
 
 def _missing(bundles: Sequence[dict[str, float]], timeout: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rltool.terminal import Console
 
 LOG_WIDTH = 200
 
@@ -19,8 +19,8 @@ class LoggedConsole(Console):
         self._path, self._failed = log, False
 
     def say(self, line: str) -> None:
-        """A line of plain text, as it is: paths and brackets survive copying."""
-        self.print(line, highlight=False, markup=False, soft_wrap=True)
+        """`print` of one line, for whoever takes a function of one."""
+        self.print(line)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
@@ -29,7 +29,5 @@ class LoggedConsole(Console):
             self._log.file.flush()
         except OSError as error:  # no run ends for its log; once there is room, it has what follows
             if not self._failed:
-                super().print(
-                    f"{self._path} cannot be written: {error.strerror or error}", markup=False, soft_wrap=True
-                )
+                super().print(f"{self._path} cannot be written: {error.strerror or error}")
             self._failed = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from rltool.engines.disaggregation import HALVES
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import HALVES
 from rltool.errors import UsageError
 
 
@@ -15,14 +15,8 @@ def check_halves(
     """roles, kinds: of the engines that the policy is sampled from. router: whether requests go through one.
     pause_mode: weights.pause_mode; None: they are not synced. UsageError for what a run cannot do with them; nothing
     where all are regular."""
-    special = sorted(set(roles) - {"regular"})
-    if not special:
+    if not set(roles) - {"regular"}:
         return
-    if "encoder" in special:
-        raise UsageError(
-            "engines of role encoder: a run samples its policy from regular engines, or from prefill and decode "
-            "engines (`rltool serve-engines --config` starts the others)"
-        )
     if set(roles) != HALVES:
         raise UsageError(
             f"engines of role {' and '.join(sorted(set(roles)))}: prefill and decode go together, without regular ones"
@@ -34,11 +28,11 @@ def check_halves(
             "a router and vLLM's prefill and decode engines contradict each other: rltool makes both calls itself, at "
             "the engines; leave the router out"
         )
-    if pause_mode not in (None, "abort"):
+    if pause_mode not in (None, "auto", "abort"):
         raise UsageError(
             f'weights.pause_mode = "{pause_mode}" with prefill and decode engines: a KV cache of old weights would be '
             'used after a sync; set weights.pause_mode = "abort", with which the tokens so far are kept, and their '
-            "cache is computed anew"
+            'cache is computed anew, or leave it at "auto"'
         )
 
 

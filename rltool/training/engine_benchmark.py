@@ -52,9 +52,11 @@ class Totals:
         return found
 
 
-async def simulate_sync(engines: Sequence[EngineEndpoint], *, seconds: float, mode: PauseMode, timeout: float) -> float:
+async def simulate_sync(
+    engines: Sequence[EngineEndpoint], modes: Mapping[str, PauseMode], *, seconds: float, timeout: float
+) -> float:
     """Pause all engines, hold them for `seconds`, and let them go on, whatever failed before. Returns how long it took.
-    EngineError of the first that did not do it."""
+    modes: by URL. EngineError of the first that did not do it."""
     started = time.perf_counter()
     async with EngineClient() as client:
 
@@ -62,7 +64,7 @@ async def simulate_sync(engines: Sequence[EngineEndpoint], *, seconds: float, mo
             calls = []
             for engine in engines:
                 speaks = dialect(engine.dialect or "", plugin=engine.plugin)
-                requests = speaks.pause(mode) if act == "pause" else speaks.resume()
+                requests = speaks.pause(modes[engine.url]) if act == "pause" else speaks.resume()
                 calls.append(client.run(engine, requests, timeout=timeout))
             results = await asyncio.gather(*calls, return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]

@@ -18,10 +18,12 @@ from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.host_engines import HostEngines
 from rltool.engines.plan import PortNeeds, url_of
+from rltool.engines.startup import Phase
 from rltool.errors import PartLost
 from rltool.processes.files import write_text_atomic
 from rltool.processes.output import redirect_output
 from rltool.processes.run_directory import open_run
+from rltool.terminal import write_line
 from rltool.training.ray_calls import unwrapped
 
 
@@ -50,7 +52,10 @@ class EngineHost:
         await asyncio.to_thread(self._engines.start, launches)
 
     async def ready(self) -> list[EngineEndpoint]:
-        return await self._engines.ready(lambda line: print(line, flush=True))
+        return await self._engines.ready(write_line)
+
+    async def starting(self) -> Mapping[str, Phase]:
+        return self._engines.starting()
 
     async def exits(self) -> dict[int, str]:
         return await asyncio.to_thread(self._engines.exits)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy
 from rltool.engines.run_client import EngineStatus
 from rltool.errors import EngineError
@@ -51,6 +52,9 @@ class EvaluationEngines:
     def rows(self) -> list[EngineStatus]:
         """Each as users see it."""
         return self._members.membership.rows()
+
+    def present(self) -> tuple[EngineEndpoint, ...]:
+        return self._members.membership.present()
 
     async def leave(self) -> dict[str, str]:
         """At the end of the run: out of their transfer groups, before the ranks leave all of theirs. Returns URL ->

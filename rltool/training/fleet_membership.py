@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
@@ -25,6 +24,7 @@ from rltool.engines.fleet import Fleet, Member, State
 from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineConflict, EngineError, EngineRejected, EngineUnreachable, UnknownEngine, UsageError
+from rltool.processes.tasks import Background
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.training.disaggregated import check_role
@@ -79,6 +79,7 @@ class FleetMembership:
         self._router, self._lock = router, lock
         self._trainer_device = trainer_device
         self._admit, self._leave_group, self._log, self._clock = admit, leave_group, log, clock
+        self._background = Background(lambda failure: log(str(failure)))
         self._candidates: dict[str, _Candidate] = {}
         self._departures: dict[str, _Departure] = {}
 
@@ -107,7 +108,7 @@ class FleetMembership:
     def expect(self, endpoint: EngineEndpoint, why: str) -> None:
         """An engine that has not answered, for this reason, joins when it does."""
         candidate = self._candidates[endpoint.url] = _Candidate(endpoint, self._clock(), _not_yet(why))
-        candidate.task = self._start(self._wait_for(candidate), f"waiting for {endpoint.url}")
+        candidate.task = self._background.start(self._wait_for(candidate), f"waiting for {endpoint.url}")
 
     async def remove(self, url: str) -> EngineStatus:
         """Have an engine leave; asking again tells how far it is. Raises UnknownEngine."""
@@ -121,7 +122,7 @@ class FleetMembership:
         departure = self._departures.get(url)
         if departure is None or (departure.task is not None and departure.task.done()):  # done, and still a member?
             departure = self._departures[url] = _Departure()
-            departure.task = self._start(self._leave(url, departure), f"{url} leaves")
+            departure.task = self._background.start(self._leave(url, departure), f"{url} leaves")
         with suppress(TimeoutError):
             await asyncio.wait_for(departure.began.wait(), REPLY_SECONDS)
         return self.row(url)
@@ -150,8 +151,7 @@ class FleetMembership:
 
     async def close(self) -> None:
         """Nobody joins or leaves any more."""
-        for entry in (*self._candidates.values(), *self._departures.values()):
-            await _end(entry.task)
+        await self._background.close()
 
     # -- joining
 
@@ -279,17 +279,6 @@ class FleetMembership:
         await self._monitor.carry_out()
 
     # -- the rest is private
-
-    def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task whose failure is a bug of ours, and is said."""
-
-        def say(ended: asyncio.Task[None]) -> None:
-            if not ended.cancelled() and (error := ended.exception()) is not None:
-                self._log(f"{name}: {type(error).__name__}: {error}")
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(say)
-        return task
 
     def _refuse_twice(self, url: str) -> None:
         if url in self._candidates:

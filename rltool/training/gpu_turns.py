@@ -36,16 +36,18 @@ CAN_SLEEP = (State.READY, State.STALE)
 
 @dataclass(frozen=True)
 class Members:
-    """The engines of one model, live. takes_weights: a sync brings them when they wake up."""
+    """The engines of one model, live. takes_weights: a sync brings them when they wake up; from_disk: else they are
+    loaded again then, and not kept."""
 
     fleet: Fleet
     monitor: FleetMonitor
     endpoints: Mapping[str, EngineEndpoint]
     infos: Mapping[str, EngineInfo]
     takes_weights: bool
+    from_disk: bool = False
 
     def residency(self, url: str, trainer_device: str) -> EngineResidency:
-        return residency_of(self.infos[url], trainer_device, updated=self.takes_weights)
+        return residency_of(self.infos[url], trainer_device, updated=self.takes_weights, from_disk=self.from_disk)
 
 
 class GpuTurns:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from rltool.engines.metrics_text import written
 from rltool.engines.run_client import History, RunStatus
 
 KEPT_STEPS = 200
@@ -24,7 +25,7 @@ class LiveMetrics:
     """A MetricLogger: written by the loop's thread, read by the endpoint's."""
 
     def __init__(self, run: str) -> None:
-        self._run = run
+        self.run = run
         self._lock = threading.Lock()
         self._records: deque[tuple[int, dict[str, float]]] = deque(maxlen=KEPT_STEPS)
 
@@ -43,7 +44,7 @@ class LiveMetrics:
     def history(self) -> History:
         """The last records, oldest first."""
         with self._lock:
-            return {"run": self._run, "records": [{"step": step, "metrics": found} for step, found in self._records]}
+            return {"run": self.run, "records": [{"step": step, "metrics": found} for step, found in self._records]}
 
     def exposition(self, status: RunStatus) -> str:
         """The newest value of every metric and the run's state, in Prometheus' text format. status: {} where the run
@@ -52,7 +53,7 @@ class LiveMetrics:
         with self._lock:
             for _, metrics in self._records:
                 newest |= metrics
-        return exposition(self._run, newest, status)
+        return exposition(self.run, newest, status)
 
 
 def exposition(run: str, metrics: Mapping[str, float], status: RunStatus) -> str:
@@ -66,7 +67,7 @@ def exposition(run: str, metrics: Mapping[str, float], status: RunStatus) -> str
     lines: list[str] = []
     for name, entries in samples.items():
         lines.append(f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines += [f"{name}{{{_labels(labels)}}} {value!r}" for labels, value in entries]
+        lines += [f"{name}{{{written(labels)}}} {value!r}" for labels, value in entries]
     return "\n".join(lines) + "\n"
 
 
@@ -94,11 +95,3 @@ def _of_status(status: RunStatus) -> Iterator[tuple[str, dict[str, str], float]]
         yield "prompt_groups", {"state": state}, float(count)
     for engine in status.get("engines") or ():
         yield "engine_state", {"engine": engine.get("url", "?"), "state": engine.get("state", "?")}, 1.0
-
-
-def _labels(labels: Mapping[str, str]) -> str:
-    return ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -112,8 +112,8 @@ def _mlflow_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """What monitor.logger gets. directory: of the run; settings: dotted key -> value; first_step: a resumed run logs
-    this step and what is behind it again."""
+    """What monitor.logger gets. directory: of the run; settings: dotted key -> value, secrets masked; first_step: a
+    resumed run logs this step and what is behind it again."""
 
     name: str
     run_id: str
@@ -165,7 +165,7 @@ def check_loggers(monitor: MonitorConfig) -> None:
 def open_loggers(config: TrainConfig, run: RunDirectory, *, first_step: int) -> list[MetricLogger]:
     """Those that the configuration asks for."""
     monitor = config.monitor
-    settings = flatten(config.model_dump(mode="json"))
+    settings = flatten(config.shown())
     found: list[MetricLogger] = []
     if monitor.tensorboard:
         found.append(TensorBoardLogger(run.path / "tensorboard", first_step=first_step))

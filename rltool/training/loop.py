@@ -39,6 +39,22 @@ from rltool.weights.tolerances import difference_limit
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
 """What a signal does from the first finished step on."""
 
+GIVES_UP = (
+    "the training on this rollout is given up after the optimizer step in progress; nothing else is lost, for what was "
+    "done before is saved"
+)
+FINISHES = (
+    "the optimizer steps on this rollout come to their end first, for steps before it are in no checkpoint; then one "
+    "is written and the engines are freed"
+)
+"""While a rollout is trained on in several optimizer steps: weights between two of them belong to no step, and no
+checkpoint holds them."""
+
+ALL_DONE = (
+    "all steps are done: what is in progress comes to its end first and the engines are freed; no checkpoint is "
+    "written (checkpoint.save_at_end = false)"
+)
+
 
 class Engines(Evaluator, Protocol):
     """What the loop asks of the rollout side; absent in train-only and in supervised training without evaluation."""
@@ -76,6 +92,10 @@ class Checkpoints(Judged, Protocol):
 
     def check(self) -> dict[str, float]:
         """At a step boundary: what has come of it, as checkpoint/* metrics, or SaveFailed."""
+        ...
+
+    def holds(self, step: int, *, wait: bool) -> bool:
+        """Whether there is a checkpoint of this step; without `wait`, or is on its way."""
         ...
 
     def finish(self, progress: Progress) -> None:
@@ -134,6 +154,7 @@ class Loop:
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
+        """The weights belong to no step: to be neither saved nor exported."""
         self.scored: Scored | None = None
         self.sourced: SourcedBatch | None = None
 
@@ -143,7 +164,8 @@ class Loop:
         A checkpoint is written in every case, also before an error is raised, with four exceptions: the last step
         without checkpoint.save_at_end, an error between the optimizer steps of one rollout (such weights belong to no
         step), a rank or rollout manager that was lost (the state is), and a signal before the first step of all. Then
-        the last checkpoint stands.
+        the last checkpoint stands. A signal between the optimizer steps of one rollout ends the training on it only
+        where that costs nothing else: see `_may_give_up`.
         """
         try:
             self._run()
@@ -160,7 +182,7 @@ class Loop:
                 self.writer.say(f"after the signal: {error}")
             self._end()
         else:
-            if self.progress.step < self.config.steps or self.config.checkpoint.save_at_end:
+            if self._saves_at(self.progress.step):
                 self._end()
             else:
                 self.checkpoints.wait()
@@ -200,15 +222,22 @@ class Loop:
             self.coefficients = self.coefficients.adapted(algorithm, metrics)
             adapted = self.coefficients if algorithm.adapts_coefficients else None
             self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
-            self.stop.consequence = SAVES
+            self.stop.consequence = self._at_end(step + 1)
 
     def _after_update(self, done: int, metrics: dict[str, float]) -> None:
-        """What follows from weights of `done` training steps: the reference's, the engines', an evaluation."""
+        """What follows from weights of `done` training steps: the reference's, the engines', an evaluation.
+
+        The engines do not get them where nobody asks for them any more: after a signal, for a run that resumes begins
+        with a sync; and after the last step if they end with the run. Engines of others keep the final weights.
+        """
         algorithm = self.config.algorithm
         if is_due(algorithm.reference_update_steps, done):
             self.trainer.update_reference()
+        if self.stop.requested:
+            return
         evaluates = self.evaluations.begins(done)
-        if self.engines is not None and (algorithm.loss == "policy" or evaluates):
+        is_read = done < self.config.steps or self.config.engines.mode == "external"
+        if self.engines is not None and (evaluates or (algorithm.loss == "policy" and is_read)):
             metrics.update(self.engines.sync_weights(done))
         metrics.update(self.evaluations.begin(done))
 
@@ -232,9 +261,17 @@ class Loop:
             batch, adapted = with_coefficients(batch, config.algorithm, algorithm)
             metrics |= compared | shaped | corrected | selected | adapted
         compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics
+        self.stop.raise_if_requested()  # so far every weight is as it was
         self.between_updates = not compares
         collected: list[dict[str, float]] = []
-        for samples in optimizer_step_samples(batch, self._optimizer_steps(batch)) * config.epochs_per_rollout:
+        parts = optimizer_step_samples(batch, self._optimizer_steps(batch)) * config.epochs_per_rollout
+        for number, samples in enumerate(parts):
+            if self._may_give_up:
+                self.stop.raise_if_requested()
+            if number + 1 < len(parts):
+                self.stop.consequence = GIVES_UP if self._may_give_up else FINISHES
+            else:
+                self.stop.consequence = self._at_end(step + 1)
             part = with_loss_weights(
                 batch.select(samples), algorithm, max_response_tokens=config.sampling.max_response_tokens
             )
@@ -337,6 +374,21 @@ class Loop:
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
 
     # -- bookkeeping
+
+    @property
+    def _may_give_up(self) -> bool:
+        """Whether a signal may end the training on a rollout between two optimizer steps: nothing is lost but what was
+        done on this rollout, for the state before it is saved, or nothing was done before. Else the steps since the
+        last checkpoint would go with it, for the weights that they ended with are no more."""
+        step = self.progress.step
+        return step == 0 or self.checkpoints.holds(step, wait=self.stop.requested is not None)
+
+    def _at_end(self, done: int) -> str:
+        return SAVES if self._saves_at(done) else ALL_DONE
+
+    def _saves_at(self, done: int) -> bool:
+        """Whether a run that ends after `done` steps writes a checkpoint."""
+        return done < self.config.steps or self.config.checkpoint.save_at_end
 
     @contextmanager
     def _keeping_samples(self, step: int, sourced: SourcedBatch) -> Iterator[None]:

@@ -12,10 +12,12 @@ here, in a thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -37,6 +39,7 @@ from rltool.engines.plan import (
     seat_slots,
     url_of,
 )
+from rltool.engines.startup import describe
 from rltool.errors import RltoolError
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
@@ -49,7 +52,7 @@ from rltool.training.console import LoggedConsole
 from rltool.training.engine_host import EngineHost, HostHandles
 from rltool.training.placement import PlacementPlan
 from rltool.training.places import Place, hosts_of, in_order
-from rltool.training.ray_calls import Waiting, get_all
+from rltool.training.ray_calls import Waiting, get_all, is_ready
 
 CHECK_SECONDS = 180.0
 """For a host to look at models and interpreters, and to start its processes."""
@@ -100,6 +103,7 @@ class ManagedEngines:
                 self._hosts.append((place.node, actor))
         self._launches: tuple[EngineLaunch, ...] = ()
         self._ready: list[Any] = []
+        self.starting = ""  # what engines that do not serve yet are doing, in words
         self._routers = ExitStack()
         self._started = False
 
@@ -126,7 +130,8 @@ class ManagedEngines:
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
         longest = max(launch.ready_timeout for launch in self._launches)
-        answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", look)
+        see = self._seeing(look)
+        answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", see)
         found = by_model(self._launches, [engine for at in answers for engine in at])
         models = {
             name: ModelEndpoints(update_weights=self._order.models[name].update_weights, engines=tuple(engines))
@@ -137,6 +142,21 @@ class ManagedEngines:
         routers = start_planned_routers(self._order, found, group, required=False, report=self._console.say)
         self._routers.enter_context(Watching(group, self._console.say))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
+
+    def _seeing(self, look: Waiting) -> Waiting:
+        """`look`, and now and then a question to the hosts whose answer is `starting`; it waits for none."""
+        asked: list[Any] = []
+
+        def see(seconds: float) -> None:
+            look(seconds)
+            if asked and all(map(is_ready, asked)):
+                with suppress(RayError):  # of an actor that has died; `_all` hears of it
+                    self.starting = describe({role: at for each in ray.get(asked) for role, at in each.items()})
+                asked.clear()
+            if not asked:
+                asked.extend(actor.starting.remote() for _, actor in self._hosts)
+
+        return see
 
     def handles(self) -> HostHandles:
         """For the rollout manager, which has engines started again."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from rltool.processes.files import writing
+from rltool.terminal import Console
 from rltool.training.loggers import MetricLogger
 
 
@@ -30,6 +30,7 @@ class MetricsWriter:
         if file.exists():
             _drop_from(file, first_step)
         self._file = file.open("a")
+        self._was_removed = False
 
     def write(self, step: int, weight_version: str, metrics: dict[str, float], **facts: Any) -> None:
         """One record. A value that is not finite is written as null: JSON has no NaN, and readers would stumble.
@@ -37,6 +38,7 @@ class MetricsWriter:
         record: dict[str, Any] = {"step": step, "weight_version": weight_version, **facts}
         record.update({name: float(value) if math.isfinite(value) else None for name, value in sorted(metrics.items())})
         with writing("metrics", Path(self._file.name)):
+            self._follow_removal()
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -48,22 +50,45 @@ class MetricsWriter:
                 self._failed(logger, "failed and gets nothing more", error)
 
     def say(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text)
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:  # what could not be written before is tried once more
             self.say(f"{self._file.name} lacks its last record: {error.strerror or error}")
+        if self._was_removed:
+            self._warn(f"{self._file.name} was removed during the run: it lacks the steps before that")
         for logger in self._loggers:
             try:
                 logger.close()
             except Exception as error:
                 self._failed(logger, "could not be closed", error)
 
+    def _follow_removal(self) -> None:
+        """Go on in a new file where this one, or the directory of the run, was removed or replaced: what is written to
+        a file without a name is lost."""
+        path = Path(self._file.name)
+        try:
+            if os.path.samestat(path.stat(), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file.close()
+        self._file = path.open("a")
+        self._was_removed = True
+        self._warn(
+            f"{path} was removed, with all its records: they go on in a new file. If the directory of the run was, so "
+            "were its state and its lock: no other command finds this run any more, and none is kept out of it"
+        )
+
+    def _warn(self, line: str) -> None:
+        self._console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
     def _failed(self, logger: MetricLogger, what: str, error: Exception) -> None:
         line = f"{type(logger).__name__} {what}: {type(error).__name__}: {error}"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(line)
 
 
 def _drop_from(file: Path, first_step: int) -> None:
@@ -106,7 +131,7 @@ def step_line(step: int, steps: int, metrics: dict[str, float]) -> str:
     ]
     parts.append(" ".join(f"{label} {metrics[name]:.2f}s" for label, name in phases if name in metrics))
     if metrics.get("train/skipped_steps"):
-        parts.append(f"[yellow]skipped {metrics['train/skipped_steps']:.0f}[/yellow]")
+        parts.append(f"skipped {metrics['train/skipped_steps']:.0f}")
     return "  ".join(part for part in parts if part)
 
 

@@ -71,7 +71,8 @@ def plan_placement(
         return PlacementPlan(ranks, (), reason)
     device: Device = "cuda" if gpu else "cpu"
     if config.engines.shares_gpus:
-        groups = [takes_turns(group, device) for group in config.engines.groups]
+        from_disk = {name for name, model in config.models.items() if model.sleep == "disk"}
+        groups = [takes_turns(g, device, from_disk=g.model in from_disk) for g in config.engines.groups]
         slots = engine_slots(groups, device=device, gpus_per_host=gpus_per_host)
         _check_room(slots, len(ranks))
         reason = "colocated engines share the trainer's bundles, in turns"

@@ -15,7 +15,7 @@ from rltool.engines import supported
 from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import dialect
-from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
+from rltool.engines.endpoints import EngineEndpoint, KeyUnreadable, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
 from rltool.engines.sampling_mask import logprobs_of
 from rltool.engines.types import EngineInfo
@@ -131,8 +131,8 @@ def probe_fleet(
 
 
 def _may_answer_later(error: RltoolError) -> bool:
-    """A wrong key, or a server that is no engine, is no better when it is asked again."""
-    return isinstance(error, EngineError) and not isinstance(error, EngineRejected)
+    """A key that is wrong or missing, or a server that is no engine, is no better when it is asked again."""
+    return isinstance(error, EngineError) and not isinstance(error, (EngineRejected, KeyUnreadable))
 
 
 def backends(fleet: ProbedFleet, config: TrainConfig, trainer_device: str) -> dict[str, Backend]:
@@ -175,7 +175,7 @@ def check_fleet(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | N
 def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str | None) -> None:
     """What holds for each engine alone, so for one that joins a living run as well. Raises UsageError with all that is
     wrong. trainer_device None: weights are not sent."""
-    if trainer_device is not None:
+    if trainer_device is not None and config.weights.pause_mode != "auto":
         for kind in {info.dialect for info in fleet.takers.values()}:
             dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
@@ -384,6 +384,23 @@ def alike_replicas(fleet: ProbedFleet) -> list[str]:
     ]
 
 
+def paused_by_abort(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
+    """A line for the engines that weights.pause_mode = "auto" pauses otherwise than the rest, and why."""
+    if config.weights.pause_mode != "auto":
+        return []
+    urls: dict[str, list[str]] = {}
+    for engine in fleet.endpoints.engines:
+        info = fleet.infos[engine.url]
+        why = supported.why_abort(info.dialect, info.engine_version, engine.role) if engine.takes_weights else None
+        if why is not None:
+            urls.setdefault(why, []).append(engine.url)
+    return [
+        f"{', '.join(those)}: weight syncs cut requests in flight off, to be taken up again (weights.pause_mode = "
+        f'"abort"), for {why}'
+        for why, those in urls.items()
+    ]
+
+
 def _draws_alike(info: EngineInfo) -> bool:
     return info.dp_size > 1 and not info.own_seeds
 
@@ -394,7 +411,7 @@ def describe_engines(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
         f"engine {endpoint.url} does not answer: the run goes on without it, and takes it in when it does ({why})"
         for endpoint, why in fleet.absent.items()
     ]
-    facts = [*uncompared(fleet), *alike_replicas(fleet), *absent]
+    facts = [*uncompared(fleet), *alike_replicas(fleet), *paused_by_abort(fleet, config), *absent]
     return [f"engines: {describe_fleet(fleet)}", describe_tolerances(fleet, config), *facts]
 
 

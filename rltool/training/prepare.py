@@ -18,6 +18,7 @@ from rltool.errors import UsageError
 from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.side_model import SideEngines
+from rltool.terminal import write_line
 from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device, visible_gpus
 from rltool.training.disaggregated import check_regular
@@ -210,7 +211,7 @@ def _probed(
         except EnginesAway as error:
             if needed is None or time.monotonic() >= ends:
                 raise
-            print(f"too few engines answer, asked again for deadlines.engines = {patience:g} s: {error}", flush=True)
+            write_line(f"too few engines answer, asked again for deadlines.engines = {patience:g} s: {error}")
             time.sleep(ASK_AGAIN_SECONDS)
 
 
@@ -255,5 +256,6 @@ def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> P
     if config.engines.shares_gpus:
         check_residency(fleet.infos, prepared.device, updated=True)
         for name in beside:
-            check_residency(models[name].infos, prepared.device, updated=False)
+            from_disk = models[name].from_disk
+            check_residency(models[name].infos, prepared.device, updated=False, from_disk=from_disk)
     return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)

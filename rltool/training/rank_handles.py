@@ -13,6 +13,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
 from rltool.megatron.offload import Part
+from rltool.processes.tasks import beside
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
 from rltool.weights.parameter_layout import ParameterLayout
@@ -82,20 +83,21 @@ class RankHandles:
         step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all. ranks:
         that were asked, None: all."""
         names = rank_names(len(refs)) if ranks is None else [rank_names(rank + 1)[rank] for rank in ranks]
-        tasks = {asyncio.ensure_future(_result(ref)): name for ref, name in zip(refs, names, strict=True)}
-        pending: set[asyncio.Task[Any]] = set(tasks)
         failures: dict[str, BaseException] = {}
         patience: float | None = None
-        while pending:
-            done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            failures |= {tasks[task]: error for task in done if (error := task.exception()) is not None}
-            if not done or any(map(has_died, failures.values())):
-                break
-            if any(map(has_crashed, failures.values())):
-                patience = PEER_SECONDS
-        if failures:
-            raise cause(failures, [tasks[task] for task in pending]) from next(iter(failures.values()))
-        return [task.result() for task in tasks]
+        async with beside(*map(_result, refs)) as asked:
+            tasks = dict(zip(asked, names, strict=True))
+            pending = set(asked)
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                failures |= {tasks[task]: error for task in done if (error := task.exception()) is not None}
+                if not done or any(map(has_died, failures.values())):
+                    break
+                if any(map(has_crashed, failures.values())):
+                    patience = PEER_SECONDS
+            if failures:
+                raise cause(failures, [tasks[task] for task in pending]) from next(iter(failures.values()))
+            return [task.result() for task in asked]
 
 
 async def _result(ref: Any) -> Any:

@@ -4,8 +4,10 @@ and of several failures the one that caused the others."""
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -49,6 +51,26 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(There are some potential|S
 
 _CALL = re.compile(r"ray::(?:\w+\.)?(\w+)\(\)")
 """In Ray's text on what an actor raised: the method that was called."""
+
+
+@dataclass
+class Loss:
+    """Of a process of Ray's, without which some calls are never answered. text: for people, None while all live.
+
+    The main thread's wait, or its next one, raises PartLost of it. Once: what closes the run may still ask actors.
+    """
+
+    text: str | None = None
+    was_raised: bool = False
+
+    def raise_once(self) -> None:
+        if self.text is not None and not self.was_raised and threading.current_thread() is threading.main_thread():
+            self.was_raised = True
+            raise PartLost(self.text)
+
+
+LOSS = Loss()
+"""Of the Ray that this process is connected with: there is one at most. training.ray_start.RayWatch writes it."""
 
 
 class DeadlinePassed(RunFault):
@@ -114,6 +136,7 @@ class _Wait:
         return self._crashed_at is None or now - self._crashed_at <= PEER_SECONDS
 
     def poll(self, now: float) -> None:
+        LOSS.raise_once()
         try:
             done, self.pending = ray.wait(self.pending, num_returns=len(self.pending), timeout=POLL_SECONDS)
         except SystemError as error:  # what Ray makes of a KeyboardInterrupt that comes at the wrong moment

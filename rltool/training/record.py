@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
+from rltool.engines import supported
+from rltool.engines.dialect import PauseMode
 from rltool.rollout.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line
@@ -41,11 +43,16 @@ async def _record(
         await service.start()
         for step in range(config.steps):
             if simulated_sync is not None and step > 0:
-                paused = await simulate_sync(
-                    engines.endpoints, seconds=simulated_sync, mode=config.weights.pause_mode,
-                    timeout=config.deadlines.sync_step,
-                )  # fmt: skip
-                totals.pauses.append(paused)
+                asked, infos = config.weights.pause_mode, engines.infos
+                modes: dict[str, PauseMode] = {
+                    e.url: supported.pause_mode(asked, infos[e.url].dialect, infos[e.url].engine_version, e.role)
+                    for e in engines.endpoints
+                }
+                totals.pauses.append(
+                    await simulate_sync(
+                        engines.endpoints, modes, seconds=simulated_sync, timeout=config.deadlines.sync_step
+                    )
+                )
             started = time.perf_counter()
             rollout = await service.next_batch(step)
             totals.add(rollout.metrics, time.perf_counter() - started)

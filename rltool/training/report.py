@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from rltool.engines.memory_flags import memory_flag
 from rltool.engines.plan import describe_plan
+from rltool.terminal import Console
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import describe_engines, describe_fleet
 from rltool.training.prepare import Prepared
@@ -34,39 +33,37 @@ def print_plan(prepared: Prepared, console: Console) -> None:
             else:
                 defaults += 1
 
-    rows(prepared.config.model_dump(mode="json"))
+    rows(prepared.config.shown())
     console.print(table)
-    console.print(f"{defaults} other settings have their defaults (docs/configuration.md)", highlight=False)
+    console.print(f"{defaults} other settings have their defaults (docs/configuration.md)")
     if prepared.data:
-        console.print(prepared.data, highlight=False, markup=False, soft_wrap=True)
-    console.print(f"device: {prepared.device}", highlight=False)
-    console.print(f"placement: {prepared.plan.describe()}", highlight=False)
+        console.print(prepared.data)
+    console.print(f"device: {prepared.device}")
+    console.print(f"placement: {prepared.plan.describe()}")
     for index, bundle in enumerate(prepared.plan.bundles):
-        console.print(f"  bundle {index}: {bundle}", highlight=False)
+        console.print(f"  bundle {index}: {bundle}")
     if prepared.gpus:
         ranks = prepared.gpus[: len(prepared.plan.trainer)]
         rest = prepared.gpus[len(ranks) :]
         line = f"GPUs of this host: {','.join(map(str, ranks))} for the trainer"
-        console.print(line + (f", {','.join(map(str, rest))} for engines" if rest else ""), highlight=False)
+        console.print(line + (f", {','.join(map(str, rest))} for engines" if rest else ""))
     if prepared.expected is not None:
-        console.print("engines that train starts (ports are found then):", highlight=False)
+        console.print("engines that train starts (ports are found then):")
         several = len({launch.node for launch in prepared.expected.launches}) > 1
         for line in describe_plan(prepared.expected, name_hosts=several):
-            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {line}")
         for line in describe_turns(prepared.plan):
-            console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"  {line}")
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print(
-            describe_routes(prepared.fleets, prepared.config, prepared.device), highlight=False, soft_wrap=True
-        )
+            console.print(line)
+        console.print(describe_routes(prepared.fleets, prepared.config, prepared.device))
         for line in idle_rules(prepared.fleets, prepared.config.weights):
-            console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
+            console.print(line, style="yellow")
     if prepared.evaluation is not None:
-        console.print(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}", highlight=False)
+        console.print(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
     if prepared.resume_from is not None:
-        console.print(f"resumes from {prepared.resume_from}", highlight=False, soft_wrap=True)
+        console.print(f"resumes from {prepared.resume_from}")
 
 
 def describe_turns(plan: PlacementPlan) -> list[str]:
@@ -84,7 +81,7 @@ def describe_turns(plan: PlacementPlan) -> list[str]:
 def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:
     """Where everything is, and what to do next."""
     run = prepared.run
-    console.print(_how_it_ended(outcome), highlight=False)
+    console.print(_how_it_ended(outcome))
     rows: list[tuple[str, Path | None]] = [
         ("checkpoint", outcome.checkpoint),
         ("metrics", run.metrics_file if run.metrics_file.exists() else None),
@@ -92,13 +89,17 @@ def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> Non
     ]
     for label, path in rows:
         if path is not None:
-            console.print(f"  {label}: {path}", highlight=False, soft_wrap=True)
+            console.print(f"  {label}: {path}")
     if outcome.step < prepared.config.steps:
         resume = " --resume" if outcome.checkpoint is not None else ""
-        console.print(f"  go on with: rltool train --run {run.name}{resume} ...", highlight=False, soft_wrap=True)
+        console.print(f"  go on with: rltool train --run {run.name}{resume} ...")
 
 
 def _how_it_ended(outcome: Outcome) -> str:
+    if outcome.gave_up:
+        return (
+            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was given up"
+        )
     if outcome.parameter_hash is None:
         saved = "no checkpoint was written" if outcome.checkpoint is None else "its newest checkpoint stands"
         return f"stopped by {outcome.stopped_by} before a step was done: nothing was trained, {saved}"

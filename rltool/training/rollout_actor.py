@@ -21,6 +21,7 @@ from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
+from rltool.terminal import write_line
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService
@@ -60,7 +61,7 @@ class RolloutActor:
         self._service: RolloutService
 
     async def start(self) -> str:
-        self._service = RolloutService(*self._arguments, **self._options, log=lambda line: print(line, flush=True))
+        self._service = RolloutService(*self._arguments, **self._options, log=write_line)
         summary = await self._service.start()
         garbage.settle()
         return summary
@@ -105,6 +106,9 @@ class RolloutActor:
 
     async def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
         return await self._service.compare_weights(urls)
+
+    async def all_engines(self) -> tuple[EngineEndpoint, ...]:
+        return self._service.all_engines()
 
     async def present_engines(self) -> tuple[EngineEndpoint, ...]:
         return self._service.present_engines()

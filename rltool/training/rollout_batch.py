@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from rltool.algorithms.batch import TrainBatch
@@ -13,6 +13,7 @@ from rltool.report.samples import SampleRecord
 from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected
 from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.own_batch import ChangedBatch
 from rltool.rollout.sample import Sample
 from rltool.rollout.sample_metrics import all_sample_metrics, speed_metrics
 from rltool.rollout.sample_records import records_to_keep
@@ -35,12 +36,17 @@ class Rollout:
 
 async def to_rollout(
     config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int,
-    *, trains: bool,
+    *, trains: bool, change: Callable[[list[Sample]], ChangedBatch] | None = None,
 ) -> Rollout:  # fmt: skip
     """Trims where that is configured, and builds the batch in a thread. gpus: of the engines that serve.
-    trains: whether a trainer is to read it. TrainingStopped where no sample is left, or one that it cannot read."""
+    trains: whether a trainer is to read it. change: what rollout.batch_hook makes of it. TrainingStopped where no
+    sample is left, or one that it cannot read."""
     groups = [group.samples for group in collected.groups]
-    dropped = {"reward_failed": stats.failed, "aborted": stats.aborted}
+    dropped, added = {"reward_failed": stats.failed, "aborted": stats.aborted}, {}
+    if change is not None:
+        changed = await asyncio.to_thread(change, [sample for group in groups for sample in group])
+        groups, dropped["batch_hook"] = [changed.samples], changed.dropped
+        added = {"rollout/samples_added": float(changed.added)}
     if config.rollout.batch_size == "trim":
         groups, dropped["trimmed"] = trim(groups, config.samples_per_optimizer_step)
     samples = [sample for group in groups for sample in group]
@@ -51,7 +57,7 @@ async def to_rollout(
     mask_truncated, weights = config.rollout.mask_truncated, config.part_weights
     batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights)
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
-    metrics |= mask_metrics(samples, mask_truncated=mask_truncated)
+    metrics |= mask_metrics(samples, mask_truncated=mask_truncated) | added
     monitor = config.monitor
     metrics |= await asyncio.to_thread(
         all_sample_metrics, samples, pass_reward=monitor.pass_reward, category_key=monitor.category_key

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,24 @@ from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineSta
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
 from rltool.processes.restarts import RestartBudget, RestartPolicy
+from rltool.processes.tasks import Background, beside
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
+from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
 from rltool.rollout.engine_guard import GenerationLost
 from rltool.rollout.engine_rates import EngineRates
 from rltool.rollout.engine_restarts import EngineRestarts
 from rltool.rollout.evaluation import Evaluated
+from rltool.rollout.generate import open_http
 from rltool.rollout.model_clients import Models
+from rltool.rollout.own_batch import ChangedBatch, SampleJudge, changed_batch, load_batch_hook
 from rltool.rollout.own_metrics import OwnMetrics
+from rltool.rollout.own_rollout import OwnCollector, load_rollout
+from rltool.rollout.sample import Sample
 from rltool.rollout.side_model import SideModels
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
 from rltool.rollout.versions import VersionBook
-from rltool.training.adaptive_concurrency import adapt_concurrency
+from rltool.training.adaptive_concurrency import LOAD_SECONDS, adapt_concurrency
 from rltool.training.eval_sets import EvalSets
 from rltool.training.evaluation_engines import EvaluationEngines
 from rltool.training.generation import Generation
@@ -76,7 +83,7 @@ class RolloutService:
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
         self._turns: GpuTurns | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._background = Background(lambda failure: self._say(str(failure)))
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
         self._stopping = self._closed = False
@@ -93,6 +100,7 @@ class RolloutService:
         summary = await asyncio.to_thread(self._load)
         lease = self._syncing.lease if self._syncing else None
         self._client = await EngineClient(run=lease.holder.run if lease else None).__aenter__()
+        self._http = open_http(config.deadlines)
         self._restarts = self._engine_restarts()
         hooks = EngineHooks(
             restart=self._restarts.restart if self._restarts else None, end=self._end_engine,
@@ -110,6 +118,7 @@ class RolloutService:
             config, self._plane, self._scorer, self.tokenizer, self._generation.function,
             vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
             evaluation_plane=self._held.plane if self._held else None, routing=wanted_routing(config),
+            http=self._http,
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
@@ -126,13 +135,13 @@ class RolloutService:
         if self._held is not None:
             await self._held.start()
         await self._generation.start(self._engines.endpoints, self._policy.infos, self._engines.router)
-        self._tasks.append(asyncio.create_task(self._guard_engines(), name="engine guard"))
+        self._background.repeat(self._guard_engines, "engine guard", seconds=GUARD_SECONDS)
         if config.rollout.adaptive_concurrency:
-            adapting = adapt_concurrency(
-                self._client, self.fleet, self._policy.endpoints, self._plane, clock=self._clock,
-                requests_per_engine=config.rollout.requests_per_engine,
+            adapt = partial(
+                adapt_concurrency, self._client, self.fleet, self._policy.endpoints, self._plane,
+                ConcurrencyController(ConcurrencyPolicy(start=config.rollout.requests_per_engine), clock=self._clock),
             )  # fmt: skip
-            self._tasks.append(asyncio.create_task(adapting, name="adaptive concurrency"))
+            self._background.repeat(adapt, "adaptive concurrency", seconds=LOAD_SECONDS)
         return summary
 
     def _load(self) -> str:
@@ -141,6 +150,10 @@ class RolloutService:
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
         self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
+        self._own_rollout = load_rollout(self._config.rollout)
+        self._batch_hook = load_batch_hook(self._config.rollout)
+        refusal = self._book.refusal if self._syncing else None
+        self._judge = SampleJudge(self._vocab_size, AdmissionPolicy.of(self._config), refusal)
         self._generation = Generation(
             self._config, self._gateway_place, say=self._say,
             refusal=self._book.refusal if self._syncing else lambda _: None,
@@ -149,7 +162,9 @@ class RolloutService:
 
     def _collector(self) -> Collector:
         config, rollout = self._config, self._config.rollout
-        return Collector(
+        own = self._own_rollout
+        collector = Collector if own is None else partial(OwnCollector, own, self._judge)
+        return collector(
             self._prompts, AdmissionPolicy.of(config), self._work, self._book,
             CollectorConfig(
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
@@ -181,7 +196,10 @@ class RolloutService:
         if not config.engines.shares_gpus or syncing is None:
             return None
         policy = Members(self.fleet, self._monitor, self._policy.endpoints, self._policy.infos, takes_weights=True)
-        others = [Members(m.fleet, m.monitor, m.endpoints, m.infos, takes_weights=False) for m in self._side.started]
+        others = [
+            Members(m.fleet, m.monitor, m.endpoints, m.infos, takes_weights=False, from_disk=m.from_disk)
+            for m in self._side.started
+        ]
         return GpuTurns(
             self._client, syncing.ranks, [policy, *others], restarts, trainer_device=syncing.trainer_device,
             step_seconds=config.deadlines.sync_step, lock=self._lock, log=self._say, clock=self._clock,
@@ -204,9 +222,7 @@ class RolloutService:
                 await self._membership.close()
             if hasattr(self, "_client"):
                 await self.interrupt()
-                for task in self._tasks:
-                    task.cancel()
-                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._background.close()
                 if self._restarts is not None:
                     await self._restarts.close()
                 if self._held is not None:
@@ -219,6 +235,7 @@ class RolloutService:
                 if self._held is not None:
                     await self._held.close()
                 await self._side.close()
+                await self._http.close()
                 await self._client.__aexit__(None, None, None)
             if hasattr(self, "_generation"):
                 await self._generation.close()
@@ -235,10 +252,10 @@ class RolloutService:
         for task in self._evaluations:
             task.cancel()
         planes = [self._plane, *([self._held.plane] if self._held is not None else [])]
-        aborting = asyncio.gather(*(plane.abort() for plane in planes))
-        await self.collector.interrupt()
-        for url, reason in (item for failures in await aborting for item in failures.items()):
-            self._say(f"aborting requests at {url}: {reason}")
+        async with beside(*(plane.abort() for plane in planes)) as aborting:
+            await self.collector.interrupt()
+            for url, reason in (item for failures in await asyncio.gather(*aborting) for item in failures.items()):
+                self._say(f"aborting requests at {url}: {reason}")
 
     # -- the driver's calls
 
@@ -280,7 +297,7 @@ class RolloutService:
     async def evaluate(self) -> Evaluated:
         """Every evaluation set, with the same seeds each time."""
         ownership = self._held.ownership if self._held is not None else self._ownership
-        task = asyncio.create_task(self._work.evaluate(self._evals.sets), name="evaluate")
+        task = self._background.start(self._work.evaluate(self._evals.sets), "evaluate", awaited=True)
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
@@ -345,6 +362,11 @@ class RolloutService:
         """Those that a run which resumes would begin with."""
         return self._membership.present()
 
+    def all_engines(self) -> tuple[EngineEndpoint, ...]:
+        """Of the policy as they are now, of evaluations, and of the other models."""
+        evaluating = self._held.present() if self._held is not None else ()
+        return (*self.present_engines(), *evaluating, *(e for m in self._side.started for e in m.endpoints.values()))
+
     def take_events(self) -> list[str]:
         """Lines for the console since the last call: transitions of engines, failures of syncs."""
         taken, self._events = self._events, []
@@ -358,24 +380,29 @@ class RolloutService:
 
     async def _guard_engines(self) -> None:
         """Ends the waits of a run that has had too few engines, or no router, for too long."""
-        while self._lost is None:
-            await asyncio.sleep(GUARD_SECONDS)
-            try:
-                self._policy.guard.check()
-                if self._held is not None and self._evaluations:
-                    self._held.check()
-            except GenerationLost as error:
-                self._lost = error
-                self.collector.fail(error)
-                for task in self._evaluations:
-                    task.cancel()
+        if self._lost is not None:
+            return
+        try:
+            self._policy.guard.check()
+            if self._held is not None and self._evaluations:
+                self._held.check()
+        except GenerationLost as error:
+            self._lost = error
+            self.collector.fail(error)
+            for task in self._evaluations:
+                task.cancel()
+
+    def _change(self, step: int) -> Callable[[list[Sample]], ChangedBatch] | None:
+        hook, judge = self._batch_hook, self._judge
+        return None if hook is None else lambda samples: changed_batch(hook, samples, judge, step)
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
         serving, infos, stats = self.fleet.serving(), self._policy.infos, self._scorer.take_stats()
         gpus = sum(infos[url].world_size for url in serving if url in infos)
         rollout, rates = await asyncio.gather(
             to_rollout(
-                self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None
+                self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,
+                change=self._change(step),
             ),
             self._rates.since_last(serving),
         )

@@ -14,7 +14,7 @@ from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.evaluation import Evaluated, evaluate_set, version_metrics
-from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
+from rltool.rollout.generate import GenerateContext, GenerateFunction, Http, fill_group
 from rltool.rollout.groups import Group, new_samples
 from rltool.rollout.model_clients import Models
 from rltool.rollout.own_evaluation import load_eval_function
@@ -24,9 +24,12 @@ from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
 
+OF_NO_GROUP = -1
+"""In the place of its number, of requests that rollout.function sends by itself."""
+
 
 def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
-    """UsageError for a request of an own generate function whose tokens could not be trained on: the trainer computes
+    """UsageError for a request of an own function whose tokens could not be trained on: the trainer computes
     log-probabilities of the whole distribution at sampling.temperature."""
     changed = [
         name
@@ -36,7 +39,7 @@ def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
     if changed:
         name = changed[0]
         raise UsageError(
-            f"rollout.generate_function asks for {name} {getattr(asked, name)}, and the run trains on sampling.{name} "
+            f"an own function asks for {name} {getattr(asked, name)}, and the run trains on sampling.{name} "
             f"= {getattr(configured, name)}: engine and trainer would mean different log-probabilities; leave it as "
             "context.sampling has it"
         )
@@ -47,12 +50,13 @@ class RolloutWork:
     agent, None for the built-in generation. vocab_size: of the model.
     require_versions: whether a completion must tell its weights' versions. models: beside the policy.
     evaluation_plane: of the engines that evaluations have to themselves, None: `plane`. routing: what samples that are
-    trained on bring with them (training.routing_replay); None: nothing."""
+    trained on bring with them (training.routing_replay); None: nothing. http: of functions' own requests."""
 
     def __init__(
         self, config: TrainConfig, plane: DataPlane, scorer: Scorer, tokenizer: Tokenizer,
         function: GenerateFunction | None, *, vocab_size: int, require_versions: bool, models: Models,
         evaluation_plane: DataPlane | None = None, routing: Routing | None = None,
+        http: Http | None = None,
     ) -> None:  # fmt: skip
         self._config, self._plane, self._scorer, self._function = config, plane, scorer, function
         self._routing = routing
@@ -65,19 +69,23 @@ class RolloutWork:
         self._keeps_masks = config.algorithm.loss == "policy" and sampling.truncates
         self._context = GenerateContext(
             partial(self._ask, plane), params, vocab_size, require_versions=require_versions, models=models,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer, http_session=http,
         )  # fmt: skip
         self._evaluation = replace(self._context, generate=partial(self._ask, evaluation_plane or plane))
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
-        async def generate(request: GenerateRequest) -> list[Completion]:
-            check_trainable(request.sampling, self._context.sampling)
-            if self._keeps_masks:
-                request = replace(request, sampling=replace(request.sampling, return_sampling_mask=True))
-            return await self._ask(self._plane, replace(request, routing=self._routing), group=group.id)
-
+        generate = partial(self._ask_to_train, group.id)
         context = replace(self._context, generate=generate, interrupted=interrupted, prompt=group.prompt)
         await fill_group(group.samples, context, self._function)
+
+    def context(self) -> GenerateContext:
+        return replace(self._context, generate=partial(self._ask_to_train, OF_NO_GROUP))
+
+    async def _ask_to_train(self, group: int, request: GenerateRequest) -> list[Completion]:
+        check_trainable(request.sampling, self._context.sampling)
+        if self._keeps_masks:
+            request = replace(request, sampling=replace(request.sampling, return_sampling_mask=True))
+        return await self._ask(self._plane, replace(request, routing=self._routing), group=group)
 
     async def _ask(self, plane: DataPlane, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
         completions = await plane.generate(request, group=group)
@@ -117,7 +125,7 @@ class RolloutWork:
         await self._plane.abort(groups)
 
     def keeps_partial_groups(self) -> bool:
-        return self._function is None
+        return self._function is None and self._config.rollout.function is None
 
     async def evaluate(self, sets: Sequence[EvalSet]) -> Evaluated:
         """Every set, one after the other, with the same seeds each time."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
-
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
@@ -21,6 +19,7 @@ from rltool.processes.files import writing
 from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
+from rltool.terminal import Console
 from rltool.training.endpoints_follow import EndpointsFollow
 from rltool.training.metrics import progress_line
 from rltool.training.ray_calls import Waiting, get_all, is_ready
@@ -58,7 +57,7 @@ class Rollouts:
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
             endpoints_file, engines.endpoints, data_url=engines.router.url if engines.router else None,
-            say=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True),
+            say=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor = RolloutActor.remote(
@@ -77,7 +76,7 @@ class Rollouts:
             while_waiting=self._stop.raise_if_requested,
         )  # fmt: skip
         self._started = True
-        self.console.print(summary, highlight=False, soft_wrap=True)
+        self.console.print(summary)
 
     # -- the loop's calls
 
@@ -92,7 +91,7 @@ class Rollouts:
         self._synced = step
         newly_connected = report.difference is not None and self.config.rollout.max_staleness == 0
         if report.failed or newly_connected:
-            self.console.print(report.line(), highlight=False, soft_wrap=True)
+            self.console.print(report.line())
         self._show_events()
         return report.metrics()
 
@@ -163,6 +162,13 @@ class Rollouts:
     def engines(self) -> list[EngineStatus]:
         return self._manager_status()["engines"]
 
+    def all_engines(self) -> tuple[EngineEndpoint, ...]:
+        return self._call(self._actor.all_engines.remote(), self.config.deadlines.preflight, "deadlines.preflight")
+
+    def present_engines(self) -> tuple[EngineEndpoint, ...]:
+        deadline = self.config.deadlines.preflight
+        return self._call(self._actor.present_engines.remote(), deadline, "deadlines.preflight")
+
     def add_engine(self, engine: EngineEndpoint) -> EngineStatus:
         self._refuse_change()
         key_file = engine.key_file or self.config.engines.api_key_file
@@ -183,14 +189,13 @@ class Rollouts:
             return
         try:
             for line in self._call(self._actor.close.remote(), self.config.deadlines.close, "deadlines.close"):
-                self.console.print(f"[yellow]leaving {line}[/yellow]", highlight=False)
+                self.console.print(f"leaving {line}", style="yellow")
         except RltoolError as error:
-            self.console.print(f"[yellow]closing the rollout manager: {error}[/yellow]", highlight=False)
+            self.console.print(f"closing the rollout manager: {error}", style="yellow")
         if self._evaluation is not None:
             step, ref = self._evaluation
-            self.console.print(f"the evaluation of step {step} was dropped: the run ended first", highlight=False)
-            with contextlib.suppress(Exception):  # how it was cut off; unread, Ray would print it as a failure
-                self._call(ref, self.config.deadlines.close, "deadlines.close")
+            self.console.print(f"the evaluation of step {step} was dropped: the run ended first")
+            self._drop(ref, self.config.deadlines.close, "deadlines.close")
 
     # -- the rest is private
 
@@ -222,16 +227,18 @@ class Rollouts:
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]
 
+    def _drop(self, ref: Any, deadline: float, name: str) -> None:
+        """A call that was cut off. What it raises says that; unread, Ray would print it as a failure."""
+        with contextlib.suppress(Exception):
+            self._call(ref, deadline, name)
+
     def _change_engines(self, ref: Any) -> EngineStatus:
         row = self._call(ref, self.config.deadlines.preflight, "deadlines.preflight")
         self._follow_fleet()
         return row
 
     def _follow_fleet(self) -> None:
-        deadline = self.config.deadlines.preflight
-        self._follow.follow(
-            lambda: self._call(self._actor.present_engines.remote(), deadline, "deadlines.preflight")
-        )
+        self._follow.follow(self.present_engines)
 
     def _manager_status(self) -> dict[str, Any]:
         return self._call(self._actor.status.remote(), self.config.deadlines.preflight, "deadlines.preflight")
@@ -251,7 +258,7 @@ class Rollouts:
             ready, running = (status["groups"][name] for name in ("ready", "running"))
             serving = sum(engine.get("state") == State.READY.value for engine in status["engines"])
             line = progress_line(waited, ready=ready, needed=needed, running=running, serving=serving)
-            self.console.print(line, highlight=False)
+            self.console.print(line)
             self._show_events()
 
         try:
@@ -259,11 +266,12 @@ class Rollouts:
         except StopRequested:
             with contextlib.suppress(RltoolError):  # the manager may be what has died
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
+                self._drop(ref, INTERRUPT_SECONDS, "interrupting the rollout")
             raise
 
     def _show_events(self) -> None:
         lines = self._call(self._actor.events.remote(), self.config.deadlines.preflight, "deadlines.preflight")
         for line in lines:
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(line)
         if lines:  # an engine that was asked for may have answered at last
             self._follow_fleet()

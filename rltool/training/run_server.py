@@ -3,6 +3,7 @@
     GET    /status                          RunStatus
     GET    /history                         History: the metrics of the last steps
     GET    /metrics                         the newest metrics and the state, in Prometheus' text format
+    GET    /metrics/engines                 the metrics of all engines of the run, in the same format
     GET    /engines                         [EngineStatus, ...]
     POST   /engines  {"url", ...}           EngineStatus; key_file is an absolute path on this host, or null (default);
                                             group and role as in endpoints.json, where none is said the defaults there
@@ -31,6 +32,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from rltool.engines.endpoints import EngineEndpoint, parse_address
+from rltool.engines.metrics_text import scrape
 from rltool.engines.run_client import (
     CHANGE_SECONDS,
     COMPARE_SECONDS,
@@ -40,6 +42,7 @@ from rltool.engines.run_client import (
     RunStatus,
 )
 from rltool.errors import EngineConflict, RltoolError, UnknownEngine, UsageError
+from rltool.processes import connections
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, write_state
@@ -69,6 +72,10 @@ class RunControl(Protocol):
     def status(self) -> RunStatus: ...
 
     def engines(self) -> list[EngineStatus]: ...
+
+    def all_engines(self) -> Sequence[EngineEndpoint]:
+        """Those of the policy as they are now, of evaluations and of the other models, with their keys."""
+        ...
 
     def add_engine(self, engine: EngineEndpoint) -> EngineStatus:
         """Its url is http://HOST:PORT. Returns when it has been checked and is in the fleet, or is waited for
@@ -169,6 +176,7 @@ class RunServer:
         self._started.set()
         try:
             self._loop.run_forever()
+            self._listening.close()
             self._loop.run_until_complete(runner.cleanup())
         finally:
             self._loop.close()
@@ -178,14 +186,18 @@ class RunServer:
         app.router.add_get("/status", self._status)
         app.router.add_get("/history", self._history)
         app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/metrics/engines", self._engine_metrics)
         app.router.add_get("/engines", self._list)
         app.router.add_post("/engines", self._add)
         app.router.add_delete("/engines", self._remove)
         app.router.add_post("/weights/compare", self._compare)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0.1, keepalive_timeout=connections.IDLE_SECONDS
+        )
         await runner.setup()
-        await web.TCPSite(runner, HOST, self._port).start()
-        self.url = f"http://{HOST}:{runner.addresses[0][1]}"
+        assert runner.server is not None, "setup makes it"
+        self._listening = await connections.listen(runner.server, HOST, self._port)
+        self.url = f"http://{HOST}:{self._listening.sockets[0].getsockname()[1]}"
         return runner
 
     @web.middleware
@@ -223,9 +235,12 @@ class RunServer:
         status: RunStatus = {}
         with suppress(RltoolError, TimeoutError):  # what the steps have measured is there without the rollout manager
             status = await self._call(self._control.status, deadline=self._deadlines.read)
-        return web.Response(
-            text=self._live.exposition(status), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        return _exposition(self._live.exposition(status))
+
+    async def _engine_metrics(self, request: web.Request) -> web.Response:
+        # Asked from here: in the rollout manager it would take time from generation.
+        engines = await self._call(self._control.all_engines, deadline=self._deadlines.read)
+        return _exposition(await scrape(engines, self._live.run))
 
     async def _list(self, request: web.Request) -> web.Response:
         return web.json_response(await self._call(self._control.engines, deadline=self._deadlines.read))
@@ -280,6 +295,10 @@ class RunServer:
             if not str(error):
                 raise TimeoutError(f"the run did not answer within {deadline:g} s; see `rltool logs train`") from error
             raise
+
+
+def _exposition(text: str) -> web.Response:
+    return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 def _error(status: int, text: str) -> web.Response:

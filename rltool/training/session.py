@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ray.exceptions import RayError
-from rich.console import Console
-from rich.markup import escape
 
 import rltool
 from rltool.agents.gateway_process import GatewayPlace
@@ -29,6 +27,7 @@ from rltool.processes.stop_run import end_left_behind
 from rltool.processes.waiting import waiting
 from rltool.rollout.engine_restarts import EngineProcesses
 from rltool.rollout.lease import LeaseTerms
+from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster
 from rltool.training.console import LoggedConsole
@@ -68,8 +67,9 @@ class Outcome:
     """How a run ended.
 
     checkpoint: the newest of this run, None where there is none. parameter_hash: sha256 over all parameters of all
-    ranks, comparable between runs of one parallel layout; None where this command trained nothing. stopped_by: the
-    signal that ended it before its last step.
+    ranks, comparable between runs of one parallel layout; None where this command trained nothing, or the training on a
+    rollout was given up. stopped_by: the signal that ended it before its last step. gave_up: between two optimizer
+    steps of one rollout, after steps that are saved.
     """
 
     step: int
@@ -77,6 +77,7 @@ class Outcome:
     parameter_hash: str | None
     exit_code: int
     stopped_by: str | None = None
+    gave_up: bool = False
 
 
 def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSignal) -> Outcome:
@@ -104,7 +105,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
     console = LoggedConsole(console, log)
     settings = {
         "rltool": rltool.__version__,
-        "config": config.model_dump(mode="json"),
+        "config": config.shown(),
         "origins": prepared.loaded.origins,
     }
     write_json_atomic(run.config_file, settings)
@@ -113,15 +114,15 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         write_state(run, state)
         stack.callback(remove_state, run, state)
         stack.enter_context(marking(run, state))
-        end_left_behind(run, report=lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True))
-        console.print(f"placement: {prepared.plan.describe()}", highlight=False, soft_wrap=True)
+        end_left_behind(run, report=console.print)
+        console.print(f"placement: {prepared.plan.describe()}")
         if prepared.gpus:
             console.say(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:
             _describe(prepared, run, console)
         sends = _hosts_rendezvous(prepared) or prepared.expected is not None
         for line in beyond_loopback(config, prepared.plan.device, sends=sends):
-            console.print(f"[yellow]open to the network: {line}[/yellow]", highlight=False, soft_wrap=True)
+            console.print(f"open to the network: {line}", style="yellow")
         stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
@@ -129,7 +130,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             stack.enter_context(
                 ray_cluster(
                     config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
-                    preflight=deadlines.preflight, while_waiting=look,
+                    preflight=deadlines.preflight, while_waiting=look, logs=log_dir / "ray",
                 )
             )
         stop.arm()
@@ -165,7 +166,10 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             if prepared.plan.shares_gpus:  # engines look how much memory there is when they load
                 trainer.offload()
                 _begin(managed, console, look)
-            with waiting("waiting for the engines (engines.groups: ready_timeout)", console.say):
+            with waiting(
+                "waiting for the engines (engines.groups: ready_timeout)", console.say,
+                still=lambda: managed.starting,
+            ):  # fmt: skip
                 prepared = with_engines(prepared, managed.wait(look))
             config = prepared.config
             _describe(prepared, run, console)
@@ -174,7 +178,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack, processes)
             source = _source(prepared, engines)
         if isinstance(source, SupervisedData):
-            console.print(source.summary, highlight=False, soft_wrap=True)
+            console.print(source.summary)
         live = LiveMetrics(run.name)
         if engines is not None:
             stack.enter_context(run_server(run, state, engines, live=live, port=config.monitor.endpoint_port))
@@ -193,7 +197,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
                 "source": kept.state,
                 "coefficients": asdict(at.coefficients) if at.coefficients else None,
             }
-            return facts | {"config": config.model_dump(mode="json")}, kept.files
+            return facts | {"config": config.shown()}, kept.files
 
         sweep(run.checkpoints_dir)
         checkpoints = Checkpointer(
@@ -215,11 +219,15 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         done = loop.run()
         if stop.requested and done.step == progress.step:
             raise StopRequested
+        stopped_by = stop.name if stop.requested and done.step < config.steps else None
+        newest = latest_checkpoint(run.checkpoints_dir)
+        if loop.between_updates:
+            if config.checkpoint.save_hf_at_end:
+                console.say("no export (checkpoint.save_hf_at_end): the ranks hold half a step; use convert-ckpt")
+            return Outcome(done.step, newest, None, stop.exit_code, stopped_by, gave_up=True)
         if config.checkpoint.save_hf_at_end:
             exports.save(done.step, final=True)
-        digest = trainer.parameter_hash()
-        stopped_by = stop.name if stop.requested and done.step < config.steps else None
-        return Outcome(done.step, latest_checkpoint(run.checkpoints_dir), digest, stop.exit_code, stopped_by)
+        return Outcome(done.step, newest, trainer.parameter_hash(), stop.exit_code, stopped_by)
 
 
 def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> None:
@@ -231,7 +239,7 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
     """The engines that were found, how weights reach them, and of which other runs they hold weights."""
     assert prepared.fleet is not None
     for line in describe_engines(prepared.fleet, prepared.config):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
     for name, engines in prepared.models.items():
         console.say(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
     if prepared.evaluation is not None:
@@ -240,7 +248,7 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
         console.say(describe_routes(prepared.fleets, prepared.config, prepared.device))
     warnings = [line for fleet in prepared.fleets for line in foreign_weights(fleet, run.run_id)]
     for line in [*warnings, *idle_rules(prepared.fleets, prepared.config.weights)]:
-        console.print(f"[yellow]{escape(line)}[/yellow]", highlight=False, soft_wrap=True)
+        console.print(line, style="yellow")
 
 
 def _hosts_rendezvous(prepared: Prepared) -> bool:

@@ -61,7 +61,9 @@ def probe_models(config: TrainConfig, models: Mapping[str, ModelEndpoints]) -> d
         check_regular(fleet.endpoints.engines, f"model {name!r}")
         path = config.models[name].path if name in config.models else None
         task = _task(name, config, fleet.infos)
-        found[name] = SideEngines(fleet.endpoints.engines, fleet.infos, entry.data_endpoint(), path, task)
+        from_disk = name in config.models and config.models[name].sleep == "disk"
+        engines = fleet.endpoints.engines
+        found[name] = SideEngines(engines, fleet.infos, entry.data_endpoint(), path, task, from_disk)
     check_tasks(config, {name: engines.task for name, engines in found.items()})
     return found
 

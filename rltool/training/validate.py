@@ -69,6 +69,13 @@ def check_models(config: TrainConfig) -> None:
             raise UsageError(
                 f"models.{name}.update_weights = true: a run updates its policy alone, so nobody would; leave it out"
             )
+        if model.sleep == "disk" and not (
+            config.engines.shares_gpus and any(group.model == name for group in config.engines.groups)
+        ):
+            raise UsageError(
+                f'models.{name}.sleep = "disk" has no effect: of other models, only engines sleep that the run starts '
+                'on the trainer\'s GPUs (engines.mode = "colocate", and a group); leave it out'
+            )
         if model.path is not None:
             check_model_directory(model.path, setting=f"models.{name}.path")
     check_tasks(config, {name: model.task for name, model in config.models.items()})
@@ -113,6 +120,18 @@ def check_generation(config: TrainConfig) -> None:
         raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
     if rollout.simulate_step_seconds and rollout.environment is None:
         raise UsageError("rollout.simulate_step_seconds has no effect without rollout.environment")
+    if rollout.function is not None:
+        for name, default, instead in (
+            ("partial_rollout", False, "context.put_back keeps a group for the next call"),
+            ("oversampling_factor", 1.0, "context.groups gives it as many as it asks for"),
+            ("on_stale", ("wait", "mask"), "its groups are not cut off while it runs"),
+        ):
+            found = getattr(rollout, name)
+            if found != default and not (isinstance(default, tuple) and found in default):
+                raise UsageError(
+                    f"rollout.{name} = {found!r} does not go with rollout.function, which chooses its groups by "
+                    f"itself: {instead}; leave it out"
+                )
     for name in ("generate_function", "agent"):
         if rollout.partial_rollout and getattr(rollout, name) is not None:
             raise UsageError(

@@ -111,7 +111,7 @@ def check_groups(config: TrainConfig) -> None:
             "that sleep are gone, and with them what the two have registered for transfers; use another engines.mode"
         )
     check_halves(roles, kinds, router=config.engines.start_router, pause_mode=config.weights.pause_mode)
-    others = [g for g in config.engines.groups if g.model != POLICY and g.role in ("prefill", "decode", "encoder")]
+    others = [g for g in config.engines.groups if g.model != POLICY and g.role in ("prefill", "decode")]
     if others:
         raise UsageError(
             f"group {others[0].name!r}: a run asks regular engines of other models alone; `rltool serve-engines "

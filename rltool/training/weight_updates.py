@@ -12,6 +12,7 @@ from functools import partial
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.fleet_state import Member
 from rltool.errors import RltoolError
+from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.engine_guard import EngineGuard
 from rltool.rollout.fleet_monitor import FleetMonitor
@@ -65,15 +66,14 @@ class WeightUpdates:
     async def stale_engines_meanwhile(self) -> AsyncIterator[None]:
         """Inside the block the ranks are idle: engines that are STALE take the present weights, and comparisons that
         were asked for are made. When it ends, none of these runs any more."""
-        resync = asyncio.create_task(self._resync_stale(), name="resync")
+        background = Background(lambda failure: self._say(str(failure)))
+        background.keep(self._resync_stale(), "engines that are STALE are synced no more")
         try:
             yield
         finally:
             async with self._lock:  # a sync of its own is never cancelled half-way
-                resync.cancel()
+                await background.close()
                 await self._compare_as_asked()  # where batches are always ready there is no other moment
-            with suppress(asyncio.CancelledError):
-                await resync
 
     async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
         """Do these engines hold the present weights? Answered when the ranks are idle next, while the driver waits for
@@ -131,8 +131,8 @@ class WeightUpdates:
                     report = await self._ownership.synced(partial(self._sync.sync, version, only=stale))
                     self._say(report.line())
                     failed = bool(report.failed)
-                except RltoolError as error:
-                    self._say(str(error))
+                except Exception as error:  # of a rank: the driver meets it by itself
+                    self._say(str(error) if isinstance(error, RltoolError) else f"{type(error).__name__}: {error}")
                     failed = True
                 finally:
                     await self._monitor.carry_out()

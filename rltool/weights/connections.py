@@ -20,6 +20,7 @@ from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import EngineInfo, HttpRequest, TensorMeta
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.offload import Part
+from rltool.processes.tasks import beside
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sender import SendReport
@@ -125,11 +126,11 @@ class Connections:
         if not chosen:
             return set(), failures
         meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._directory)
-        joining = asyncio.ensure_future(self._ranks.join())
-        try:
-            answered = await self._calls.gather(list(meeting), self._join(chosen, meeting, joining))
-        finally:
-            joined = await joining
+        async with beside(self._ranks.join()) as (joining,):
+            try:
+                answered = await self._calls.gather(list(meeting), self._join(chosen, meeting, joining))
+            finally:
+                joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
         failures |= joined | answered
         failures |= {url: NO_RANK for url in chosen if url not in meeting and url not in failures}

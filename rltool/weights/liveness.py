@@ -14,6 +14,7 @@ from typing import TypeVar
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import EngineError, EngineUnreachable
+from rltool.processes.tasks import beside
 
 CHECKS_MISSED = 3
 """Health checks in a row, each HEALTH_SECONDS long."""
@@ -27,19 +28,13 @@ class EngineSilent(EngineUnreachable):
 
 async def while_alive(client: EngineClient, endpoint: EngineEndpoint, step: Awaitable[T]) -> T:
     """The step's result; EngineSilent once the engine has missed CHECKS_MISSED health checks in a row."""
-    work = asyncio.ensure_future(step)
-    watch = asyncio.ensure_future(_silence(client, endpoint))
-    try:
+    async with beside(step) as (work,), beside(_silence(client, endpoint)) as (watch,):
         await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         raise EngineSilent(
             f"{endpoint.url} missed {CHECKS_MISSED} health checks in a row in the middle of a weight sync"
         )
-    finally:
-        for task in (work, watch):
-            task.cancel()
-        await asyncio.gather(work, watch, return_exceptions=True)
 
 
 async def _silence(client: EngineClient, endpoint: EngineEndpoint) -> None:

@@ -55,6 +55,23 @@ class Sleep:
 
 
 @dataclass(frozen=True)
+class SleepToDisk:
+    """Without its weights, which it loads again from `model`, where it read them when it started."""
+
+    dialect: Dialect
+    model: str | None
+
+    def release(self) -> list[HttpRequest]:
+        return self.dialect.sleep(2)
+
+    def weights_back(self) -> list[HttpRequest]:
+        return [*self.dialect.wake(("weights",)), *self.dialect.reload(self.model)]
+
+    def caches_back(self) -> list[HttpRequest]:
+        return self.dialect.wake(("kv_cache",))
+
+
+@dataclass(frozen=True)
 class Pause:
     """In place of sleep, where there is no GPU memory to free."""
 
@@ -70,29 +87,41 @@ class Pause:
         return []
 
 
-def residency_of(info: EngineInfo, trainer_device: str, *, updated: bool) -> EngineResidency:
+def residency_of(
+    info: EngineInfo, trainer_device: str, *, updated: bool, from_disk: bool = False
+) -> EngineResidency:
     """How this engine frees its GPUs. updated: a sync brings its weights whenever it wakes up: they need not be kept.
+    from_disk: they are loaded again then (models.NAME.sleep).
 
     UsageError, a sentence without the engine's name, for one that was not started for that.
     """
     speaks, levels = dialect(info.dialect, plugin=info.plugin), info.sleep_levels
     if updated and 2 in levels:
         return Sleep(speaks, 2)
+    if from_disk and 2 in levels:
+        return SleepToDisk(speaks, info.model_path)
+    if from_disk and 1 in levels:
+        raise UsageError(
+            "keeps its weights in the host's memory while it sleeps (--enable-weights-cpu-backup), and models.NAME."
+            'sleep is "disk": leave the flag out, or sleep'
+        )
     if 1 in levels:
         return Sleep(speaks, 1)
     if trainer_device == "cpu":
         return Pause(speaks)
     flags = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[info.dialect]
-    if not updated and info.dialect == "sglang":
+    if not updated and not from_disk and info.dialect == "sglang":
         flags += " --enable-weights-cpu-backup"
     raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {flags}")
 
 
-def check_residency(infos: Mapping[str, EngineInfo], trainer_device: str, *, updated: bool) -> None:
+def check_residency(
+    infos: Mapping[str, EngineInfo], trainer_device: str, *, updated: bool, from_disk: bool = False
+) -> None:
     """UsageError for the first of these engines that cannot leave its GPUs to the trainer."""
     for url, info in infos.items():
         try:
-            residency_of(info, trainer_device, updated=updated)
+            residency_of(info, trainer_device, updated=updated, from_disk=from_disk)
         except UsageError as error:
             raise UsageError(f"the engine {url} {error}") from error
 

@@ -27,7 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines import supported
 from rltool.engines.client import EngineClient
+from rltool.engines.dialect import PauseMode
 from rltool.engines.dialects import dialect
 from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
@@ -38,6 +40,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.processes import garbage
+from rltool.processes.tasks import beside
 from rltool.weights.connections import STEP_SHARE, Connections, Ranks
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
@@ -50,6 +53,8 @@ from rltool.weights.verify import ValueCheck
 
 REASON_SECONDS = 5.0
 """For an engine that the ranks have given up to say what is wrong: that is nearer to the cause than what they saw."""
+WITHDRAW_SECONDS = 5.0
+"""For a request that is given up to have ended here, before the engine is asked to leave its group and to resume."""
 
 
 class WeightSync:
@@ -80,6 +85,7 @@ class WeightSync:
     ) -> None:
         self.client, self.fleet, self.endpoints, self.ranks = client, fleet, endpoints, ranks
         self.config, self.check, self.bucket_deadline, self.gpus = config, check, bucket_deadline, gpus
+        self._infos = infos
         self._withdraw = withdraw
         self.calls = EngineCalls(client, endpoints, step_deadline)
         self.connections = Connections(
@@ -216,13 +222,14 @@ class WeightSync:
         """The ranks send, and each engine receives, bears the version and goes on at its own pace."""
         if not urls:
             return {}
-        sending = asyncio.ensure_future(self.ranks.send(str(version), urls))
-        receiving = asyncio.ensure_future(self._each(urls, lambda endpoint: self._update(endpoint, version, sending)))
-        try:
-            sent = await sending
-            self._patch_bytes, self._memory = sent.patch_bytes, sent.memory
-        finally:
-            received = await receiving
+        async with beside(self.ranks.send(str(version), urls)) as (sending,):
+            receive = self._each(urls, lambda endpoint: self._update(endpoint, version, sending))
+            async with beside(receive) as (receiving,):
+                try:
+                    sent = await sending
+                    self._patch_bytes, self._memory = sent.patch_bytes, sent.memory
+                finally:
+                    received = await receiving
         for url, reason in sent.failures.items():
             if url not in received:
                 self._lost(url, reason)
@@ -247,14 +254,14 @@ class WeightSync:
         """The engine takes every bucket, in order. One that fails is aborted at the trainer, and told to leave its
         group: neither waits for the other any more, nor do the other engines."""
         url = endpoint.url
-        taking = asyncio.ensure_future(self._take(endpoint, version, sending))
         try:
-            await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
-            if not taking.done() and (lost := _lost_by_the_ranks(url, sending)) is not None:
-                await asyncio.wait((taking,), timeout=0.0 if sending.exception() else REASON_SECONDS)
-                if not taking.done():
-                    raise EngineError(lost)
-            await taking
+            async with beside(self._take(endpoint, version, sending), grace=WITHDRAW_SECONDS) as (taking,):
+                await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
+                if not taking.done() and (lost := _lost_by_the_ranks(url, sending)) is not None:
+                    await asyncio.wait((taking,), timeout=0.0 if sending.exception() else REASON_SECONDS)
+                    if not taking.done():
+                        raise EngineError(lost)
+                await taking
         except (EngineError, asyncio.CancelledError) as error:
             if not sending.done():
                 await self.ranks.abort_transfer([url], f"the engine failed: {error}")
@@ -262,8 +269,6 @@ class WeightSync:
                 with suppress(EngineError):  # the first failure is the one to report
                     await self.calls.run_briefly(endpoint, self.connections[url].control.leave(GROUP))
             raise
-        finally:
-            taking.cancel()
 
     async def _take(self, endpoint: EngineEndpoint, version: str, sending: asyncio.Future[SendReport]) -> None:
         connection = self.connections[endpoint.url]
@@ -301,7 +306,7 @@ class WeightSync:
     def _in_one_request(self, url: str) -> OneRequestControl | None:
         """Of an engine whose pause and update are one request, and what follows another."""
         control = self.connections[url].control
-        is_apt = self.config.pause_mode == "keep" and url not in self._asleep
+        is_apt = self._pause_mode(url) == "keep" and url not in self._asleep
         return control if is_apt and isinstance(control, OneRequestControl) else None
 
     def _transfer_seconds(self) -> float:
@@ -362,7 +367,13 @@ class WeightSync:
             return self.gpus.residency(endpoint.url).weights_back()
         if (control := self._pausing_control(endpoint.url)) is not None:
             return control.pause()
-        return dialect(endpoint.dialect or "").pause(self.config.pause_mode)
+        return dialect(endpoint.dialect or "").pause(self._pause_mode(endpoint.url))
+
+    def _pause_mode(self, url: str) -> PauseMode:
+        info = self._infos[url]
+        return supported.pause_mode(
+            self.config.pause_mode, info.dialect, info.engine_version, self.endpoints[url].role
+        )
 
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """After it, whatever became of the update: half awake an engine is of no use to anybody."""
@@ -375,7 +386,7 @@ class WeightSync:
     def _pausing_control(self, url: str) -> PausingControl | None:
         """Of an engine that does not pause by its dialect."""
         control = self._controls[url]
-        is_apt = self.config.pause_mode == "keep" and url not in self._asleep
+        is_apt = self._pause_mode(url) == "keep" and url not in self._asleep
         return control if is_apt and isinstance(control, PausingControl) else None
 
     async def _verify(self, urls: Sequence[str]) -> tuple[Failures, float | None]:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from uuid import uuid4
 
+import aiohttp
+
+from rltool.engines.types import GenerateRequest
 from rltool.rollout.generate import GenerateContext, generate_group
+from rltool.rollout.groups import Group
 from rltool.rollout.model_clients import RewardContext
+from rltool.rollout.own_rollout import RolloutContext
 from rltool.rollout.sample import Sample
 
 
@@ -46,6 +52,20 @@ async def two_turns(group: list[Sample], context: GenerateContext) -> None:
         sample.append_environment_tokens([7, 7])
 
 
+TOOL = {"url": ""}
+SESSIONS: set[aiohttp.ClientSession] = set()
+
+
+async def uses_a_tool(group: list[Sample], context: GenerateContext) -> None:
+    """What the server at TOOL says, in tokens."""
+    await generate_group(group, context)
+    SESSIONS.add(context.http)
+    for sample in group:
+        async with context.http.get(TOOL["url"]) as reply:
+            sample.append_environment_tokens(await reply.json())
+        sample.tool_seconds = 0.5
+
+
 async def hangs(group: list[Sample], context: GenerateContext) -> None:
     await asyncio.Event().wait()
 
@@ -76,6 +96,34 @@ async def tells_its_length(group: list[Sample], context: GenerateContext) -> Non
 def tells_the_mean_reward(group: list[Sample]) -> None:
     for sample in group:
         sample.train_metadata["mean"] = sum(one.reward or 0.0 for one in group) / len(group)
+
+
+STALE: list[Sample] = []
+"""What `puts_an_old_one_in` has kept."""
+
+
+def without_the_first_and_the_last_twice(samples: list[Sample]) -> list[Sample]:
+    for sample in samples:
+        sample.reward = (sample.reward or 0.0) + 100.0
+    return [*samples[:0:-1], samples[-1]]
+
+
+def puts_an_old_one_in(samples: list[Sample]) -> list[Sample]:
+    STALE.append(samples[0])
+    return [STALE[0], *samples[1:]]
+
+
+async def asks_by_itself(given: RolloutContext) -> list[Group]:
+    """Without the run's generation: one request a sample, in a session."""
+    groups = given.groups(given.count + 1)
+    for group in groups:
+        for sample in group.samples:
+            prompt, sampling = tuple(sample.prompt_ids), given.generation.sampling
+            request = GenerateRequest(prompt, sampling, uuid4().hex, seed=sample.seed, session=sample.session)
+            [completion] = await given.generation.generate(request)
+            sample.append_response_tokens(completion)
+        await given.score(group)
+    return groups[1:]
 
 
 async def one_for_each_image(sample: Sample, text: str) -> float:

@@ -151,7 +151,9 @@ def serve(tmp_path, model_dir, monkeypatch):
         )
 
     @asynccontextmanager
-    async def open_(engines: list[Any], judges: tuple[FakeVllm, ...] = ()) -> AsyncIterator[Run]:
+    async def open_(
+        engines: list[Any], judges: tuple[Any, ...] = (), *, from_disk: bool = False
+    ) -> AsyncIterator[Run]:
         config = TrainConfig.model_validate({
             "model": {"path": model_dir},
             "engines": {"mode": "colocate", "restart_backoff": 0.01, "groups": [{"count": len(engines)}]},
@@ -163,7 +165,9 @@ def serve(tmp_path, model_dir, monkeypatch):
         })  # fmt: skip
         async with EngineClient() as client:
             infos = {engine.url: await client.probe(endpoint(engine)) for engine in [*engines, *judges]}
-        side = SideEngines(tuple(map(endpoint, judges)), {judge.url: infos[judge.url] for judge in judges})
+        side = SideEngines(
+            tuple(map(endpoint, judges)), {judge.url: infos[judge.url] for judge in judges}, from_disk=from_disk
+        )
         ranks = Ranks(config, tmp_path, [*engines, *judges])
         processes = Processes(*(e for e in [*engines, *judges] if isinstance(e, FakeVllm)))
         for engine in engines:
@@ -247,6 +251,28 @@ def test_a_judge_sleeps_with_its_weights_and_wakes_up_without_a_sync(serve, stac
             slept = [recorded.query["level"] for recorded in judge.requests if recorded.path == "/sleep"]
             assert slept == ["1"] and "/update_weights" not in judge.paths()
             assert [recorded.query["level"] for recorded in engine.requests if recorded.path == "/sleep"] == ["2"]
+
+    asyncio.run(run())
+
+
+def test_a_judge_that_sleeps_to_disk_drops_its_weights_and_has_them_again_before_its_cache(serve, stack):
+    engine, judge = stack.enter_context(vllm()), stack.enter_context(vllm())
+
+    async def run() -> None:
+        async with serve([engine], (judge,), from_disk=True) as it:
+            await it.step(0)
+            assert not awake(judge) and judge.tensors == {}
+            await it.service.sync_weights(1)
+            assert judge.asleep == frozenset() and not judge.paused and judge.tensors == {"of the checkpoint": True}
+            control = [r for r in judge.requests if r.path in ("/sleep", "/wake_up", "/rltool/reload_weights")]
+            assert [(r.path, r.query.get("level") or r.query.get("tags")) for r in control] == [
+                ("/sleep", "2"), ("/wake_up", "weights"), ("/rltool/reload_weights", None), ("/wake_up", "kv_cache"),
+            ]  # fmt: skip
+            judge.fail("/rltool/reload_weights", 500, times=1)
+            await it.service.next_batch(1)
+            await it.service.free_gpus()
+            await it.service.sync_weights(2)
+            assert it.processes.log == ["end"], "one that has no weights is not asked, but started again"
 
     asyncio.run(run())
 

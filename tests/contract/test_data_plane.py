@@ -30,8 +30,9 @@ LONG = 60.0
 """Seconds: far more than anything here takes."""
 
 
-def request(number: int = 0, *, tokens: int = 4, n: int = 1) -> GenerateRequest:
-    return GenerateRequest((2, 3), SamplingParams(max_tokens=tokens), f"{number:032x}", n=n, seed=number)
+def request(number: int = 0, *, tokens: int = 4, n: int = 1, session: str = "") -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=tokens)
+    return GenerateRequest((2, 3), sampling, f"{number:032x}", n=n, seed=number, session=session)
 
 
 class Rig:
@@ -127,6 +128,59 @@ def test_requests_go_to_the_least_loaded_engine(two):
     asyncio.run(run())
 
 
+def test_requests_of_a_session_stay_at_one_engine_while_it_has_a_slot_and_serves(two):
+    first, second = two
+
+    async def run():
+        async with rig(*two, requests_per_engine=2) as r:
+
+            async def held(*requests):
+                """Requests that the first engine keeps."""
+                first.seconds = LONG
+                tasks = [asyncio.create_task(r.plane.generate(one, group=7)) for one in requests]
+                await until(lambda: first.batch.running == len(tasks), "the first engine generates")
+                first.seconds = 0.0
+                return tasks
+
+            async def end(tasks):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+            async def ask(number, session):
+                before = r.generated()
+                await r.plane.generate(request(number, session=session))
+                [engine] = [e for e, was, now in zip(two, before, r.generated(), strict=True) if now > was]
+                return engine
+
+            assert await ask(0, "a") is first
+            one = await held(request(1, tokens=10))
+            assert await ask(2, "a") is first, "which has more to do, and the prefix"
+            assert await ask(3, "b") is second and await ask(4, "") is second
+            await end(one)
+            both = await held(request(5, tokens=10, session="a"), request(6, tokens=10, session="a"))
+            assert await ask(7, "a") is second, "the slots of the first are taken"
+            await end(both)
+            assert await ask(8, "a") is second, "where it has its newest prefix"
+            second.die()
+            await r.plane.generate(request(9, session="a"))
+            assert await ask(10, "a") is first
+
+    asyncio.run(run())
+
+
+def test_sessions_that_have_long_ended_are_forgotten(two, monkeypatch):
+    monkeypatch.setattr(data_plane, "SESSIONS", 2)
+
+    async def run():
+        async with rig(*two) as r:
+            for number, session in enumerate("abca"):
+                await r.plane.generate(request(number, session=session))
+            assert list(r.plane._homes) == ["c", "a"]
+
+    asyncio.run(run())
+
+
 def test_requests_are_spread_over_all_engines(two):
     for engine in two:
         engine.seconds = 0.2
@@ -190,6 +244,23 @@ def test_a_refusal_is_raised_at_once_with_its_status_and_is_nobodys_fault(two):
             assert error.value.status == 422
             assert sum(r.generated()) == 1 and r.fleet.serving() == tuple(e.url for e in two)
             assert r.plane.counts["failed_requests"] == 0 and r.plane.in_flight == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_key_that_cannot_be_read_for_a_moment_is_a_failure_of_that_engine_and_is_tried_again(two, tmp_path, engines):
+    key_file, chosen = tmp_path / "key", two[:engines]
+    key_file.write_text("")
+
+    async def run():
+        async with rig(*chosen) as r:
+            for url, endpoint in list(r.endpoints.items()):
+                r.endpoints[url] = endpoint.model_copy(update={"key_file": key_file})
+            waiting = asyncio.create_task(r.plane.generate(request()))
+            await until(lambda: r.plane.counts["failed_requests"] > 0, "it fails")
+            key_file.write_text("key")
+            assert len(await waiting) == 1 and sum(r.generated()) == 1
 
     asyncio.run(run())
 

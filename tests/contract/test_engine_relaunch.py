@@ -66,6 +66,7 @@ def serving(tmp_path: Path) -> Iterator[Callable[..., Serving]]:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (model / "pytorch_model.bin").touch()
+    (model / "tokenizer.json").touch()
     with ProcessGroup(run) as group:
         yield lambda most, backoff=0.05: Serving(model, write_python(tmp_path), group, most, backoff)
 

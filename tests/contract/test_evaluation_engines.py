@@ -6,7 +6,6 @@ import asyncio
 import io
 
 import pytest
-from rich.console import Console
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
@@ -14,6 +13,7 @@ from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.engine_guard import TooFewEngines
+from rltool.terminal import Console
 from rltool.training import rollout_service
 from rltool.training.preflight import resolve_evaluation
 from rltool.training.prepare import prepare
@@ -57,6 +57,7 @@ def test_they_get_the_weights_when_an_evaluation_begins_and_hold_them(serve, set
             assert report.updated == (held.url,) and held.version == f"{RUN}:0:0"
             [row] = (await service.status())["evaluation_engines"]
             assert (row["url"], row["state"], row["weight_version"]) == (held.url, "ready", held.version)
+            assert [e.url for e in service.all_engines()] == [*(engine.url for engine in spellers), held.url]
             held.seconds = 0.5
             evaluation = asyncio.create_task(service.evaluate())
             await until(lambda: held.batch.running > 0, "it generates")

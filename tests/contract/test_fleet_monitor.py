@@ -15,6 +15,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, FleetPolicy, State, Transition
 from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
+from rltool.processes.tasks import beside
 from rltool.rollout import loop_lag
 from rltool.rollout.fleet_monitor import FleetMonitor
 from tests.contract.fakes.vllm import FakeVllm
@@ -90,6 +91,10 @@ async def rig(*engines: FakeVllm, policy: FleetPolicy = QUICK, **options: Any) -
             await made.monitor.close()
 
 
+def asked_canaries():
+    return [task for task in asyncio.all_tasks() if task.get_name().startswith("canary")]
+
+
 async def until(condition: Callable[[], bool], what: str) -> None:
     for _ in range(int(LONG / 0.005)):
         if condition():
@@ -147,6 +152,24 @@ def test_a_probe_that_fails_is_counted_against_the_engine(two, fault):
     asyncio.run(run())
 
 
+def test_an_engine_whose_key_cannot_be_read_is_named_with_the_file_and_is_back_with_the_key(two, tmp_path):
+    engine, key_file = two[0], tmp_path / "key"
+
+    async def run():
+        async with rig(engine) as r:
+            r.endpoints[engine.url] = r.endpoints[engine.url].model_copy(update={"key_file": key_file})
+            for _ in range(2):
+                await r.monitor.probe(engine.url)
+            assert r.state(engine) is State.SUSPECT
+            assert f"cannot read the key file {key_file}" in r.fleet.member(engine.url).reason
+            assert engine.paths() == [], "nothing can be asked without it"
+            key_file.write_text("key")
+            r.monitor.start()
+            await until(lambda: r.state(engine) is State.READY, "it shows that it works")
+
+    asyncio.run(run())
+
+
 def test_a_probe_whose_answer_makes_no_sense_is_one_that_fails(two):
     engine = two[0]
     engine.fail("/weight_info", 200, body={"half": "an answ"})
@@ -168,8 +191,7 @@ def test_a_probe_that_failed_while_our_own_loop_was_late_says_nothing(two, monke
     engine.faults["/health"] = _slow_failure()
 
     async def run():
-        async with rig(engine) as r:
-            r.monitor.lag.start()
+        async with rig(engine) as r, beside(r.monitor.lag.watch()):
             probing = asyncio.create_task(r.monitor.probe(engine.url))
             await until(lambda: "/health" in engine.paths(), "it is asked")
             r.clock.ahead += late  # as if the loop had stood still so long
@@ -190,14 +212,11 @@ def test_loop_lag_is_measured_and_old_lag_is_not_held_against_anybody():
     async def run():
         clock = Clock()
         lag = loop_lag.LoopLag(clock=clock)
-        lag.start()
-        try:
+        async with beside(lag.watch()):
             await asyncio.sleep(0)  # it has begun
             clock.ahead += 7.0
             await until(lambda: lag.worst_since(0.0) > 6.0, "it is seen")
             assert lag.worst_since(clock() + 1.0) == 0.0
-        finally:
-            await lag.close()
 
     asyncio.run(run())
 
@@ -279,7 +298,7 @@ def test_a_canary_request_that_times_out_counts_unless_it_had_to_queue(two, monk
             r.monitor.start()
             await until(lambda: bool(asked), "the first one has timed out")
             if queue:
-                await until(lambda: not r.monitor._canaries, "it has been judged")
+                await until(lambda: not asked_canaries(), "it has been judged")
                 assert r.state(engine) is State.READY and r.fleet.member(engine.url).incidents == 0
             else:
                 await until(lambda: r.state(engine) is not State.READY, "it has failed twice")

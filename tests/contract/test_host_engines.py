@@ -54,6 +54,7 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (directory / "pytorch_model.bin").touch()
+    (directory / "tokenizer.json").touch()
     return directory
 
 

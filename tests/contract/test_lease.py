@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +21,11 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
 from rltool.engines.resume import resume_engines
-from rltool.engines.types import GenerateRequest, Holder, SamplingParams
+from rltool.engines.types import EngineInfo, GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError
 from rltool.rollout import lease as lease_module
-from rltool.rollout.lease import EngineTaken, LeaseTerms, Ownership
+from rltool.rollout.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownership
 from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService
@@ -112,6 +114,44 @@ async def asked(engine: FakeVllm, action: Any, holder: Holder, seconds: float = 
         return await ask_lease(client, EngineEndpoint(url=engine.url, dialect="vllm"), action, holder, seconds)
 
 
+def renewals(engine: FakeVllm) -> int:
+    return sum(r.path == "/rltool/lease" and r.body["action"] == "renew" for r in list(engine.requests))
+
+
+class Owner:
+    """Ownership of these engines by run A, with leases of 60 s and a clock that can be set ahead; `lines`: what it
+    wrote."""
+
+    def __init__(
+        self, client: EngineClient, endpoints: dict[str, EngineEndpoint], infos: dict[str, EngineInfo]
+    ) -> None:
+        self.ahead, self.lines, self.endpoints = 0.0, [], endpoints
+        self.fleet = Fleet()
+        for url in endpoints:
+            self.fleet.add(url)
+        self.ownership = Ownership(
+            client, self.fleet, self.endpoints, infos, LeaseTerms(A, 60.0), run=A.run, say=self.lines.append,
+            clock=lambda: time.monotonic() + self.ahead,
+        )  # fmt: skip
+
+
+@asynccontextmanager
+async def owner(engines: list[FakeVllm], key_file: Path) -> AsyncIterator[Owner]:
+    async with EngineClient(run=A.run) as client:
+        endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm", key_file=key_file) for e in engines}
+        made = Owner(client, endpoints, {url: await client.probe(endpoint) for url, endpoint in endpoints.items()})
+        await made.ownership.start()
+        try:
+            yield made
+        finally:
+            await made.ownership.close()
+
+
+async def until_renewed(engine: FakeVllm) -> None:
+    before = renewals(engine)
+    await until(lambda: renewals(engine) > before + 2, "its lease is renewed again and again")
+
+
 # -- runs
 
 
@@ -196,18 +236,71 @@ def test_a_theft_in_the_middle_of_a_sync_ends_it_with_the_thiefs_name(run_as, sp
 def test_a_lease_is_renewed_while_a_sync_takes_its_time(run_as, spellers):  # noqa: F811
     engine = spellers[0]
 
-    def renewals() -> int:
-        return sum(r.path == "/rltool/lease" and r.body["action"] == "renew" for r in list(engine.requests))
-
     async def run():
         async with run_as(A, [engine]) as service:
             service.ranks.gate.clear()
             syncing = asyncio.create_task(service.sync_weights(0))
             await service.ranks.writing.wait()
-            before = renewals()
-            await until(lambda: renewals() > before + 3, "the lease is renewed")
+            before = renewals(engine)
+            await until(lambda: renewals(engine) > before + 3, "the lease is renewed")
             service.ranks.gate.set()
             await syncing
+
+    asyncio.run(run())
+
+
+def test_leases_are_renewed_after_a_moment_without_a_readable_key(spellers, key_file):  # noqa: F811
+    async def run():
+        async with owner(spellers, key_file) as r:
+            key = key_file.read_text()
+            key_file.write_text("")
+            await asyncio.sleep(0.2)  # four renewals
+            key_file.write_text(key)
+            for engine in spellers:
+                await until_renewed(engine)
+            r.ownership.check()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_leaves_while_leases_are_renewed_ends_no_other_lease(spellers, key_file):  # noqa: F811
+    leaving, staying = spellers
+
+    async def run():
+        async with owner(spellers, key_file) as r:
+            del r.endpoints[leaving.url]  # the fleet still names it
+            await until_renewed(staying)
+            assert not r.lines
+            r.ownership.check()
+
+    asyncio.run(run())
+
+
+def test_what_a_renewal_raises_is_written_and_ends_the_run_only_when_the_lease_has_expired(
+    spellers, key_file, monkeypatch  # noqa: F811
+):  # fmt: skip
+    broken, sound = spellers
+    error = ValueError("nobody expected this")
+
+    async def ask(client, endpoint, action, *arguments, **options):
+        if endpoint.url == broken.url and action == "renew":
+            raise error
+        return await ask_lease(client, endpoint, action, *arguments, **options)
+
+    async def run():
+        async with owner(spellers, key_file) as r:
+            monkeypatch.setattr(lease_module, "ask_lease", ask)
+            await until(lambda: len(r.lines) > 2, "it is tried again")
+            assert set(r.lines) == {f"the lease of the engine {broken.url}: ValueError: nobody expected this"}
+            await until_renewed(sound)
+            r.ownership.check()
+            waiting = asyncio.create_task(r.ownership.unless_taken(asyncio.Event().wait()))
+            r.ahead += 61.0
+            with pytest.raises(LeaseExpired, match=rf"{broken.url}: ValueError: .* has expired\. Go on with .*--res"):
+                await waiting
+            with pytest.raises(LeaseExpired) as raised:
+                r.ownership.check()
+            assert raised.value.__cause__ is error
 
     asyncio.run(run())
 

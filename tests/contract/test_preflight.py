@@ -134,6 +134,16 @@ def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_v
     assert fake_vllm.url in str(error.value) and other.url not in str(error.value)
 
 
+@pytest.mark.parametrize(("content", "match"), [(None, "cannot read the key file"), ("", "is empty")])
+def test_no_run_starts_with_a_key_that_cannot_be_read(configure, fake_vllm, tmp_path, content, match):
+    if content is not None:
+        (tmp_path / "other-key").write_text(content)
+    with FakeVllm() as other, pytest.raises(UsageError, match=match) as error:
+        config = configure(fake_vllm.url, other.url, key=tmp_path / "other-key")
+        probe_fleet(resolve_endpoints(config), timeout=5, needed=1)
+    assert not isinstance(error.value, EnginesAway), "waiting does not help"
+
+
 def test_an_engine_that_hangs_is_named_with_the_deadline_that_has_passed(configure, fake_vllm):
     with FakeVllm(key="test-key") as hung:
         hung.hang("/version")
@@ -193,8 +203,16 @@ def test_a_newer_engine_is_taken_where_that_is_configured(sglang):
 
 def test_an_sglang_that_names_one_version_a_response_needs_pauses_that_abort(sglang):
     with pytest.raises(UsageError, match=r'SGLang 0\.5\.17.*weights\.pause_mode to "abort"'):
-        sglang(FakeSglang(version="0.5.17"))
+        sglang(FakeSglang(version="0.5.17"), 'weights.pause_mode="keep"')
     sglang(FakeSglang(version="0.5.17"), 'weights.pause_mode="abort"')
+
+
+def test_by_default_it_is_paused_so_and_the_log_says_why(configure, tmp_path):
+    (tmp_path / "sglang-key").write_text("fake-key")
+    with FakeSglang(version="0.5.17") as old, FakeSglang() as new:
+        config = configure(new.url, old.url, key=tmp_path / "sglang-key")
+        [line] = [line for line in describe_engines(preflight(config), config) if "pause_mode" in line]
+    assert line.startswith(f"{old.url}: ") and '"abort"' in line and "SGLang 0.5.17" in line
 
 
 def test_a_vllm_whose_samples_name_no_version_is_good_for_rollouts_alone(configure, fake_vllm):

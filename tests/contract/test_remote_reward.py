@@ -98,11 +98,20 @@ def test_a_request_that_is_refused_is_not_repeated():
     assert len(received) == 1
 
 
-@pytest.mark.parametrize("body", ["1.0", {"other": 1}, True, [1], b"<html>"])
-def test_a_reply_of_another_form_is_no_reward(body):
+NO_REWARD = "is neither a number nor an object"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("1.0", NO_REWARD), ({"other": 1}, NO_REWARD), (True, NO_REWARD), ([1], NO_REWARD),
+        (b"<html>", NO_REWARD),
+    ],
+)  # fmt: skip
+def test_a_reply_of_another_form_is_no_reward(body, why):
     with server((200, body)) as (url, received):
         said = ask(url)
-    assert "is neither a number nor an object" in said or "JSONDecodeError" in said
+    assert why in said
     assert len(received) == 1
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import test_utils, web
 
 from rltool.cli import main
 from rltool.config.train import TrainConfig
@@ -26,7 +27,15 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.fleet import FleetPolicy
 from rltool.engines.types import Routing
 from rltool.engines.weight_version import Lineage, WeightVersion
-from rltool.errors import EngineConflict, EngineError, RltoolError, TrainingStopped, UnknownEngine, UsageError
+from rltool.errors import (
+    ContractViolation,
+    EngineConflict,
+    EngineError,
+    RltoolError,
+    TrainingStopped,
+    UnknownEngine,
+    UsageError,
+)
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.dump import dumped_steps, read_dump
@@ -44,6 +53,7 @@ from rltool.weights.verify import Compared, ValueCheck
 from tests.contract.fakes.experts import chosen
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.contract.rollout_functions import SESSIONS, STALE, TOOL
 from tests.metric_names import undocumented
 from tests.ranks import SenderRanks
 
@@ -803,6 +813,63 @@ def test_truncated_responses_get_no_loss_where_configured(serve, settings, spell
     assert masked.batch.num_loss_tokens == plain.batch.num_loss_tokens - 5 * truncated
 
 
+def test_a_rollout_function_with_requests_of_its_own_gives_the_batches_of_a_run_and_of_one_that_resumes(
+    serve, settings, spellers, tmp_path
+):
+    config = settings(rollout={"function": f"{FUNCTIONS}:asks_by_itself", "dump": True})
+
+    async def run():
+        async with serve(config, spellers) as service:
+            first = await train(service, 2)
+            state = save(await service.state_dict(1), tmp_path / "checkpoint")
+            await service.sync_weights(2)
+            service.collector.ledger.check()
+        async with serve(config, spellers, lineage=Lineage(RUN, 0).resumed(1, 1)) as service:
+            await service.load_state_dict(state, tmp_path / "checkpoint")
+            return first, await train(service, 3, first=1)
+
+    first, again = asyncio.run(run())
+    found = [sorted({sample.group_id for sample in rollout.samples}) for rollout in (*first, *again)]
+    assert found == [[1, 2, 3, 4], [6, 7, 8, 9], [6, 7, 8, 9], [11, 12, 13, 14]]
+    assert again[0].samples == first[1].samples, "the batch in hand was kept"
+    metrics = again[1].metrics
+    assert metrics["rollout/dropped_groups_unused"] == 1 and not undocumented(metrics)
+    assert metrics["rollout/groups_dropped_total"] == 3 and metrics["rollout/tokens_per_second"] > 0
+
+
+def test_a_batch_hook_decides_what_is_trained_on_and_a_resumed_run_asks_it_again(serve, settings, spellers, tmp_path):
+    rollout = {"batch_hook": f"{FUNCTIONS}:without_the_first_and_the_last_twice", "dump": True}
+
+    async def run():
+        async with serve(settings(rollout=rollout), spellers) as service:
+            [first] = await train(service, 1)
+            state = save(await service.state_dict(0), tmp_path / "checkpoint")
+        async with serve(settings(rollout=rollout), spellers) as service:
+            await service.load_state_dict(state, tmp_path / "checkpoint")
+            [again] = await train(service, 1)
+        return first, again
+
+    first, again = asyncio.run(run())
+    places = [(sample.group_id, sample.index) for sample in first.samples]
+    assert places == [*[(g, i) for g in (3, 2, 1, 0) for i in (3, 2, 1, 0)][:-1], (3, 3)]
+    assert first.batch.group_ids.tolist() == [group for group, _ in places]
+    assert first.batch.rewards.min() > 100
+    metrics = first.metrics
+    assert (metrics["rollout/samples"], metrics["rollout/dropped_batch_hook"]) == (16, 1)
+    assert metrics["rollout/samples_added"] == 1 and not undocumented(metrics)
+    assert again.samples == first.samples, "of the samples as they were, and not once more of what it had made of them"
+
+
+def test_a_batch_hook_cannot_bring_back_what_is_too_old(serve, settings, spellers):
+    async def run():
+        STALE.clear()
+        async with serve(settings(rollout={"batch_hook": f"{FUNCTIONS}:puts_an_old_one_in"}), spellers) as service:
+            await train(service, 2)
+
+    with pytest.raises(ContractViolation, match="sample 0/0: its oldest weights are of step 0, and step 1 takes none"):
+        asyncio.run(run())
+
+
 def test_a_generate_function_of_ones_own_fills_the_batch(serve, settings, spellers):
     async def run():
         config = settings(rollout={"generate_function": f"{FUNCTIONS}:two_turns", "dump": True})
@@ -884,6 +951,31 @@ def test_an_image_that_a_generate_function_gave_the_policy_stops_training(serve,
 
     with pytest.raises(TrainingStopped, match=r"sample 0/0 \(row \d\) has images, and the trainer's"):
         asyncio.run(run())
+
+
+def test_a_generate_function_has_an_http_session_which_the_run_closes(serve, settings, spellers):
+    async def run():
+        SESSIONS.clear()
+        app = web.Application()
+        app.router.add_get("/", lambda request: tool(request))
+        asked = []
+
+        async def tool(request):
+            asked.append(request.headers.get("Authorization"))
+            return web.json_response([7, 7])
+
+        async with test_utils.TestServer(app) as server:
+            TOOL["url"] = str(server.make_url("/"))
+            config = settings(rollout={"generate_function": f"{FUNCTIONS}:uses_a_tool", "dump": True})
+            async with serve(config, spellers) as service:
+                [rollout] = await train(service, 1)
+                assert all(sample.response_ids[-2:] == [7, 7] for sample in rollout.samples)
+                assert rollout.metrics["rollout/tool_seconds_mean"] == 0.5
+                [session] = SESSIONS
+                assert not session.closed
+        assert session.closed and len(asked) >= 16 and set(asked) == {None}, "none of the run's keys is on it"
+
+    asyncio.run(run())
 
 
 def test_a_generate_function_has_a_deadline(serve, settings, spellers):
@@ -1225,7 +1317,7 @@ def test_a_simulated_sync_that_an_engine_refuses_lets_the_others_go_on(serve, sp
     spellers[0].fail("/pause", 500)
 
     with pytest.raises(EngineError):
-        asyncio.run(simulate_sync(endpoints, seconds=0.0, mode="keep", timeout=LONG))
+        asyncio.run(simulate_sync(endpoints, {e.url: "keep" for e in endpoints}, seconds=0.0, timeout=LONG))
     assert not spellers[1].paused
 
 

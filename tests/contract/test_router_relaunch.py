@@ -216,6 +216,7 @@ def write_model(directory: Path) -> Path:
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (model / "pytorch_model.bin").touch()
+    (model / "tokenizer.json").touch()
     return model
 
 

@@ -21,6 +21,7 @@ from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import process_tree
 from rltool.processes.supervise import ProcessGroup
+from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.router_members import RouterMembers
 from rltool.router.launch import forget_router, running_router, start_router
 from rltool.router.workers import RouterWorkers, add_worker, list_workers, remove_worker, wait_ready
@@ -347,6 +348,36 @@ def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
 
         asyncio.run(work())
     assert min(len(worker.served), len(other.served)) >= 24
+
+
+def test_with_the_policy_manual_a_session_of_the_data_plane_stays_at_one_worker(run, key, worker, other):
+    """Prompts that share nothing, so that no prefix decides."""
+    with ProcessGroup(open_run("manual", create=True, root=run.path.parent)) as group:
+        config = RouterConfig(key_file=run.key_file, policy="manual")
+        url = start_router(config, ModelEndpoints(engines=(worker.endpoint, other.endpoint)), group)
+        router = EngineEndpoint(url=url, dialect="sglang", key_file=run.key_file)
+        sessions = {1000 + i: f"{i}-0" for i in range(16)}
+
+        async def work():
+            fleet = Fleet()
+            endpoints = {one.url: one.endpoint for one in (worker, other)}
+            for url in endpoints:
+                fleet.add(url, takes_weights=False)
+                fleet.probe_succeeded(url, sent_at=fleet.member(url).since)
+            async with EngineClient() as client:
+                plane = DataPlane(
+                    client, fleet, endpoints, router=router, requests_per_engine=64, deadline=TIMEOUT, judge=None
+                )
+                for turn in range(4):
+                    for first, session in sessions.items():
+                        sampling = SamplingParams(max_tokens=1)
+                        await plane.generate(
+                            GenerateRequest((first, turn + 1), sampling, f"{turn:016}{first:016}", session=session)
+                        )
+
+        asyncio.run(work())
+    here, there = ({body["input_ids"][0] for body in one.served} for one in (worker, other))
+    assert not here & there and here and there and here | there == {*sessions}
 
 
 def test_start_writes_the_data_url_and_the_end_takes_it_out(run, key, worker, tmp_path):

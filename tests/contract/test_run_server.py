@@ -21,6 +21,7 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, state_file, state_of_this_process, write_state
 from rltool.training.live_metrics import LiveMetrics
 from rltool.training.run_server import Deadlines, RunServer, run_server
+from tests.contract.fakes.vllm import FakeVllm
 
 A, B, C = "http://127.0.0.1:7001", "http://127.0.0.1:7002", "http://127.0.0.1:7003"
 VERSION = "119f:1:12"
@@ -33,6 +34,7 @@ class FakeRun:
         self.fleet = {url: self.entry(url, state) for url, state in ((A, "ready"), (B, "stale"))}
         self.calls = []
         self.equal = False
+        self.present = []
         self.raises = None
         self.hangs = False
         self.release = threading.Event()
@@ -71,6 +73,10 @@ class FakeRun:
     def engines(self):
         self.answer("engines")
         return list(self.fleet.values())
+
+    def all_engines(self):
+        self.answer("present")
+        return self.present
 
     def add_engine(self, engine):
         self.answer("add", engine)
@@ -423,6 +429,44 @@ def test_prometheus_and_history_are_served_with_the_key_and_without_the_rollout_
     reply = requests.get(f"{url}/metrics", headers=key, timeout=10)
     assert reply.status_code == 200 and "rltool_rollout_reward_mean" in reply.text and "rltool_step" not in reply.text
     assert Driver(url, run.key_file).history()["records"] == [{"step": 0, "metrics": {"rollout/reward_mean": 0.5}}]
+
+
+def test_the_metrics_of_all_engines_are_one_page_with_their_keys_and_an_engine_that_is_down_is_0(
+    served, run, control, tmp_path, monkeypatch
+):
+    url = served(live=LiveMetrics("job"))
+    (tmp_path / "key").write_text("engine-key")
+
+    def page() -> list[str]:
+        reply = requests.get(f"{url}/metrics/engines", headers={"Authorization": run.key_file.read_text()}, timeout=10)
+        assert reply.status_code == 401
+        key = {"Authorization": f"Bearer {run.key_file.read_text().strip()}"}
+        reply = requests.get(f"{url}/metrics/engines", headers=key, timeout=10)
+        assert reply.status_code == 200 and reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return reply.text.splitlines()
+
+    with FakeVllm(key="engine-key") as one, FakeVllm(key="engine-key") as two, FakeVllm(key="another") as three:
+        control.present = [
+            EngineEndpoint(url=engine.url, group=group, key_file=tmp_path / "key")
+            for engine, group in ((one, "a"), (two, "b"), (three, "b"))
+        ]
+        instances = [engine.url.removeprefix("http://") for engine in (one, two, three)]
+        lines = page()
+        assert [line for line in lines if line.startswith("rltool_engine_up")] == [
+            f'rltool_engine_up{{instance="{instance}",group="{group}",run="job"}} {up}'
+            for instance, group, up in zip(instances, "abb", (1, 1, 0), strict=True)
+        ]
+        running = [line for line in lines if line.startswith("vllm:num_requests_running")]
+        assert running == [
+            f'vllm:num_requests_running{{instance="{instance}",group="{group}",run="job",engine="0",'
+            f'model_name="{one.model_id}"}} 0.0'
+            for instance, group in zip(instances[:2], "ab", strict=True)
+        ]
+        assert lines.count("# TYPE vllm:num_requests_running gauge") == 1
+        monkeypatch.setattr("rltool.engines.metrics_text.MOST_BYTES", 100)
+        two.fail("/metrics", 500)
+        assert not [line for line in page() if line.startswith("vllm:")]
+    assert {line[-1] for line in page()[1:]} == {"0"}
 
 
 def test_top_prints_one_frame_of_a_living_run(served, run, capsys):

@@ -1,13 +1,16 @@
 """Starting, watching and stopping real child processes, with children of their own."""
 
 import asyncio
+import mmap
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +19,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.liveness import Liveness
 from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError
+from rltool.processes.leftovers import SHARED_MEMORY, make_temporary_directory, remove_abandoned
 from rltool.processes.readiness import NotReady, wait_until_ready
 from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessFailed, ProcessSpec, start
@@ -387,3 +391,87 @@ def test_status_does_not_call_an_engine_alive_whose_server_says_that_it_is_dead(
     [row] = run_status(run).processes
     assert row.alive is True and row.health != "ok"
     stop_all([server])
+
+
+IN_ITS_DIRECTORY = """
+import os, socket, time
+path = os.path.join(os.environ["PLACE"], "0123456789-" * 5)
+server = socket.socket(socket.AF_UNIX)
+server.bind(path)
+print("bound", path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_sockets_of_a_process_lie_in_a_directory_of_its_own_that_goes_with_it_however_it_ends(run):
+    one, other = (start(python(f"engine-{i}", IN_ITS_DIRECTORY, temporary_in="PLACE"), run) for i in range(2))
+    paths = [Path(wait_for_log(process, "bound").split()[-1]) for process in (one, other)]
+    closed = paths[0].parent.parent.stat()
+    assert closed.st_mode & 0o777 == 0o700 and closed.st_uid == os.getuid()
+    one.popen.kill()
+    one.popen.wait()
+    assert paths[0].exists()
+    stop_all([one])
+    assert not paths[0].parent.parent.exists()
+    remove_abandoned()
+    assert paths[1].exists(), "its process lives"
+    stop_all([other])
+    assert not paths[1].parent.parent.exists()
+
+
+def test_a_program_that_cannot_be_started_leaves_no_directory(run):
+    before = set(Path(tempfile.gettempdir()).glob("rltool-*"))
+    with pytest.raises(ProcessFailed):
+        start(ProcessSpec(role="worker", argv=("/does/not/exist",), temporary_in="PLACE"), run)
+    assert set(Path(tempfile.gettempdir()).glob("rltool-*")) <= before
+
+
+def test_a_directory_for_sockets_is_refused_where_every_path_is_too_long():
+    with pytest.raises(RltoolError, match="set TMPDIR to a directory whose path is shorter"):
+        make_temporary_directory(100)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a directory of another user")
+def test_what_only_looks_like_an_abandoned_directory_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    strangers, open_to_all, unlocked = (tmp_path / f"rltool-{name}" for name in ("stranger", "open", "unlocked"))
+    for directory, mode in ((strangers, 0o700), (open_to_all, 0o777), (unlocked, 0o700)):
+        directory.mkdir()
+        directory.chmod(mode)
+        (directory / "t").mkdir()
+    for directory in (strangers, open_to_all):
+        (directory / "lock").touch()
+    os.chown(strangers, 65534, 65534)
+    (tmp_path / "rltool-link").symlink_to(strangers)
+    remove_abandoned()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "rltool-stranger", "rltool-open", "rltool-unlocked", "rltool-link"
+    }  # fmt: skip
+
+
+# Its memory is removed by a process that Python starts beside it, unless that is killed with it.
+SHARES_MEMORY = """
+import os, signal, sys, time
+from multiprocessing import shared_memory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+segments = [shared_memory.SharedMemory(create=True, size=4096) for _ in range(2)]
+print("names", *(segment.name for segment in segments), flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_processes_that_had_to_be_killed_goes_unless_another_has_it_mapped(run):
+    owner = start(python("engine-0", SHARES_MEMORY), run)
+    names = wait_for_log(owner, "\n").split()[1:]
+    mine, shared = (SHARED_MEMORY / name for name in names)
+    strangers = SHARED_MEMORY / f"psm_{os.getpid():x}strangers"
+    strangers.write_bytes(b"x")
+    try:
+        with shared.open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            stop_processes([owner.state], grace=0.3)
+            owner.popen.wait()
+            assert not mine.exists() and shared.exists() and strangers.exists()
+    finally:
+        for segment in (mine, shared):
+            segment.unlink(missing_ok=True)
+        strangers.unlink()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from recipes.tool_use import agent, run
 from recipes.tool_use.task import ASSISTANT, STOP, TOOL, USER, call_of, make_data, make_model
@@ -24,6 +23,7 @@ from rltool.processes.run_directory import RUNS_VARIABLE
 from rltool.quickstart.stages import Stages
 from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+from rltool.terminal import Console
 from rltool.training.rollout_engines import Engines
 from rltool.training.rollout_service import Rollout, RolloutService
 from rltool.training.validate import check_inputs, check_rollout

@@ -157,6 +157,9 @@ def test_an_sglang_without_update_sessions_is_synced_and_known_again(stack, tmp_
 
     asyncio.run(run())
     assert engines[0].weights.keys() == TENSORS.keys() and engines[0].weight_version == str(version(1))
+    # 0.5.17 could not name the weights of a token whose request ran across the sync; beside it the vLLM keeps requests.
+    assert engines[0].bodies["/pause_generation"]["mode"] == ("abort" if old == "0.5.17" else "retract")
+    assert {request.query["mode"] for request in engines[1].requests if request.path == "/pause"} == {"keep"}
 
 
 @pytest.mark.parametrize("route", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
@@ -186,7 +189,8 @@ def test_a_failed_step_is_that_engines_failure_and_the_next_sync_repairs(two, tm
     asyncio.run(run())
 
 
-def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(two, tmp_path):
+def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(sync_module, "REASON_SECONDS", 60.0)  # the ranks give it up earlier, and it may still say why
     sick, healthy = two
 
     async def run() -> None:
@@ -195,9 +199,7 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
             sick.hang("/update_weights")
             report = await r.sync.sync(version(1))
             reason = report.failed[sick.url]
-            assert "sending weights" in reason or (
-                "update_weights" in reason and "deadlines.sync_step has passed" in reason
-            )
+            assert "update_weights" in reason and "deadlines.sync_step has passed" in reason
             assert healthy.version == str(version(1)) and not healthy.paused
             assert r.fleet.serving() == (healthy.url,)
             sick.heal()
@@ -303,6 +305,33 @@ def test_an_engine_that_only_the_trainer_saw_failing_is_not_given_the_version(tw
 
 def _report(sync: SyncReport) -> SendReport:
     return SendReport(sync.bytes, sync.seconds)
+
+
+def test_an_engine_that_the_ranks_have_lost_is_told_to_leave_when_its_request_has_ended(two, tmp_path, monkeypatch):
+    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    sick, events = two[0], []
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            await r.sync.sync(version(0))
+            send = r.client.run
+
+            async def recorded(endpoint, requests, *, timeout):
+                paths = [request.path for request in requests] if endpoint.url == sick.url else []
+                events.extend(f"begins {path}" for path in paths)
+                try:
+                    await send(endpoint, requests, timeout=timeout)
+                finally:
+                    events.extend(f"ends {path}" for path in paths)
+
+            monkeypatch.setattr(r.client, "run", recorded)
+            sick.hang("/update_weights")
+            report = await r.sync.sync(version(1))
+            assert report.failed.keys() == {sick.url}
+
+    asyncio.run(run())
+    assert events.index("ends /update_weights") < events.index("begins /shutdown_weight_transfer_engine")
+    assert events.index("ends /shutdown_weight_transfer_engine") < events.index("begins /resume")
 
 
 def test_an_engine_that_refuses_the_connection_is_not_paused_and_the_others_are_synced(two, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import random
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -79,6 +80,24 @@ async def arrays_say_what_vllms_own_route_says(client: EngineClient, engine: Eng
         ]
         for mine, theirs in zip(found, expected, strict=True):
             assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+async def a_prompt_that_was_seen_is_reported_as_cached(client: EngineClient, engine: EngineEndpoint) -> None:
+    """By each of the three routes; of several samples vLLM counts one, which says nothing of the others."""
+    generator = random.Random(uuid.uuid4().int)
+    for route in (
+        engine.model_copy(update={"plugin": False}),
+        engine.model_copy(update={"plugin": True}),
+        engine.model_copy(update={"dialect": "sglang"}),
+    ):
+        prompt = tuple(generator.randrange(2, 100) for _ in range(200))
+        found = [
+            (await client.generate(route, request(prompt_ids=prompt), timeout=SECONDS))[0].cached_tokens
+            for _ in range(2)
+        ]
+        assert found[0] == 0 and found[1] is not None and 100 < found[1] < 200, found
+    several = await client.generate(engine, request(prompt_ids=prompt, n=2), timeout=SECONDS)
+    assert [sample.cached_tokens for sample in several] == [None, None]
 
 
 async def a_sampling_mask_is_what_top_p_and_top_k_left(client: EngineClient, engine: EngineEndpoint) -> None:
@@ -383,6 +402,7 @@ CONTRACT = [
     a_completion_has_one_logprob_per_token_and_spans_over_all,
     a_stop_token_ends_a_sample_and_is_part_of_it,
     arrays_say_what_vllms_own_route_says,
+    a_prompt_that_was_seen_is_reported_as_cached,
     a_sampling_mask_is_what_top_p_and_top_k_left,
     generate_of_sglang_gives_the_same_sample,
     generate_of_sglang_returns_a_list_for_several_samples,

@@ -70,7 +70,7 @@ class Job:
         return done.stdout + done.stderr
 
     def start(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> subprocess.Popen[str]:
-        """Begin it; output goes to <root>/<run>.out."""
+        """Begin it, in a process group of its own; output goes to <root>/<run>.out."""
         with (self.root / f"{run}.out").open("w") as out:
             return subprocess.Popen(
                 self.argv(verb, run, *more, sets=sets),
@@ -79,6 +79,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=self.root,
+                process_group=0,
             )
 
     def output(self, run: str) -> str:

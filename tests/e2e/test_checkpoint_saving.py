@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from contextlib import closing, contextmanager
 
 import pytest
@@ -92,6 +93,17 @@ def case_second_save_waits(place, path, directory):
         return order, [found.name for found in done_before_the_second], nothing
 
 
+def case_pointer_cannot_be_written(place, path, directory):
+    from rltool.checkpoints.saving import CheckpointSaver
+
+    with closing(make_trainer(place, path)) as trainer:
+        saver = CheckpointSaver(trainer, asynchronous=True)
+        saver.save(directory / "step_1", {"step": 1})
+        saved = saver.wait()
+        saver.close()
+        return saved
+
+
 def case_one_rank_fails(place, path, batch, directory, failing_rank):
     """The disk of one rank is full at the first save and not at the second."""
     from rltool.checkpoints.saving import CheckpointSaver
@@ -115,6 +127,59 @@ def case_one_rank_fails(place, path, batch, directory, failing_rank):
             saver.wait()
         saver.close()
         return error, left, metrics
+
+
+def case_something_breaks(place, path, directory, what):
+    """One rank has no state, or no plan; or the exchange between the ranks fails. Then a second save is fine."""
+    from rltool.checkpoints import saving
+
+    def no_state(saver):
+        raise KeyError("no such state")
+
+    def plan(*arguments, original=saving.plan_save):
+        original(*arguments)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def no_exchange(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    with closing(make_trainer(place, path)) as trainer, pytest.MonkeyPatch.context() as patch:
+        saver = saving.CheckpointSaver(trainer, asynchronous=False)
+        if what == "state" and place.rank == 1:
+            patch.setattr(saving.CheckpointSaver, "_state", no_state)
+        if what == "plan" and place.rank == 1:
+            patch.setattr(saving, "plan_save", plan)
+        if what == "exchange":
+            patch.setattr(saving.dist, "gather_object", no_exchange)
+        try:
+            saver.save(directory / "step_1", {"step": 1})
+            saver.wait()
+            error = None
+        except RltoolError as raised:
+            error = type(raised).__name__, str(raised)
+        left = sorted(found.name for found in directory.iterdir()) if place.rank == 0 else None
+        patch.undo()
+        saver.save(directory / "step_2", {"step": 2})
+        saver.wait()
+        saver.close()
+        return error, left
+
+
+def case_closed_while_a_save_hangs(place, path, directory):
+    from rltool.checkpoints import saving
+
+    released, started = threading.Event(), time.monotonic()
+    with closing(make_trainer(place, path)) as trainer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "CLOSE_SECONDS", 0.2)
+        saver = saving.CheckpointSaver(trainer, asynchronous=True)
+        with held_back(lambda _: released.wait(PATIENCE)):
+            saver.save(directory / "step_1", {"step": 1})
+            started = time.monotonic()
+            saver.close()
+            closed, ended = time.monotonic() - started, saver.has_ended
+            released.set()
+            saver.wait()
+        return closed, ended
 
 
 # Tests.
@@ -156,6 +221,14 @@ def test_a_second_save_waits_for_the_first(ranks, tmp_path):
     assert directories.latest_checkpoint(tmp_path) == tmp_path / "step_2"
 
 
+def test_a_pointer_that_cannot_be_written_fails_no_save(ranks, tmp_path):
+    path, target = save_hf(tmp_path / "hf"), tmp_path / "checkpoints"
+    (target / directories.LATEST).mkdir(parents=True)
+    for saved in ranks.run(case_pointer_cannot_be_written, 2, path, target):
+        assert saved.directory == target / "step_1" and "is complete, but" in saved.warning
+    assert directories.latest_checkpoint(target) == target / "step_1"
+
+
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_training_goes_on(ranks, tmp_path, failing_rank):
     path, batch, target = save_hf(tmp_path / "hf"), policy_batch(LENGTHS), tmp_path / "checkpoints"
@@ -166,3 +239,22 @@ def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_training_goes_on(rank
         assert "bytes and a little more" in text and "bytes are free in" in text
         assert left in (None, []) and metrics[0]["train/grad_norm"] > 0
     assert [found.name for found in directories.list_checkpoints(target)] == ["step_2"]
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("state", "KeyError: 'no such state'"), ("plan", "Input/output error"), ("exchange", "closed by peer")],
+)
+def test_a_rank_that_breaks_off_its_save_fails_it_on_all_at_once_and_leaves_nothing(ranks, tmp_path, what, why):
+    path, target = save_hf(tmp_path / "hf"), tmp_path / "checkpoints"
+    target.mkdir()
+    for error, left in ranks.run(case_something_breaks, 2, path, target, what):
+        assert error[0] == "SaveFailed" and f"{target / 'step_1'} was not written" in error[1] and why in error[1]
+        assert left in (None, [])
+    assert [found.name for found in directories.list_checkpoints(target)] == ["step_2"]
+
+
+def test_a_save_that_hangs_does_not_keep_the_end_of_the_run_waiting(ranks, tmp_path):
+    path = save_hf(tmp_path / "hf")
+    [(closed, ended)] = ranks.run(case_closed_while_a_save_hangs, 1, path, tmp_path)
+    assert not ended and closed < PATIENCE / 2

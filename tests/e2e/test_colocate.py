@@ -58,7 +58,8 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
     assert "placement: 1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles" in output
     assert "model judge: 1 engines, weights not updated" in output
     assert max(record["train/logprob_abs_diff_mean"] for record in records) < PARITY, output[-4000:]
-    assert len({record["weight_version"] for record in records}) == len(records)
+    # The engines do not get the weights of the last one, which a signal ended.
+    assert len({record["weight_version"] for record in records[:-1]}) == len(records) - 1
     assert (job.runs / "turns" / "checkpoints" / "latest").exists()
     assert engines_of(job, "turns") == {} and alive_with(job, "turns") == []
     assert Endpoints.load(job.runs / "turns" / "endpoints.json").models == {}

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from rltool.megatron import model
 from rltool.training.advantages import with_corrections
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
-from tests.e2e.megatron_ranks import CaseFailed, RankPool
+from tests.e2e.megatron_ranks import RankPool
 
 pytestmark = pytest.mark.e2e
 
@@ -325,8 +325,3 @@ def case_hash_after_step(place, path, batch):
     with closing(make_trainer(place, path, **OPTIONS)) as trainer:
         trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
         return trainer.parameter_hash()
-
-
-def test_interleaved_pipeline_stages_are_refused_with_the_reason(ranks, alone):
-    with pytest.raises(CaseFailed, match="silently wrong"):
-        ranks.run(case_logprobs, 1, alone[0][True], {"trainer": {"virtual_pipeline_parallel": 2}}, [])

@@ -180,10 +180,12 @@ def test_a_prompt_cached_before_a_sync_is_computed_anew_after_it(engine, play):
     async def scenario(trainer: Trainer):
         old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (4, 5))
         await trainer.push(old)
-        for _ in range(2):
-            assert mean_difference(old, await trainer.sample(prompt=prompt), prompt=prompt) < EQUAL
+        first, again = [await trainer.sample(prompt=prompt) for _ in range(2)]
+        assert all(mean_difference(old, sample, prompt=prompt) < EQUAL for sample in (first, again))
+        assert (first.cached_tokens, again.cached_tokens) == (0, len(prompt) - 1)
         await trainer.push(new)
-        assert mean_difference(new, await trainer.sample(prompt=prompt), prompt=prompt) < EQUAL
+        anew = await trainer.sample(prompt=prompt)
+        assert mean_difference(new, anew, prompt=prompt) < EQUAL and anew.cached_tokens == 0
 
     play(scenario)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -38,6 +42,12 @@ def steps_in(metrics: Path) -> list[int]:
     return [json.loads(line)["step"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
 
 
+def ray_directory(begun: Training) -> Path:
+    """What its Ray was given for its sessions."""
+    [given] = {word.partition("=")[2] for word in begun.named("raylet").cmdline() if word.startswith("--temp_dir=")}
+    return Path(given)
+
+
 def recorded(begun: Training) -> list[int]:
     return steps_in(begun.run.metrics_file)
 
@@ -52,17 +62,45 @@ def test_a_living_run_is_refused_to_others_and_after_a_sigkill_its_leftovers_end
         newest = mine.newest()
         mine.wait_for_a_checkpoint(beyond=newest)
         assert str(mine.process.pid) in rltool(job, "status", "--run", "mine")
+        given = ray_directory(mine)
         mine.process.kill()
         mine.end()
         stopped = rltool(job, "stop", "--run", "mine")
-        assert mine.processes() == [] and left_behind(mine.run) == []
+        assert mine.processes() == [] and left_behind(mine.run) == [] and not given.parent.exists()
         assert "an earlier trainer of run mine was killed and left these" in stopped, stopped
         go_on(job, "mine")
 
 
-def test_everything_that_a_run_listens_on_is_loopback(job):
+# argv: the directory that Ray was given. As another user: what can be done to it is printed.
+STRANGER = """
+import os, socket, sys
+given = sys.argv[1]
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+def tried(what, do):
+    try:
+        do()
+    except OSError as error:
+        assert error.errno == 13, (what, error)
+    else:
+        print(what)
+tried("listed", lambda: os.listdir(given))
+tried("found", lambda: os.stat(given + "/session_latest/sockets/raylet"))
+tried("renamed", lambda: os.rename(given, given + "-taken"))
+tried("made", lambda: os.mkdir(given + "/mine"))
+tried("connected", lambda: socket.socket(socket.AF_UNIX).connect(given + "/session_latest/sockets/raylet"))
+os.stat(os.path.dirname(os.path.dirname(given)))
+print("done")
+"""
+
+
+def test_a_run_listens_on_loopback_alone_and_other_users_do_not_reach_the_directory_of_its_ray(job):
     with training(job, "sockets") as begun:
         begun.wait_for_a_checkpoint()
+        given = ray_directory(begun)
+        assert (given / "session_latest" / "sockets" / "raylet").is_socket()
+        if os.getuid() == 0:  # nobody else can become another user
+            tried = subprocess.run([sys.executable, "-c", STRANGER, str(given)], capture_output=True, text=True)
+            assert tried.stdout.split() == ["done"], tried.stdout + tried.stderr
         driver = psutil.Process(begun.process.pid)
         family = {*begun.processes(), *driver.children(recursive=True), driver}
         found = {process: listening(process) for process in family}
@@ -73,6 +111,13 @@ def test_everything_that_a_run_listens_on_is_loopback(job):
             assert found[process], process
         marked = set(begun.processes())
         assert not [it for it in family if it != driver and it not in marked and it.is_running()]
+        # As `timeout` sends it: to its process group.
+        assert os.getpgid(begun.process.pid) == begun.process.pid
+        sent = time.monotonic()
+        os.killpg(begun.process.pid, signal.SIGTERM)
+        assert begun.end() == 0 and "error: " not in begun.said() and not given.parent.exists()
+        assert time.monotonic() - sent < 30, "about 3 s, where nothing else runs"
+        assert begun.newest() == begun.run.checkpoints_dir / f"step_{len(recorded(begun))}", "it saved"
 
 
 @pytest.mark.long
@@ -134,16 +179,22 @@ def test_a_rank_that_hangs_is_named_when_the_others_have_waited_long_enough(job)
         assert hung.processes() == []
 
 
-# Nobody needs the GCS for a step: Ray looks for a lost one for a minute before it gives up.
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
-def test_a_part_of_ray_that_is_killed_ends_the_run_and_stop_ends_the_rest(job, part):
+def test_a_part_of_ray_that_is_killed_is_named_at_once_ends_the_run_and_stop_ends_the_rest(job, part):
     with training(job, f"without-{part}") as broken:
         broken.wait_for_a_checkpoint()
-        broken.named(part).kill()
-        assert broken.end() != 0
+        victim, given = broken.named(part), ray_directory(broken)
+        begun = time.monotonic()
+        victim.kill()
+        assert broken.end() == 1
+        # Nobody needs the GCS for a step: Ray looks for a lost one for a minute before it gives up.
+        assert time.monotonic() - begun < 40
+        said = broken.said()
+        assert f"error: Ray's {part} (pid {victim.pid}) died: " in said and "go on with `rltool train --resume`" in said
+        assert said.count("error: ") == 1 and "Traceback" not in said, said
         rltool(job, "stop", "--run", broken.run.name)
-        assert broken.processes() == []
+        assert broken.processes() == [] and not given.parent.exists()
         go_on(job, broken.run.name)
 
 
@@ -165,6 +216,28 @@ def test_ctrl_c_in_a_save_lets_it_end_and_a_second_one_does_not_and_both_resume(
             assert not list(saving.run.checkpoints_dir.glob(".step_*.partial"))
         go_on(job, saving.run.name)
         assert not list(saving.run.checkpoints_dir.glob(".step_*.partial"))
+
+
+@pytest.mark.long
+def test_ctrl_c_in_the_training_on_a_rollout_ends_it_between_two_optimizer_steps_and_the_run_resumes_before_it(job):
+    with training(job, "epochs", sets=["checkpoint.every_steps=1"]) as short:
+        short.wait_for_a_checkpoint()
+        short.process.send_signal(signal.SIGINT)
+        assert short.end() == 130
+    # So many optimizer steps that it would train on the one batch for minutes.
+    many = ["optimizer_steps_per_rollout=4000", "rollout.prompts_per_step=8000"]
+    with training(job, "epochs", "--resume", sets=many) as epochs:
+        done = epochs.newest()
+        log = epochs.run.logs_dir / "attempt_2" / "train.log"
+        epochs.wait_for(lambda: log.exists() and "supervised rows" in log.read_text())
+        time.sleep(3)  # the first batch is there at once
+        begun = time.monotonic()
+        epochs.process.send_signal(signal.SIGINT)
+        assert epochs.end() == 130
+        assert time.monotonic() - begun < 40 and "Traceback" not in epochs.said()
+        assert "Ctrl-C: the training on this rollout is given up after the optimizer step in progress" in epochs.said()
+        assert epochs.newest() == done and epochs.processes() == []
+    go_on(job, "epochs")
 
 
 @pytest.mark.long

@@ -7,8 +7,11 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES
 from rltool.errors import EngineError
 from rltool.rollout.stop_strings import cut_at_stop
@@ -94,7 +97,7 @@ def test_every_route_of_the_server_is_guarded(vllm_engine_tied):
     engine = vllm_engine_tied
     routes = served_routes(engine)
     assert ("POST", "/collective_rpc") in routes
-    for method, path in routes:
+    for method, path in sorted({*routes, *ALLOWED_ROUTES}):  # vLLM does not log what the middleware serves itself
         concrete = re.sub(r"{[^}]*}", "1", path)
         if (method, path) in OPEN_ROUTES:
             assert engine.http(method, concrete)[0] == 200
@@ -128,6 +131,28 @@ def test_all_allowed_routes_exist(vllm_engine_tied):
     of_classifiers = {("POST", "/classify")}  # test_reward_model asks it of an engine with task = "classify"
     assert of_classifiers.isdisjoint(served_routes(vllm_engine_tied))
     assert ALLOWED_ROUTES - added_by_us - of_classifiers <= set(served_routes(vllm_engine_tied))
+
+
+def test_weights_are_loaded_again_from_where_the_server_read_them(vllm_engine_untied):
+    """On a CPU, which cannot drop them: after an update that they replace."""
+    engine = vllm_engine_untied
+
+    async def run():
+        async with EngineClient() as client:
+            sender = Sender(client, engine)
+            other = perturbed_model(engine.launch.model, seed=21)
+            await sender.gloo(tensors_of(other), "other")
+            own = AutoModelForCausalLM.from_pretrained(engine.launch.model, dtype=torch.float32).eval()
+            sample = await sender.one(new_request())
+            assert mean_difference(other, sample) < 1e-4 and mean_difference(own, sample) > 0.05
+            speaks = dialect("vllm", plugin=True)
+            requests = [*speaks.pause("abort"), *speaks.reload(None), *speaks.resume()]
+            await client.run(engine.endpoint, requests, timeout=60)
+            sample = await sender.one(new_request(seed=12))
+            assert mean_difference(own, sample) < 1e-4
+            assert {span.version for span in sample.versions} == {"default"}
+
+    asyncio.run(run())
 
 
 def test_the_key_stands_in_no_command_line(vllm_engine_tied):

@@ -73,3 +73,11 @@ def test_what_is_not_wanted_any_more_is_told_to_its_worker(queue):
     queue.withdraw("a")
     with pytest.raises(NotFound):
         queue.alive("a")
+
+
+def test_episodes_of_a_trainer_that_has_gone_are_dropped_without_any_worker(queue, clock):
+    clock.now += SILENCE_SECONDS - 1
+    queue.outcome("b")
+    clock.now += 2
+    queue.drop_forgotten()
+    assert queue.waiting == 1 and queue.counts["dropped"] == 1

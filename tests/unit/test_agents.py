@@ -11,7 +11,7 @@ import torch
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.pool import CommandAgents, check_agent, load_agents
-from rltool.agents.recorded import samples_of
+from rltool.agents.recorded import samples_of, seconds_between_turns
 from rltool.agents.sessions import OpenSession
 from rltool.agents.task import AgentTask, row_of
 from rltool.config.algorithm import AlgorithmConfig
@@ -51,6 +51,19 @@ def test_a_trajectory_is_a_sample_from_its_first_sampled_token_on():
     assert sample.versions == [VersionSpan("run:0:1", i, i + 1) for i in (0, 1, 3, 4)]
     assert (sample.status, sample.episode_reward, sample.turns) == (SampleStatus.COMPLETED, 0.5, 2)
     assert (sample.group_id, sample.index, sample.label, sample.metadata) == (4, 0, "x", {"a": 1})
+
+
+def test_an_agents_tools_have_the_time_in_which_nothing_was_asked_of_the_model():
+    """Two turns that overlap, as of sub-agents, and one after them."""
+    turns = [
+        {"trajectory": i, "end": 1, "time": end, "seconds": seconds}
+        for i, (end, seconds) in enumerate([(10.0, 4.0), (13.0, 2.0), (12.5, 1.0), (18.0, 1.0)])
+    ]
+    assert seconds_between_turns(turns) == 1.0 + 4.0
+    record = {"trajectories": [trajectory("01"), trajectory("011")], "turns": turns}
+    assert [s.tool_seconds for s in samples_of(record, pending(), result=1.0, max_tokens=9)] == [5.0, None]
+    assert seconds_between_turns([*turns, {"time": 20.0, "seconds": None}]) is None, "of an earlier rltool"
+    assert seconds_between_turns([]) is None
 
 
 def test_every_trajectory_is_one_and_what_was_not_sampled_is_none():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
-    {"errors"},
+    {"errors", "masking", "terminal"},
     {"config", "processes", "templates", "report"},
     {"engines", "router", "algorithms", "models"},
     {"megatron"},
@@ -70,8 +71,10 @@ OWNERS = {
     "botocore": {"engines/delta/store.py": "its errors and settings"},
     "aiohttp": {
         "engines/client.py": "generation and control calls",
+        "rollout/generate.py": "the session of own generate functions",
         "rollout/remote_reward.py": "a reward over HTTP",
         "training/run_server.py": "the driver's endpoint",
+        "engines/metrics_text.py": "what engines measure, with bounds on replies",
         "gateway/server.py": "what agents speak to",
         "gateway/bodies.py": "its requests",
         "gateway/agent_routes.py": "its routes for remote agents",
@@ -90,6 +93,7 @@ GATEWAY_IMPORTS = {
     "config": "its settings",
     "engines": "addresses, requests and replies, the HTTP client",
     "errors": "",
+    "terminal": "what it prints",
     "processes": "run directory, keys, starting",
     "rollout": "the tokenizer",
 }
@@ -101,8 +105,8 @@ LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gy
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 
 IMPORTS_NOTHING_HEAVY = (
-    "cli.py", "errors.py", "doctor.py", "config", "processes", "templates", "report", "commands", "router", "engines",
-    "models/weight_files.py", "models/hub.py",
+    "cli.py", "errors.py", "masking.py", "terminal.py", "doctor.py", "config", "processes", "templates", "report",
+    "commands", "router", "engines", "models/weight_files.py", "models/hub.py",
 )  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
 
@@ -282,6 +286,98 @@ def test_no_wait_depends_on_the_time_of_day_which_may_jump():
     }
     assert found == set(WALL_CLOCK)
     assert wall_clocks("import time\nends = time.time() + 5") == ["time.time"]
+
+
+def past_the_terminal(text: str) -> list[str]:
+    """Where text may reach a terminal past rltool/terminal.py, or be read as rich's markup: there, a prompt's escape
+    sequence would be obeyed, and `[/INST]` or the host of `http://[::1]:80` lost."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rich":
+            found += [a.name for a in node.names if a.name in {"Console", "get_console", "print", "print_json"}]
+            found += ["rich.markup"] * (node.module == "rich.markup")
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name in {"rich", "rich.console", "rich.markup"}]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout.write", "sys.stderr.write"}:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and node.attr == "from_markup":
+            found.append("from_markup")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MARKUP.search(node.value):
+            found.append(node.value)
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            found += ["print"] * ((isinstance(node.func, ast.Name) and name == "print") or name == "echo")
+            found += [f"{name}(markup)"] * (options.get("markup", "False") != "False")
+            found += [name] * (name == "TextColumn" and options.get("markup") != "False")
+    return found
+
+
+MARKUP = re.compile(r"\[/?(?:not )?(?:bold|dim|italic|underline|red|yellow|green|blue|cyan|magenta)\b[\w ]*\]")
+
+TERMINAL_EXCEPTIONS = {"cli.py": ["rich.markup"]}
+"""Typer prints help as markup, so it is escaped there."""
+
+
+def test_what_people_read_goes_through_the_one_console():
+    package = ROOT / "rltool"
+    texts = {file.relative_to(package).as_posix(): file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+    found = {file: past_the_terminal(text) for file, text in texts.items() if file != "terminal.py"}
+    assert {file: places for file, places in found.items() if places} == TERMINAL_EXCEPTIONS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from rich.console import Console", "import rich.console", "from rich import print", "print(f'{reply}')",
+        "typer.echo(line)", "sys.stdout.write(line)", "console.print(line, markup=True)", "Text.from_markup(line)",
+        "console.print(f'[yellow]leaving {line}[/yellow]')", "console.print(f'[bold cyan]{line}')",
+        "Progress(TextColumn('{task.description}'))", "from rich.markup import render",
+    ],
+)  # fmt: skip
+def test_a_way_past_the_one_console_is_found(text):
+    assert past_the_terminal(text)
+
+
+def task_makers(text: str) -> list[str]:
+    """Calls that make tasks which nobody may hear of. A gather makes some, too, and is fine where it is awaited on the
+    spot."""
+    tree = ast.parse(text)
+    awaited = {id(node) for wait in ast.walk(tree) if isinstance(wait, ast.Await) for node in ast.walk(wait)}
+    makers = {"create_task", "ensure_future", "run_coroutine_threadsafe", "TaskGroup"}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [(call, ast.unparse(call.func)) for call in calls]
+    return [
+        ast.unparse(call)
+        for call, name in names
+        if name.rpartition(".")[2] in makers or (name == "asyncio.gather" and id(call) not in awaited)
+    ]
+
+
+def test_tasks_are_made_in_one_place_which_hears_of_their_end():
+    package = ROOT / "rltool"
+    found = {
+        file.relative_to(package).as_posix(): calls
+        for file in package.rglob("*.py")
+        if (calls := task_makers(file.read_text(encoding="utf-8")))
+    }
+    assert set(found) == {"processes/tasks.py"}, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "asyncio.create_task(work())",
+        "x = asyncio.ensure_future(work())",
+        "loop.create_task(work())",
+        "from asyncio import create_task\ncreate_task(work())",
+        "async def f():\n    async with asyncio.TaskGroup() as group:\n        pass",
+        "async def f():\n    both = asyncio.gather(a(), b())\n    await c()\n    await both",
+    ],
+)
+def test_a_task_made_elsewhere_is_found(text):
+    assert len(task_makers(text)) == 1
+    assert task_makers("async def f():\n    x = await asyncio.gather(asyncio.gather(a()), *others)") == []
 
 
 def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_alone():

@@ -13,7 +13,7 @@ from rltool.errors import UsageError
 from rltool.models.hf_directory import HFTensors, NonFiniteWeights, check_finite
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.prepare import Replay, prepare
-from rltool.training.validate import check_model, check_weights
+from rltool.training.validate import check_inputs, check_model, check_weights
 from tests.tiny_models import write_tiny_qwen2
 
 NAME = "model.layers.0.mlp.down_proj.weight"
@@ -124,6 +124,21 @@ def test_nan_and_infinite_weights_are_named_and_counted(model):
         pytest.raises(NonFiniteWeights, match=rf"{NAME} holds 2 NaN and 1 infinite values of \d+"),
     ):
         tensors.read(NAME)
+
+
+@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)])
+def test_a_model_without_a_tokenizer_is_refused_as_that_and_not_for_its_data(model, tmp_path, left):
+    """transformers makes an empty tokenizer of config.json, with which every prompt is empty."""
+    (tmp_path / "train.jsonl").write_text('{"prompt": "ab=", "label": "ba"}\n')
+    given = config(model, f'data.train=["{tmp_path}/train.jsonl"]')
+    check_inputs(given)
+    for file in model.glob("tokenizer*"):
+        if file.name not in left:
+            file.unlink()
+    if left:
+        (model / left[0]).write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    with pytest.raises(UsageError, match=f"{model} has no tokenizer .*tokenizer.json.*: none of these is there"):
+        check_inputs(given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -6,7 +6,6 @@ import io
 import math
 
 import pytest
-from rich.console import Console
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.completion import Saved
@@ -14,6 +13,7 @@ from rltool.checkpoints.manifest import FILE, Manifest, describe_files, to_text
 from rltool.config.train import CheckpointConfig
 from rltool.errors import PartLost, SaveFailed
 from rltool.rollout.dump import DumpError
+from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.loop import Progress
 from rltool.training.ray_calls import DeadlinePassed
@@ -51,8 +51,7 @@ class Trainer:
             files=describe_files(directory),
         )
         (directory / FILE).write_text(to_text(manifest))
-        directories.set_latest(directory)
-        return Saved(directory, 10, 0.5)
+        return Saved(directory, 10, 0.5, directories.set_latest(directory))
 
 
 class Run:
@@ -77,6 +76,18 @@ class Run:
         return [directories.step_of(path) for path in directories.list_checkpoints(self.directory)]
 
 
+def test_a_step_is_held_once_its_checkpoint_is_complete_or_on_its_way_and_not_where_it_failed(tmp_path):
+    run = Run(tmp_path, resumed_from=1, async_save=True, on_save_failure="continue")
+    held = run.checkpoints.holds
+    assert held(1, wait=True) and not held(2, wait=False)
+    run.trainer.slow, run.trainer.broken = True, {3}
+    run.save(2)
+    assert run.trainer.calls == ["save 2"] and held(2, wait=False)
+    assert held(2, wait=True) and run.steps() == [2]
+    run.save(3)
+    assert held(3, wait=False) and not held(3, wait=True) and held(2, wait=True)
+
+
 def test_a_synchronous_save_is_complete_on_return_and_reports_once(tmp_path):
     run = Run(tmp_path)
     run.save(2)
@@ -96,6 +107,16 @@ def test_an_asynchronous_one_is_waited_for_by_the_next_and_at_the_end(tmp_path):
     assert run.steps() == [1]
     run.checkpoints.finish(Progress(2))
     assert run.trainer.calls == ["save 1", "complete 1", "save 2", "complete 2"]
+
+
+def test_a_pointer_that_cannot_be_written_is_a_warning_and_no_failed_save(tmp_path):
+    (tmp_path / directories.LATEST).mkdir()
+    run = Run(tmp_path)
+    run.save(2)
+    shown = run.out.getvalue().splitlines()
+    assert run.steps() == [2] and shown[0] == f"checkpoint: {tmp_path}/step_2"
+    assert shown[1].startswith(f"warning: checkpoint {tmp_path}/step_2 is complete, but {tmp_path}/latest")
+    assert "checkpoint/failures" not in run.checkpoints.check()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -275,3 +296,17 @@ def test_a_file_of_values_that_is_broken_is_no_reason_to_fail(tmp_path):
     run.save(1)
     measure(run, 1, 0.5)
     assert run.steps() == [1]
+
+
+def test_a_checkpoint_that_is_moved_away_while_others_are_thinned_out_is_a_warning(tmp_path, monkeypatch):
+    run = Run(tmp_path, **BEST)
+    for step in (1, 2, 3):
+        run.save(step, eval__a__accuracy=float(-step))
+    listed = directories.list_checkpoints(tmp_path)
+    assert run.steps() == [1, 3]
+    monkeypatch.setattr(directories, "list_checkpoints", lambda _: [tmp_path / "step_2", *listed])
+    run.save(4, eval__a__accuracy=0.5)
+    monkeypatch.undo()
+    assert "step_2 is not looked at" in run.out.getvalue()
+    assert run.checkpoints.check()["checkpoint/failures"] == 1
+    assert 4 in run.steps()

@@ -14,7 +14,8 @@ from rltool.processes.gpus import Gpu
 from rltool.processes.logs import choose_logs
 from rltool.processes.run_directory import list_runs, open_run
 from rltool.router.launch import plan_router
-from rltool.templates import ON_A_CPU, template_text
+from rltool.templates import IN_BFLOAT16, ON_A_CPU, WITH_MUCH_MEMORY, template_text
+from tests.tiny_models import write_tiny_qwen2
 
 
 def run_main(argv, capsys):
@@ -58,12 +59,38 @@ def test_every_setting_that_the_template_comments_out_exists_and_shows_its_defau
 
 
 def test_init_for_a_cpu_fits_one(runs, tmp_path, capsys):
-    assert all(template_text("grpo").count(general) >= 1 for general in ON_A_CPU)
+    changes = ON_A_CPU | IN_BFLOAT16 | WITH_MUCH_MEMORY
+    assert all(template_text("grpo").count(general) >= 1 for general in changes)
     assert run_main(["init", "run.toml", "--device", "cpu"], capsys)[0] == 0
     config = load_config(TrainConfig, [tmp_path / "run.toml"]).config
     assert (config.trainer.torch_threads, config.optimizer.lr, config.sampling.max_response_tokens) == (1, 3e-4, 64)
     assert "--device cpu" in (tmp_path / "run.toml").read_text().split("\n\n")[0]
     assert run_main(["init", "--algorithm", "dapo", "--device", "cpu"], capsys)[0] == 2
+
+
+H200 = Gpu(0, "H200", 143771, capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "dtype", "tokens", "why"),
+    [
+        ("auto", [H200, H200], "bfloat16", 16384, "GPU 0, H200, has compute capability 9.0 and 140 GiB"),
+        ("auto", [Gpu(0, "A10", 23028, capability=(8, 6))], "bfloat16", 4096, "A10, has compute capability 8.6"),
+        ("auto", [H200, Gpu(1, "V100", 32768, capability=(7, 0))], "float32", 4096, "GPU 1, V100"),
+        ("auto", [Gpu(0, "0000:18:00.0")], "float32", 4096, 'does not name .* set "bfloat16"'),
+        ("auto", [], "float32", 4096, "no GPU found on this host"),
+        ("cuda", [], "bfloat16", 4096, "not checked, for no GPU is here"),
+        ("cpu", [], "float32", 4096, "--device cpu"),
+    ],
+)
+def test_init_fits_the_device_that_it_finds_and_says_why(
+    runs, tmp_path, capsys, monkeypatch, device, gpus, dtype, tokens, why
+):
+    monkeypatch.setattr("rltool.commands.init.visible_gpus", lambda: gpus)
+    code, output = run_main(["init", "run.toml", "--device", device], capsys)
+    config = load_config(TrainConfig, [tmp_path / "run.toml"]).config
+    assert (code, config.model.dtype, config.trainer.max_tokens_per_micro_batch) == (0, dtype, tokens)
+    assert re.search(rf'model\.dtype = "{dtype}".*{why}', output.splitlines()[0])
 
 
 def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(runs, tmp_path, capsys):
@@ -100,7 +127,7 @@ def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", source=None, platform="Linux", cpus=2,
         memory=1 << 34, shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
-        can_write_runs=None,
+        can_write_runs=None, sandbox=["a user namespace"], sandbox_problem=None,
         versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
     return Facts(**(whole | changes))
@@ -168,6 +195,10 @@ def test_small_shared_memory_is_a_warning():
     assert levels(examine(facts(shared_memory=64 << 20)))["shared memory"] == "warning"
 
 
+def test_a_host_that_can_wall_no_programs_is_complete_but_for_them():
+    assert levels(examine(facts(sandbox_problem="no namespaces")))["Python sandbox"] == "missing"
+
+
 def test_doctor_prints_json_without_importing_torch(runs, capsys):
     code, output = run_main(["doctor", "--json"], capsys)
     assert code == 0
@@ -202,6 +233,7 @@ def test_serve_engines_takes_a_file_or_flags_and_not_both(runs, tmp_path, capsys
 def test_a_dry_run_shows_the_processes_of_a_file_with_their_command_lines(runs, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen2ForCausalLM"]}))
     (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "tokenizer.json").touch()
     file = tmp_path / "run.toml"
     file.write_text(
         f'[model]\npath = "{tmp_path}"\n'
@@ -235,6 +267,17 @@ def test_a_dry_run_refuses_a_model_without_weights(runs, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("flags", "refused"), [((), True), (("--tokenizer", "elsewhere"), False), (("--skip-tokenizer-init",), False)]
+)
+def test_a_dry_run_refuses_a_model_without_a_tokenizer(runs, tmp_path, capsys, flags, refused):
+    model = write_tiny_qwen2(tmp_path / "model", tied=True)
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    code, output = run_main(["serve-engines", str(model), "--device", "cpu", "--dry-run", "--", *flags], capsys)
+    assert (code, "has no tokenizer" in output) == ((2, True) if refused else (0, False)), output
+
+
+@pytest.mark.parametrize(
     ("config", "words", "warned"),
     [
         ({}, [], True),
@@ -251,6 +294,7 @@ def test_a_dry_run_warns_of_lengths_that_vllm_refuses(runs, tmp_path, capsys, mo
     described = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32, **config}
     (tmp_path / "config.json").write_text(json.dumps(described))
     (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "tokenizer.json").touch()
     monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
     argv = ["serve-engines", str(tmp_path), "--device", "cpu", "--dry-run", "--max-model-len", "64", *words]
     code, output = run_main(argv, capsys)

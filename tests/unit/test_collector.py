@@ -14,9 +14,10 @@ import pytest
 
 from rltool.engines.types import Completion, VersionSpan
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
+from rltool.processes.tasks import TaskFailed
 from rltool.rollout import collector as collector_module
 from rltool.rollout.admission import AdmissionPolicy
-from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig
+from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig, GroupFailed
 from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
@@ -509,3 +510,76 @@ def test_over_hundreds_of_random_steps_no_group_is_lost_or_trained_twice_and_no_
     assert len(trained) == 60 * policy.batch
     lost = set(range(collector.ledger.issued)) - set(trained) - {g.id for g in collector.ledger.groups()}
     assert len(lost) == counts["dropped"], "and none is lost but those that were dropped, and counted"
+
+
+def test_groups_that_are_put_aside_end_though_aborting_them_raises_and_the_run_names_it():
+    class Breaks(Work):
+        async def abort(self, groups):
+            raise KeyError("http://e:1")
+
+    async def run():
+        work = Breaks(Versions(), delay=lambda g: 60.0 if g.id == 0 else 0.0)
+        collector = make(work, AdmissionPolicy(batch=2, oversampling=1.5, max_staleness=1, partial_rollout=True))
+        publish(collector, 0)
+        await collector.next(0)
+        async with asyncio.timeout(5.0):
+            while collector._tasks:
+                await asyncio.sleep(0)
+        publish(collector, 1)
+        with pytest.raises(TaskFailed, match="interrupting groups: KeyError: 'http://e:1'"):
+            await collector.next(1)
+
+    asyncio.run(run())
+
+
+def test_a_time_out_of_a_hooks_own_is_not_taken_for_the_deadline_of_groups():
+    async def run():
+        work = Work(Versions())
+
+        async def finish(group):
+            raise TimeoutError("the reward's own socket")
+
+        work.finish = finish
+        collector = make(work, AdmissionPolicy(batch=2))
+        publish(collector, 0)
+        with pytest.raises(GroupFailed, match="TimeoutError: the reward's own socket"):
+            await collector.next(0)
+
+    asyncio.run(run())
+
+
+def test_a_group_that_is_dropped_before_its_task_has_begun_leaves_nothing_behind():
+    async def run():
+        collector = make(Work(Versions()), AdmissionPolicy(batch=2))
+        group = collector.ledger.issue(Prompt(0, (1, 2), "p0"), samples_per_prompt=2, run_seed=7)
+        collector._run_task(group)
+        collector._drop(group, "surplus")
+        async with asyncio.timeout(5.0):
+            while collector._tasks:
+                await asyncio.sleep(0)
+        assert collector.ledger.dropped == {"surplus": 1}
+
+    asyncio.run(run())
+
+
+def test_prompts_that_could_not_be_read_end_the_wait_for_a_batch():
+    class Breaks:
+        def __init__(self):
+            self.calls = 0
+
+        def next(self, count):
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError("the disk has gone")
+            return [Prompt(i, (1, 2), f"p{i}") for i in range(count)]
+
+    async def run():
+        work = Work(Versions(), reason=lambda g: "boring")
+        collector = make(work, AdmissionPolicy(batch=2))
+        collector.source = Breaks()
+        publish(collector, 0)
+        async with asyncio.timeout(10.0):
+            with pytest.raises(GroupFailed, match="the disk has gone"):
+                await collector.next(0)
+
+    asyncio.run(run())

@@ -120,8 +120,15 @@ def test_a_key_of_an_earlier_release_is_refused_with_the_name_that_it_has_now(tm
         load_config(TrainConfig, [tmp_path / "old.toml"])
 
 
+def test_a_key_that_nothing_took_the_place_of_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "old.toml").write_text('[model]\npath = "m"\n[trainer]\nvirtual_pipeline_parallel = 1\n')
+    with pytest.raises(ConfigError, match=r"old.toml: trainer.virtual_pipeline_parallel is gone: .*; leave it out"):
+        load_config(TrainConfig, [tmp_path / "old.toml"])
+
+
 def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
-    for old, new in TrainConfig.renamed.items():
+    gone = {**TrainConfig.renamed, **dict.fromkeys(TrainConfig.removed, "model.path")}
+    for old, new in gone.items():
         for key, there in ((old, False), (new, True)):
             *sections, name = key.split(".")
             model = TrainConfig
@@ -139,8 +146,18 @@ def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
         (["evl.sets.math=x"], "--set: unknown key 'evl.sets.math'; did you mean eval.sets.math?"),
         (
             ["data.train=task/train.jsonl"],
-            "data.train: Input should be a valid tuple (got 'task/train.jsonl'), from --set; give a list: "
+            "data.train: expected a list, [VALUE, ...] (got 'task/train.jsonl'), from --set; give a list: "
             """--set 'data.train=["task/train.jsonl"]'""",
+        ),
+        (
+            ["rollout=3"],
+            "rollout: expected a table of settings, {KEY = VALUE, ...} (got 3), from --set; set one of its keys, such "
+            "as rollout.prompts_per_step",
+        ),
+        (["eval.sets=3"], "eval.sets: expected a table, {NAME = VALUE, ...} (got 3), from --set"),
+        (
+            ["engines.groups=[3]"],
+            "engines.groups.0: expected a table of settings, {KEY = VALUE, ...} (got 3), from --set",
         ),
         (
             ["algorithm.loss=polcy"],

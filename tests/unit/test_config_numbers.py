@@ -95,6 +95,9 @@ def test_what_is_read_from_endpoints_json_is_strict_as_well():
         (TrainConfig, "sampling.top_k", 0),
         (TrainConfig, "sampling.top_k", -2),
         (ServeConfig, "seed", 2**31),
+        (TrainConfig, "steps", 10**23),
+        (TrainConfig, "rollout.prompts_per_step", 2**63),
+        (TrainConfig, "trainer.gpus", [2**63]),
     ],
 )
 def test_a_number_that_an_engine_or_torch_would_refuse_is_refused_when_it_is_read(model, key, value):

@@ -14,9 +14,11 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped, UsageError
 from rltool.training.loop import Loop, Parts, Progress
+from rltool.training.stopping import StopSignal
 from rltool.training.validate import check_model
 from tests import plain_algorithms as plain
 from tests.tiny_models import write_tiny_qwen2
+from tests.unit.test_loop import Saves
 
 RESPONSE = 6
 VALUES = (
@@ -70,7 +72,7 @@ def loop_with(*sets: str, step: int = 0, skips: bool = False) -> tuple[Loop, Act
     nothing: Any = None
     trainer = ActorCritic(skips=skips)
     config = load_config(TrainConfig, [], [*common, *sets]).config
-    return Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(step)), trainer
+    return Loop(config, Parts(trainer, nothing, None, Saves(), nothing, nothing, StopSignal()), Progress(step)), trainer
 
 
 def on_policy_batch(step: int = 0) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -83,6 +85,7 @@ def test_a_base_that_the_store_has_lost_is_held_all_the_same():
     held = made.pop(version(2)).held
     assert summary(routes(version(3), held, made)) == [(None, [version(3)])]
     assert routes(version(3), None, made) == []
+    assert routes(version(3), Held(version(2), "made by another start"), made) == []
 
 
 def test_a_version_that_is_not_there_has_no_route():
@@ -116,8 +119,14 @@ def broken(**fields) -> bytes:
         broken(format=99),
         broken(more=1),
         broken(version="../../etc:0:1"),
+        broken(shards=3),
+        broken(shards=1),
+        broken(shards="2"),
+        broken(shards=2.0, anchor=None),
         broken(anchor={"files": {"0": {"bytes": 1, "sha256": ""}}, "model_files": {}}),
-        broken(patch={"base": {"version": "v", "state": "s"}, "files": {"7": {"bytes": 1, "sha256": ""}}}),
+        broken(anchor={"files": {str(i): {"bytes": 1, "sha256": ""} for i in range(3)}, "model_files": {}}),
+        broken(patch={"base": {"version": version(1), "state": "s"}, "files": {"7": {"bytes": 1, "sha256": ""}}}),
+        broken(patch={"base": {"version": "v", "state": "s"}, "files": {}}),
         broken(
             anchor={
                 "files": {str(i): {"bytes": 1, "sha256": ""} for i in range(2)},
@@ -131,11 +140,24 @@ def broken(**fields) -> bytes:
             }
         ),
     ],
-    ids=["empty", "list", "cut off", "format", "extra", "version", "half an anchor", "no such shard", "path", "itself"],
-)
+    ids=[
+        "empty", "list", "cut off", "format", "extra", "version", "more shards", "fewer shards", "text", "float",
+        "half an anchor", "more than an anchor", "no such shard", "base", "path", "itself",
+    ],
+)  # fmt: skip
 def test_what_is_no_manifest_is_refused(data):
     with pytest.raises(BadManifest):
         Manifest.from_json(data)
+
+
+def test_a_manifest_takes_no_more_memory_than_its_files_however_many_shards_it_claims():
+    for claimed in (broken(shards=1_000_000), broken(shards=1_000_000, anchor=None)):
+        tracemalloc.start()
+        with suppress(BadManifest):
+            Manifest.from_json(claimed)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 1_000_000
 
 
 def test_a_state_names_the_base_and_every_file():
@@ -149,6 +171,8 @@ def test_a_state_names_the_base_and_every_file():
         chain.state_after(replace(base, state="t"), {0: file(1)}),
     }
     assert len(states) == 6
+    files = {0: file(1), 1: file(2)}
+    assert chain.state_after(base, files) == chain.state_after(base, dict(reversed(files.items())))
 
 
 def keys_of(made: dict[str, Manifest]) -> list[str]:
@@ -169,12 +193,12 @@ def test_the_last_two_anchors_and_their_chains_are_kept():
 
 
 def test_one_anchor_keeps_everything():
-    assert chain.expired(keys_of(make_chain({0}, 8)), RUN) == []
+    assert chain.expired(keys_of(make_chain({3}, 8)), RUN) == []
 
 
 def test_an_anchor_without_its_manifest_does_not_count():
-    made = make_chain({0, 3}, 5)
-    assert chain.expired([k for k in keys_of(made) if k != chain.manifest_key(version(3))], RUN) == []
+    made = make_chain({0, 3, 6}, 8)
+    assert chain.expired([k for k in keys_of(made) if k != chain.manifest_key(version(6))], RUN) == []
 
 
 def test_an_earlier_attempt_is_older_whatever_its_number():

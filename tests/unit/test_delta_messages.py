@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta.chain import File, Held, Manifest, Patch
 from rltool.engines.delta.memory import MemoryCopy
-from rltool.engines.delta.messages import Kind, flat_of, header, take
+from rltool.engines.delta.messages import MANIFEST_LIMIT, Kind, flat_of, header, take
 from rltool.engines.delta.patch import bits, patch_file
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
 from rltool.engines.types import Bucket
@@ -319,6 +319,55 @@ def test_another_version_than_was_announced_is_refused(following):
     trainer, engine = following
     with pytest.raises(CannotRebuild, match=f"{RUN}:0:1 .* came, and {RUN}:0:2 .* were announced"):
         take(engine.copy, engine.pipe.receive, trainer.buckets, f"{RUN}:0:2")
+
+
+@pytest.mark.parametrize("kind", [Kind.PATCH, Kind.MANIFEST])
+@pytest.mark.parametrize("size", [-1, 0, MANIFEST_LIMIT + 1, None])
+def test_a_message_that_cannot_be_the_manifest_is_refused_before_memory_is_taken_for_it(following, kind, size):
+    trainer, engine = following
+    real = engine.pipe.sent[-1].numel()
+    engine.pipe.sent[-2] = header(kind, real if size is None else size)
+    if (kind, size) == (Kind.MANIFEST, None):
+        trainer.taken_by(engine)
+        return
+    with pytest.raises(CannotRebuild, match="came in place of the manifest"):
+        trainer.taken_by(engine)
+    assert len(engine.pipe.sent) == 1, "it is not received"
+
+
+def with_manifest(engine: Engine, **fields) -> None:
+    """The manifest that comes is another one."""
+    manifest = Manifest.from_json(bytes(engine.pipe.sent[-1].numpy().data))
+    data = replace(manifest, **fields).to_json()
+    engine.pipe.sent[-2], engine.pipe.sent[-1] = header(Kind.MANIFEST, len(data)), flat_of(data)
+
+
+def test_a_manifest_of_other_buckets_than_were_announced_is_refused(following):
+    trainer, engine = following
+    with_manifest(engine, shards=len(trainer.buckets) + 1)
+    with pytest.raises(CannotRebuild, match=rf"of {len(trainer.buckets) + 1} buckets came, and .* were announced"):
+        trainer.taken_by(engine)
+
+
+def test_patches_with_a_manifest_that_has_none_change_nothing(following):
+    trainer, engine = following
+    held = engine.copy.held
+    with_manifest(engine, patch=None)
+    with pytest.raises(CannotRebuild, match="are for None, and it holds"):
+        trainer.taken_by(engine)
+    assert engine.copy.held == held
+
+
+def test_whole_buckets_with_a_manifest_that_has_none_leave_a_copy_that_holds_nothing():
+    trainer = Trainer(torch.float32, anchor_every=1)
+    engine = Engine(trainer.encoder)
+    [first] = trainer.sync(engine)
+    trainer.step()
+    trainer.send(engine)
+    with_manifest(engine, anchor=None, patch=Patch(first.held, {}))
+    with pytest.raises(CannotRebuild, match="are not what was sent"):
+        trainer.taken_by(engine)
+    assert engine.copy.held is None
 
 
 def test_a_patch_that_fits_its_checksum_and_not_its_tensor_leaves_a_copy_that_holds_nothing():

@@ -116,16 +116,25 @@ def test_a_change_of_everything_is_the_whole_tensor():
         {"gaps": torch.tensor([9, 0], dtype=torch.uint8), "values": torch.zeros(2, dtype=torch.int32)},
         {"gaps": torch.tensor([1], dtype=torch.uint8), "values": torch.zeros(2, dtype=torch.int32)},
         {"gaps": torch.tensor([1], dtype=torch.uint8), "values": torch.zeros(1, dtype=torch.int16)},
+        {"gaps": torch.zeros((2, 2), dtype=torch.uint8), "values": torch.zeros((2, 2), dtype=torch.int32)},
         {"gaps": torch.tensor([-5], dtype=torch.int64), "values": torch.zeros(1, dtype=torch.int32)},
         {"gaps": torch.tensor([1], dtype=torch.uint8)},
         {"other": torch.zeros(1)},
     ],
-    ids=["too few", "another dtype", "outside", "counts differ", "values of another size", "negative", "half", "kind"],
-)
+    ids=["too few", "another dtype", "outside", "counts differ", "values of another size", "rows", "negative", "half",
+        "kind"],
+)  # fmt: skip
 def test_a_patch_that_does_not_fit_changes_nothing(parts):
     tensor = torch.arange(10, dtype=torch.float32)
     with pytest.raises(BadPatch):
         apply_difference(tensor, parts)
+    assert torch.equal(tensor, torch.arange(10, dtype=torch.float32))
+
+
+def test_a_patch_that_lists_nothing_changes_nothing():
+    tensor = torch.arange(10, dtype=torch.float32)
+    parts = {"gaps": torch.empty(0, dtype=torch.uint8), "values": torch.empty(0, dtype=torch.int32)}
+    apply_difference(tensor, parts)
     assert torch.equal(tensor, torch.arange(10, dtype=torch.float32))
 
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from rltool.engines.delta import chain
+from rltool.engines.delta import chain, rebuild
+from rltool.engines.delta.chain import Manifest, Patch
 from rltool.engines.delta.follow import DirectoryCopy
 from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.patch import bits
@@ -397,3 +399,64 @@ def test_a_directory_is_a_checkpoint_and_the_one_before_stays(store, model_files
         assert_equal(found, trainer.tensors)
         assert (copy.path / "config.json").read_text() == '{"model_type": "tiny"}'
     assert {path for path in paths if path.exists()} == set(paths[-2:])
+
+
+def test_a_manifest_of_another_version_is_not_taken_for_the_one_that_was_asked_for(store, model_files):
+    trainer, copy = Trainer(store, model_files, torch.bfloat16), MemoryCopy()
+    trainer.step()
+    trainer.publish()
+    first = trainer.version
+    trainer.step()
+    trainer.publish()
+    store.files[chain.manifest_key(trainer.version)] = store.files[chain.manifest_key(first)]
+    with pytest.raises(CannotRebuild, match="missing or damaged"):
+        bring(copy, store, trainer.version, seconds=60)
+    assert copy.held is None
+
+
+def test_manifests_that_name_each_other_are_each_read_once(store, model_files):
+    trainer = Trainer(store, model_files, torch.bfloat16)
+    for _ in range(3):
+        trainer.step()
+        trainer.publish()
+    manifests = [Manifest.from_json(store.files[chain.manifest_key(f"{RUN}:0:{n}")]) for n in range(3)]
+    circle = replace(manifests[0], anchor=None, patch=Patch(manifests[2].held, {}))
+    store.files[chain.manifest_key(circle.version)] = circle.to_json()
+    store.read.clear()
+    with pytest.raises(CannotRebuild, match="no anchor is left"):
+        bring(MemoryCopy(), store, trainer.version, seconds=60)
+    assert sorted(store.read) == [chain.manifest_key(f"{RUN}:0:{n}") for n in range(3)]
+
+
+def test_a_chain_is_read_so_far_and_no_further(store, model_files, monkeypatch):
+    monkeypatch.setattr(rebuild, "CHAIN_LIMIT", 2)
+    trainer = Trainer(store, model_files, torch.bfloat16)
+    for _ in range(4):
+        trainer.step()
+        trainer.publish()
+    store.read.clear()
+    with pytest.raises(CannotRebuild, match="no anchor is left"):
+        bring(MemoryCopy(), store, trainer.version, seconds=60)
+    assert len(store.read) == 2
+
+
+def test_a_copy_that_patches_do_not_fit_is_made_anew_from_an_anchor(store, model_files):
+    trainer, copy = Trainer(store, model_files, torch.bfloat16), MemoryCopy()
+    trainer.step()
+    trainer.publish()
+    bring(copy, store, trainer.version, seconds=60)
+    for shard, _ in enumerate(list(copy.buckets())):
+        copy.store(shard, {"other": torch.zeros(3)})
+    trainer.step(share=0.3)
+    trainer.publish()
+    assert bring(copy, store, trainer.version, seconds=60).anchor
+    assert_holds(copy, trainer)
+
+
+def test_who_holds_the_version_keeps_every_tensor_where_it_is(store, model_files):
+    trainer, copy = Trainer(store, model_files, torch.bfloat16), MemoryCopy()
+    trainer.step()
+    trainer.publish()
+    bring(copy, store, trainer.version, seconds=60)
+    copy.load = lambda shard: pytest.fail("nothing is to be changed")
+    assert not bring(copy, store, trainer.version, seconds=60).anchor

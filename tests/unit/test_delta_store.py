@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import boto3
 import pytest
@@ -101,3 +102,27 @@ def test_a_bucket_that_is_not_there_is_an_error_of_the_store(monkeypatch):
 def test_an_address_that_is_no_store_is_refused(address):
     with pytest.raises(UsageError, match=address.split("/")[0]):
         open_store(address)
+
+
+def test_what_is_put_into_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    root, done = tmp_path / "store", []
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        found = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        done.append("sync data" if found.is_file() else f"sync {found.relative_to(tmp_path)}")
+        sync(descriptor)
+
+    def replaced(source, target):
+        done.append(f"name {Path(target).relative_to(tmp_path)}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    store = DirectoryStore(root)
+    store.put("a/x.bin", b"one")
+    store.put("head.json", b"{}")
+    assert done == [
+        "sync store", "sync .", "sync data", "name store/a/x.bin", "sync store/a",
+        "sync data", "name store/head.json", "sync store",
+    ]  # fmt: skip

@@ -15,7 +15,7 @@ BOTH = ("prefill", "decode")
     ("roles", "kinds", "router", "mode"),
     [
         (BOTH, ("vllm",), False, "abort"),
-        (BOTH, ("sglang",), False, "abort"),
+        (BOTH, ("sglang",), False, "auto"),
         (BOTH, ("sglang",), True, "abort"),
         (BOTH, ("sglang",), True, None),
         (("regular",), ("vllm", "sglang", None), True, "keep"),
@@ -29,7 +29,6 @@ def test_what_a_run_takes(roles, kinds, router, mode):
     ("roles", "kinds", "router", "mode", "said"),
     [
         (BOTH, ("sglang", "vllm"), False, "abort", "all vLLM's or all SGLang's"),
-        (("encoder", "regular"), ("sglang",), False, "abort", "of role encoder"),
         (("prefill", "regular"), ("vllm",), False, "abort", "prefill and decode go together"),
         ((*BOTH, "regular"), ("sglang",), True, "abort", "without regular ones"),
         (BOTH, ("vllm",), True, "abort", "leave the router out"),
@@ -43,9 +42,9 @@ def test_what_a_run_cannot_do_with_them_is_refused(roles, kinds, router, mode, s
 
 
 def test_other_models_are_asked_at_regular_engines_alone():
-    engines = [EngineEndpoint(url=f"http://{role}:1", role=role) for role in ("regular", "decode", "encoder")]
+    engines = [EngineEndpoint(url=f"http://{role}:1", role=role) for role in ("regular", "decode", "prefill")]
     check_regular(engines[:1], "model 'judge'")
-    with pytest.raises(UsageError, match="model 'judge' has engines of role decode, encoder"):
+    with pytest.raises(UsageError, match="model 'judge' has engines of role decode, prefill"):
         check_regular(engines, "model 'judge'")
 
 
@@ -56,6 +55,6 @@ def test_an_engine_that_joins_has_a_role_that_the_run_knows():
     check_role(engine("decode"), [engine("prefill")])
     check_role(engine("regular"), [engine("regular")])
     check_role(engine("prefill"), [])
-    for joining, there in (("prefill", "regular"), ("regular", "decode"), ("encoder", "decode")):
+    for joining, there in (("prefill", "regular"), ("regular", "decode")):
         with pytest.raises(UsageError, match=f"has the role {joining}"):
             check_role(engine(joining), [engine(there)])

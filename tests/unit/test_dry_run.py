@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from rich.console import Console
-
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.plan import Host
 from rltool.engines.types import EngineInfo
 from rltool.processes.run_directory import RunDirectory
+from rltool.terminal import Console
 from rltool.training.managed import expected_plan
 from rltool.training.placement import plan_placement
 from rltool.training.preflight import ProbedFleet

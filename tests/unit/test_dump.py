@@ -10,7 +10,7 @@ from array import array
 import pytest
 from safetensors.numpy import load, save
 
-from rltool.engines.types import VersionSpan
+from rltool.engines.types import Drafts, VersionSpan
 from rltool.rollout.dump import RAGGED, DumpError, dump_paths, dumped_steps, read_dump, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 
@@ -38,6 +38,9 @@ def random_samples(count, seed=0):
                 status=rng.choice(list(SampleStatus)),
                 reward=rng.choice([None, 0.1 + 0.2, -1e-300]),
                 remove_sample=rng.random() < 0.5,
+                cached_tokens=rng.choice([None, 0, 64]),
+                drafts=rng.choice([None, Drafts(3, 4)]),
+                tool_seconds=rng.choice([None, 0.1 + 0.2]),
                 teacher_logprobs=[rng.gauss(-2, 3) if m else 0.0 for m in mask] if i % 2 else [],
                 teacher_topk_ids=array("i", [rng.randrange(-1, 150_000) for _ in range(3 * n if i % 2 else 0)]),
                 teacher_topk_logprobs=array("f", [rng.gauss(-2, 3) for _ in range(3 * n if i % 2 else 0)]),

@@ -38,7 +38,6 @@ FOUR_HOSTS = [Host(f"h{n}", f"10.0.0.{n}", tuple(range(8))) for n in range(4)]
 MODELS = {
     "policy": Model(Path("/m/policy")),
     "judge": Model(Path("/m/judge"), update_weights=False, start_router=True),
-    "vlm": Model(Path("/m/vlm"), update_weights=False),
 }
 
 
@@ -115,16 +114,11 @@ def argv(launch) -> str:
     return " ".join(dialect(launch.engine).argv(launch))
 
 
-def test_the_flags_of_prefill_decode_and_encoders_are_sglangs():
-    encoder = {"name": "e", "engine": "sglang", "role": "encoder", "model": "vlm"}
-    readers = {"name": "v", "engine": "sglang", "model": "vlm"}
-    prefill, other, decode, encodes, reads = plan([*PAIR, encoder, readers], ONE_HOST_OF_TEN).launches
+def test_the_flags_of_prefill_and_decode_are_sglangs():
+    prefill, other, decode = plan(PAIR, ONE_HOST_OF_TEN).launches
     assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 20001" in argv(prefill)
     assert "--disaggregation-bootstrap-port 20003" in argv(other)
     assert "--disaggregation-mode decode" in argv(decode) and "bootstrap" not in argv(decode)
-    assert "--encoder-only" in argv(encodes) and "--language-only" not in argv(encodes)
-    assert f"--language-only --encoder-urls http://127.0.0.1:{encodes.port}" in argv(reads)
-    assert "--encoder-urls" not in argv(prefill), "it is of another model"
 
 
 ONE_HOST_OF_TEN = [Host("h0", gpus=tuple(range(10)))]
@@ -261,8 +255,11 @@ def test_halves_of_vllm_meet_over_nixl_and_need_no_router():
 def test_halves_are_of_one_kind():
     with pytest.raises(UsageError, match="all vLLM's or all SGLang's"):
         plan([PAIR[0], {"name": "d", "role": "decode"}], ONE_HOST)
-    with pytest.raises(ValueError, match='engine = "sglang"'):
-        EngineGroup(role="encoder")
+
+
+def test_the_role_of_an_earlier_release_is_refused_by_name():
+    with pytest.raises(ValueError, match='role = "encoder" is no longer there: .*leave the group out'):
+        EngineGroup(engine="sglang", role="encoder")
 
 
 def test_the_ports_that_a_plan_needs_are_those_that_it_takes():
@@ -400,6 +397,6 @@ def test_the_examples_of_the_docs_can_be_planned_on_one_host_of_eight(text, tmp_
 
 def test_the_docs_have_examples_of_every_role_and_of_a_managed_run():
     every = "".join(EXAMPLES)
-    assert all(f'role = "{role}"' in every for role in ("prefill", "decode", "encoder", "placeholder"))
+    assert all(f'role = "{role}"' in every for role in ("prefill", "decode", "placeholder"))
     assert 'mode = "managed"' in every and "update_weights = false" in every
     assert 'mode = "colocate"' in every

@@ -301,6 +301,28 @@ def test_steps_that_are_made_slower_are_waited_for_and_nothing_else_is(monkeypat
     assert slept == [2.5] and made[0] == made[1]
 
 
+def test_the_seconds_of_an_episodes_steps_are_its_samples_and_those_of_a_reply_are_not(words, renderer):
+    """By a clock that the environment and the engine turn."""
+    clock = [0.0]
+
+    class Slow(Counting):
+        async def step(self, reply):
+            clock[0] += 1.5
+            return await super().step(reply)
+
+    class Thinking(Plane):
+        async def generate(self, request):
+            clock[0] += 100.0
+            return await super().generate(request)
+
+    limits = EpisodeLimits(turns=8, turn_tokens=None, prompt_tokens=400, call_seconds=5.0)
+    sample = Sample(7, 0, 3, [1], prompt_text="2 + 3?", seed=11)
+    context = GenerateContext(Thinking(words, *"123").generate, SamplingParams(max_tokens=400), words.size)
+    episodes = Episodes(lambda: Slow(times=2), renderer, limits, clock=lambda: clock[0])
+    asyncio.run(fill_group([sample], context, episodes))
+    assert (sample.turns, sample.tool_seconds) == (3, 4.5)
+
+
 def test_environments_are_made_with_their_arguments():
     make = load_environment(RolloutConfig(environment=f"{PLACE}:Counting", environment_arguments={"times": 4}))
     assert make is not None and isinstance(make(), Counting) and make() is not make()

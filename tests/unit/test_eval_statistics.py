@@ -7,7 +7,6 @@ import math
 
 import pytest
 from pydantic import ValidationError
-from rich.console import Console
 
 from rltool.config.rollout import EvalConfig, SamplingConfig
 from rltool.engines.types import SamplingParams, VersionSpan
@@ -17,6 +16,7 @@ from rltool.rollout.eval_statistics import estimate, pass_at_k, wilson
 from rltool.rollout.evaluation import version_metrics
 from rltool.rollout.metrics import eval_metrics
 from rltool.rollout.sample import Sample
+from rltool.terminal import Console
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 0), (1, 1), (4, 0), (4, 1), (5, 3), (6, 6)])

@@ -149,14 +149,14 @@ def test_a_signal_ends_the_wait_for_the_last_one_and_saves(tmp_path):
 def test_a_stop_does_not_wait_for_an_evaluation(tmp_path):
     world = Beside({0: 99})
     run = run_beside(tmp_path, world)
-    plain = world.next_batch
+    plain = world.optimizer_step
 
-    def next_batch(step):
-        if step == 2:
+    def update():
+        if run.loop.progress.step == 2:
             run.stop.requested = signal.SIGTERM
-        return plain(step)
+        return plain()
 
-    world.next_batch = next_batch
+    world.optimizer_step = update
     assert run.loop.run().step == 3 and not any(call.startswith("wait") for call in world.calls)
 
 

@@ -10,6 +10,7 @@ from rltool.config.import_path import load_callable
 from rltool.engines.types import GenerateRequest
 from rltool.errors import ContractViolation
 from rltool.rollout.contracts import (
+    check_batch_hook,
     check_data_source,
     check_eval_function,
     check_generate_function,
@@ -18,6 +19,7 @@ from rltool.rollout.contracts import (
     check_group_reward,
     check_metrics_function,
     check_reward_function,
+    check_rollout_function,
     example_group,
 )
 from rltool.training.contracts import check_logger
@@ -37,7 +39,9 @@ CHECKS = {
     "reward.group": check_group_reward,
     "rollout.generate_function": check_generate_function,
     "rollout.group_filter": check_group_filter,
+    "rollout.function": check_rollout_function,
     "rollout.group_hook": check_group_hook,
+    "rollout.batch_hook": check_batch_hook,
     "algorithm.advantage": check_advantage_function,
     "algorithm.objective": check_loss_function,
     "monitor.metrics": check_metrics_function,

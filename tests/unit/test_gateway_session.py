@@ -299,3 +299,16 @@ def test_a_session_that_nobody_took_up_again_ends(tmp_path):
     sessions = sessions_of(tmp_path, clock=lambda: written + 61)
     assert sessions.expire() == 1
     assert json.loads(store_of(tmp_path).path(session.id).read_text().splitlines()[-1])["event"] == "ended"
+
+
+def test_sessions_that_cannot_be_ended_are_named_and_hold_up_no_other(tmp_path):
+    first = sessions_of(tmp_path)
+    damaged, sound = (first.create({})[0] for _ in range(2))
+    store_of(tmp_path).path(damaged.id).write_text("{not json\n{}\n")
+    written = store_of(tmp_path).path(sound.id).stat().st_mtime
+    sessions = sessions_of(tmp_path, clock=lambda: written + 61)
+    with pytest.raises(RltoolError, match=damaged.id):
+        sessions.expire()
+    assert sessions.open == 0 and sessions.counts["timed_out"] == 1
+    assert json.loads(store_of(tmp_path).path(sound.id).read_text().splitlines()[-1])["event"] == "ended"
+    assert sessions.expire() == 0, "a damaged one does not come up each time"

@@ -255,6 +255,7 @@ def test_other_formats_and_made_up_weights_are_the_engines_business(model, monke
     for flags in (("--load-format", "dummy"), ("--load-format=dummy",)):
         check_order(order(model, device="cpu", extra_args=flags))
     (model / "pytorch_model.bin").touch()
+    (model / "tokenizer.json").touch()
     check_order(order(model, device="cpu"))
 
 
@@ -273,6 +274,7 @@ def test_a_key_file_of_the_run_that_was_spoilt_is_found_before_an_engine_starts(
     served = open_run("a", create=True, root=tmp_path / "runs")
     served.key_file.write_text("one\ntwo\n")
     (model / "pytorch_model.bin").touch()
+    (model / "tokenizer.json").touch()
     with ProcessGroup(served) as group:
         with pytest.raises(UsageError, match="of run a has 2 lines"):
             launch_engines(order(model, device="cpu"), group)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from rich.console import Console
 
 from rltool.commands.tables import short_version
 from rltool.commands.top_view import BARS, frame, sparkline
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.metrics_text import merged
+from rltool.terminal import Console
 from rltool.training.live_metrics import KEPT_STEPS, LiveMetrics, exported_name, exposition
 
 STATUS = {
@@ -51,6 +53,32 @@ def test_prometheus_own_parser_reads_what_is_exported():
     states = {(s.labels["engine"], s.labels["state"]) for s in found["rltool_engine_state"].samples}
     assert states == {("http://a:1", "ready"), ("http://b:1", "stale")}
     assert found["rltool_step"].samples[0].value == 12 and found["rltool_requests_in_flight"].samples[0].value == 64
+
+
+ENGINE = """\
+# HELP http_seconds How long.
+# TYPE http_seconds histogram
+http_seconds_bucket{handler="/a}b\\"c",le="+Inf"} 3.0
+http_seconds_sum 1.5 1700000000000
+http_seconds_count{ } 3.0
+# TYPE queue gauge
+queue{instance="its own",} NaN
+"""
+
+
+def test_pages_of_several_engines_become_one_that_prometheus_own_parser_reads():
+    one, two, down = (EngineEndpoint(url=f"http://10.0.0.{n}:8000", group=f"g{n}") for n in (1, 2, 3))
+    spoilt = 'queue{a="b} 1\nqueue{a=b} 1\nqueue one\nqueue 1_0\nqueue\n# TYPE queue gauges\n# EOF\n<html>\nqueue 5\n'
+    found = families(merged([(one, ENGINE), (two, ENGINE + spoilt), (down, None)], 'de"mo'))
+    ups = {s.labels["instance"]: s.value for s in found["rltool_engine_up"].samples}
+    assert ups == {"10.0.0.1:8000": 1, "10.0.0.2:8000": 1, "10.0.0.3:8000": 0}
+    seconds = found["http_seconds"]
+    assert (seconds.type, seconds.documentation, len(seconds.samples)) == ("histogram", "How long.", 6)
+    assert {(s.labels["group"], s.labels["run"]) for s in seconds.samples} == {("g1", 'de"mo'), ("g2", 'de"mo')}
+    assert {s.labels["handler"] for s in seconds.samples if s.name.endswith("_bucket")} == {'/a}b"c'}
+    queue = found["queue"].samples
+    assert [s.labels["instance"] for s in queue] == ["its own", "its own", "10.0.0.2:8000"] and queue[2].value == 5
+    assert found.keys() == {"rltool_engine_up", "http_seconds", "queue"}
 
 
 def test_the_newest_value_of_each_metric_is_exported_also_where_the_last_step_did_not_measure_it():

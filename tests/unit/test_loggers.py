@@ -9,11 +9,11 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from rltool.config.train import MonitorConfig, TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
+from rltool.terminal import Console
 from rltool.training.loggers import RUN_TAG, TensorBoardLogger, check_loggers, open_loggers
 from rltool.training.metrics import MetricsWriter
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import signal
 
 import pytest
 import torch
-from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.report.samples import SampleRecord, read_samples
+from rltool.terminal import Console
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.metrics import MetricsWriter, progress_line
 from rltool.training.sample_log import SampleLog
@@ -102,6 +104,9 @@ class Saves(list):
 
     def check(self):
         return {}
+
+    def holds(self, step, *, wait):
+        return step in self
 
     def awaits(self, step):
         pass
@@ -302,6 +307,100 @@ def test_a_signal_during_an_update_lets_the_step_finish(tmp_path):
     with run.stop.installed():
         assert run.loop.run().step == 1
     assert run.saves == [1] and run.stop.exit_code == 130
+
+
+def stops_in_update(number, run):
+    """A signal during this one of all optimizer steps, from 1."""
+    plain = run.world.optimizer_step
+
+    def update():
+        if run.world.calls.count("update") + 1 == number:
+            signal.raise_signal(signal.SIGINT)
+        return plain()
+
+    run.world.optimizer_step = update
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "stops_in", "updates", "done", "saves", "says"),
+    [
+        (1, 5, 5, 1, [1], "given up after the optimizer step in progress"),  # of two epochs of two: the first
+        (1, 8, 8, 2, [1, 2], "then a checkpoint is written"),  # the last
+        (0, 5, 8, 2, [2], "come to their end first, for steps before it are in no checkpoint"),
+        (0, 2, 2, 0, [], "given up after the optimizer step in progress"),
+    ],
+)
+def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cost_steps_before_it(
+    tmp_path, every_steps, stops_in, updates, done, saves, says
+):
+    world, said = World(), []
+    run = Run(
+        tmp_path, world, steps=9, optimizer_steps_per_rollout=2, epochs_per_rollout=2, rollout={"prompts_per_step": 2},
+        checkpoint={"every_steps": every_steps},
+    )  # fmt: skip
+    stops_in_update(stops_in, run)
+    run.stop._say = said.append
+    with run.stop.installed():
+        assert run.loop.run().step == done
+    assert world.calls.count("update") == updates and run.saves == saves and says in said[0]
+    assert run.loop.between_updates == (updates % 4 != 0), "else half of a rollout's training would be exported"
+    assert [record["step"] for record in run.records() if "train/loss" in record] == list(range(done))
+
+
+def test_a_signal_before_the_first_optimizer_step_on_a_rollout_gives_it_up_and_saves_the_steps_before_it(tmp_path):
+    world = World()
+    run = Run(tmp_path, world, steps=9, optimizer_steps_per_rollout=2, rollout={"prompts_per_step": 2})
+    plain = world.logprobs
+
+    def logprobs(batch, weights="policy"):
+        if run.loop.progress.step == 1:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(batch, weights)
+
+    world.logprobs = logprobs
+    with run.stop.installed():
+        assert run.loop.run().step == 1
+    assert world.calls.count("update") == 2 and run.saves == [1] and not run.loop.between_updates
+
+
+@pytest.mark.parametrize(
+    ("mode", "sets", "syncs"),
+    [
+        ("managed", {}, 2),  # before each step, not after the last
+        ("managed", {"heldout": "h.jsonl"}, 3),  # the last weights are evaluated
+        ("external", {}, 3),  # engines that outlive the run hold its last weights
+    ],
+)
+def test_engines_that_end_with_the_run_get_the_last_weights_only_where_they_are_evaluated(tmp_path, mode, sets, syncs):
+    run = Run(tmp_path, World(), eval={"sets": sets})
+    engines = EnginesConfig(mode=mode, groups=() if mode == "external" else ({"count": 1},))
+    run.loop.config = run.config.model_copy(update={"engines": engines})
+    run.loop.run()
+    assert run.world.calls.count("sync") == syncs
+
+
+def test_after_a_signal_no_sync_begins(tmp_path):
+    run = Run(tmp_path, World(), steps=9)
+    stops_in_update(1, run)
+    with run.stop.installed():
+        run.loop.run()
+    assert run.world.calls.count("sync") == 1 and run.saves == [1]
+
+
+def test_after_the_last_step_a_signal_promises_no_checkpoint_that_is_not_written(tmp_path):
+    run, said = Run(tmp_path, World(), checkpoint={"save_at_end": False}), []
+    run.stop._say = said.append
+    plain = run.world.sync_weights
+
+    def sync(step):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return plain(step)
+
+    run.world.sync_weights = sync
+    with run.stop.installed():
+        assert run.loop.run().step == 2
+    assert run.saves == [] and "no checkpoint is written (checkpoint.save_at_end = false)" in said[0]
 
 
 def test_what_fails_after_a_signal_is_said_and_the_run_ends_as_it_was_told_to(tmp_path):
@@ -631,6 +730,20 @@ def test_a_signal_never_raises_out_of_its_handler_for_inside_a_wait_of_ray_that_
         assert stop.requested == signal.SIGTERM
         with pytest.raises(StopRequested):
             stop.raise_if_requested()
+
+
+def test_a_run_whose_directory_is_removed_says_so_at_once_and_at_its_end_and_keeps_the_metrics_from_then_on(tmp_path):
+    screen, file = io.StringIO(), tmp_path / "run" / "metrics.jsonl"
+    file.parent.mkdir()
+    writer = MetricsWriter(file, console=Console(file=screen, width=400))
+    writer.write(0, "v", {})
+    shutil.rmtree(file.parent)
+    for step in (1, 2):
+        writer.write(step, "v", {})
+    assert screen.getvalue().count("was removed, with all its records: they go on in a new file") == 1
+    writer.close()
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == [1, 2]
+    assert "was removed during the run: it lacks the steps before that" in screen.getvalue().splitlines()[-1]
 
 
 # -- samples that are kept

@@ -12,7 +12,9 @@ from rltool.algorithms.contracts import example_batch
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.training.loop import Loop, Parts, Progress
+from rltool.training.stopping import StopSignal
 from tests import plain_algorithms as plain
+from tests.unit.test_loop import Saves
 
 RESPONSE = 6
 TOPK_IDS = torch.arange(2 * len(example_batch().tokens), dtype=torch.int32).view(-1, 2)
@@ -62,7 +64,7 @@ def train(*sets: str, scored: bool = False) -> tuple[RememberingTrainer, dict[st
     config = load_config(TrainConfig, [], [*common, *sets]).config
     trainer = RememberingTrainer()
     nothing: Any = None
-    loop = Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(0))
+    loop = Loop(config, Parts(trainer, nothing, None, Saves(), nothing, nothing, StopSignal()), Progress(0))
     fresh = example_batch().replace(old_logprobs=None, ref_logprobs=None, token_rewards=None)
     if not scored:
         fresh = fresh.replace(teacher_logprobs=None)

@@ -12,6 +12,8 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
 from rltool.training.loop import Loop, Parts, Progress
+from rltool.training.stopping import StopSignal
+from tests.unit.test_loop import Saves
 
 
 class Recorder:
@@ -48,7 +50,7 @@ class Recorder:
 def loop_with(off: float, *sets: str) -> tuple[Loop, Recorder]:
     config = load_config(TrainConfig, [], ["model.path=model", "monitor.logprob_difference_limit=0.1", *sets]).config
     trainer, nothing = Recorder(off), None
-    return Loop(config, Parts(trainer, nothing, None, nothing, nothing, nothing, nothing), Progress(0)), trainer
+    return Loop(config, Parts(trainer, nothing, None, Saves(), nothing, nothing, StopSignal()), Progress(0)), trainer
 
 
 def on_policy_batch() -> Any:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+
+import ray
+from ray.exceptions import RayError
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.training.managed import by_model
+from rltool.engines.startup import Phase
+from rltool.training import managed
+from rltool.training.managed import ManagedEngines, by_model
 
 
 def launch(index: int, model: str, **changes: object) -> EngineLaunch:
@@ -24,3 +30,31 @@ def test_engines_are_known_by_their_addresses_for_an_older_sglang_has_a_boot_id_
     told = [EngineEndpoint(url=f"http://127.0.0.1:{8100 + i}", boot_id="f" * 32) for i in range(3)]
     found = by_model(launches, told)
     assert found == {"policy": [told[0], told[2]], "judge": [told[1]]}
+
+
+def test_what_engines_do_is_asked_beside_the_wait_and_a_host_that_does_not_answer_holds_nothing_up(monkeypatch):
+    ready, answers, looked = [False], iter([{"engine-1": Phase("compiling")}, RayError("it has died")]), list[float]()
+
+    def get(refs):
+        answer = next(answers)
+        if isinstance(answer, RayError):
+            raise answer
+        return [{"engine-0": Phase("loading weights", 0.5)}, answer]
+
+    monkeypatch.setattr(managed, "is_ready", lambda ref: ready[0])
+    monkeypatch.setattr(ray, "get", get)
+    engines = object.__new__(ManagedEngines)
+    engines.starting = ""
+    asks: list[int] = []
+    engines._hosts = [
+        (name, SimpleNamespace(starting=SimpleNamespace(remote=lambda: asks.append(1)))) for name in "ab"
+    ]
+    see = engines._seeing(looked.append)
+    see(0.0)
+    see(1.0)
+    assert (engines.starting, len(asks)) == ("", 2), "not asked again before it has answered"
+    ready[0] = True
+    see(2.0)
+    assert engines.starting == "engine-0: loading weights 50%; engine-1: compiling"
+    see(3.0)
+    assert engines.starting.startswith("engine-0") and looked == [0.0, 1.0, 2.0, 3.0]

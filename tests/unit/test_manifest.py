@@ -166,6 +166,15 @@ def test_leftovers_of_a_crash_are_never_taken_for_a_checkpoint(tmp_path):
     assert list(directories.begin(tmp_path / "step_2").iterdir()) == []
 
 
+def test_a_checkpoint_whose_pointer_cannot_be_written_is_complete_all_the_same(tmp_path):
+    checkpoint = write_checkpoint(tmp_path / "step_1")
+    (tmp_path / directories.LATEST).mkdir()
+    warning = directories.set_latest(checkpoint)
+    assert f"{checkpoint} is complete, but {tmp_path}/latest could not be written: Is a directory" in warning
+    assert directories.latest_checkpoint(tmp_path) == checkpoint
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_1"]
+
+
 def test_a_resume_takes_the_highest_complete_step_wherever_the_pointer_is(tmp_path):
     """A crash before the pointer moves leaves it behind; a resume from there would meet its own newer checkpoint."""
     first, second = write_checkpoint(tmp_path / "step_1"), write_checkpoint(tmp_path / "step_2")
@@ -202,3 +211,17 @@ def test_a_checkpoint_that_is_being_read_is_not_deleted(tmp_path):
 def test_a_damaged_checkpoint_can_be_deleted(tmp_path):
     (tmp_path / "step_1").mkdir()
     assert directories.remove_unread(tmp_path / "step_1") and not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_taken_for_kept(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path / "step_1")
+    lock = directories._lock
+
+    def deleted_before(descriptor, kind):
+        monkeypatch.setattr(directories, "_lock", lock)
+        assert directories.remove_unread(checkpoint)
+        lock(descriptor, kind)
+
+    monkeypatch.setattr(directories, "_lock", deleted_before)
+    with pytest.raises(FileNotFoundError), directories.reading(checkpoint):
+        pytest.fail("there is nothing to read")

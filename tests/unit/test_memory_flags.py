@@ -29,6 +29,13 @@ def test_engines_can_sleep_and_leave_room_and_flags_of_their_own_win(group, flag
     assert list(takes_turns(EngineGroup(**group), "cuda").flags) == flags
 
 
+def test_engines_that_load_their_weights_again_keep_no_copy():
+    judge = EngineGroup(engine="sglang", model="judge")
+    assert list(takes_turns(judge, "cuda", from_disk=True).flags) == [
+        "--enable-memory-saver", "--mem-fraction-static", "0.6",
+    ]  # fmt: skip
+
+
 def test_on_the_cpu_nothing_is_added():
     assert takes_turns(EngineGroup(), "cpu") == EngineGroup()
 

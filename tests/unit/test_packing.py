@@ -66,3 +66,12 @@ def test_padding_for_sequence_parallelism_is_a_sequence_of_its_own():
 def test_a_row_that_needs_no_padding_is_taken_as_it_is():
     row = torch.arange(7)
     assert pack(torch.tensor([3, 4]), CPU).take(row) is row
+
+
+@pytest.mark.parametrize(("lengths", "padded"), [([4, 4, 4], False), ([4, 3, 4], True)])
+def test_sequences_of_one_length_lie_as_the_padded_layout_has_them(lengths, padded):
+    packed = pack(torch.tensor(lengths), CPU)
+    assert (packed.gather is not None, packed.slots is not None) == (padded, padded)
+    if packed.gather is not None and packed.slots is not None:
+        assert packed.gather[packed.slots].tolist() == list(range(sum(lengths)))
+        assert packed.slots.tolist() == [i * max(lengths) + k for i, n in enumerate(lengths) for k in range(n)]

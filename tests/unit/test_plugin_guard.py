@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rltool.engines.plugin.guard import ALLOWED_ROUTES, Decision, GuardPolicy, read_key
+from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES, Decision, GuardPolicy, read_key
 from rltool.engines.plugin.server import ServerMiddleware
 
 POLICY = GuardPolicy("secret")
@@ -128,6 +128,14 @@ def test_a_refused_request_does_not_reach_the_server():
     assert ask(app, "POST", "/pause", key=None)[0] == 401
     assert ask(app, "POST", "/collective_rpc")[0] == 404
     assert app.calls == []
+
+
+@pytest.mark.parametrize("key", [None, "Bearer wrong"])
+@pytest.mark.parametrize("route", sorted(ALLOWED_ROUTES - OPEN_ROUTES))
+def test_without_the_key_neither_the_servers_routes_nor_the_middlewares_own_are_reached(route, key):
+    app = App()
+    assert ask(app, *route, b"{}", key=key) == (401, {"error": "this server demands its bearer key"})
+    assert app.calls == [] and app.engine_calls == [] and app.versions == []
 
 
 def test_an_allowed_request_passes_untouched():

@@ -105,6 +105,13 @@ def test_logprobs_and_weight_versions_are_intact():
     assert (meta["id"], meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == ("r", 2, 2, 1)
 
 
+def test_what_vllm_does_not_report_of_one_sample_is_left_out():
+    drafts = {"num_spec_steps": 4, "num_accepted_draft_tokens": 6}
+    one, two = answer(sampled(0), sampled(1, speculative_decoding=drafts), sampling_params={"n": 2})
+    assert not {"cached_tokens", "spec_verify_ct"} & {*one["meta_info"]} and "cached_tokens" not in two["meta_info"]
+    assert (two["meta_info"]["spec_verify_ct"], two["meta_info"]["spec_num_correct_drafts"]) == (4, 6)
+
+
 def test_a_logprob_that_vllm_does_not_have_is_null():
     choice = sampled()
     choice["logprobs"]["content"][1]["logprob"] = -9999.0

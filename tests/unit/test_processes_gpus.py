@@ -13,6 +13,20 @@ def test_nvidia_smi_lines_become_gpus():
         Gpu(0, "NVIDIA H200", 143771, "8f6e-01"),
         Gpu(1, "NVIDIA H200", None, "8f6e-02"),
     ]
+    assert parse_nvidia_smi("0, NVIDIA H200, 143771, GPU-1, 9.0\n1, Tesla T4, 15360, GPU-2, [N/A]\n") == [
+        Gpu(0, "NVIDIA H200", 143771, "1", (9, 0)),
+        Gpu(1, "Tesla T4", 15360, "2"),
+    ]
+
+
+def test_a_driver_that_knows_no_compute_capability_names_the_rest(tmp_path, monkeypatch):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$1" in *compute_cap*) echo Field is not valid; exit 2;; esac\necho 0, A100, 81920, GPU-1\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert gpus._from_nvidia_smi() == [Gpu(0, "A100", 81920, "1")]
 
 
 def test_uuids_come_in_the_order_that_is_asked_for_and_all_or_none(monkeypatch):

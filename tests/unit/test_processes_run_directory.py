@@ -173,12 +173,15 @@ OF_SOMEBODY_ELSE = """
 import os, sys
 from pathlib import Path
 from rltool.errors import UsageError
-from rltool.processes.run_directory import open_run
+from rltool.processes.run_directory import list_runs, open_run
 open_run("mine", create=True, root=Path(sys.argv[1]))
-os.chmod(Path(sys.argv[1]) / "mine" / "state", 0o000)
+closed = Path(sys.argv[1], "mine", *sys.argv[2:])
+closed.parent.chmod(0o755)
+closed.chmod(0o700 if os.geteuid() == 0 else 0o000)
 if os.geteuid() == 0:
     os.setegid(65534)
     os.seteuid(65534)
+assert list_runs(Path(sys.argv[1])) == []
 try:
     open_run("mine", create=False, root=Path(sys.argv[1]))
 except UsageError as error:
@@ -186,12 +189,40 @@ except UsageError as error:
 """
 
 
-def test_a_run_of_another_user_is_not_called_absent():
+@pytest.mark.parametrize("inner", [(), ("state",)])
+def test_a_run_of_another_user_is_not_called_absent(inner):
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         done = subprocess.run(
-            [sys.executable, "-c", OF_SOMEBODY_ELSE, directory], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", OF_SOMEBODY_ELSE, directory, *inner], capture_output=True, text=True, timeout=60
         )
         assert done.returncode == 0, done.stderr
-        assert f"no permission to read {directory}/mine/state: it is the run of another user" in done.stdout
-        (Path(directory) / "mine" / "state").chmod(0o700)
+        closed = Path(directory, "mine", *inner)
+        assert f"no permission to read {closed}: it is the run of another user" in done.stdout
+        closed.chmod(0o700)
+
+
+@pytest.mark.parametrize("before", ["nothing", "the root", "a mount point", "a run of an earlier release"])
+def test_a_run_is_its_owners_alone_whatever_was_there_before(tmp_path, before):
+    root, run = tmp_path / "runs", tmp_path / "runs" / "a"
+    if before == "the root":
+        root.mkdir(mode=0o755)
+    elif before == "a mount point":
+        run.mkdir(parents=True)
+    elif before == "a run of an earlier release":
+        open_run("a", create=True, root=root)
+        run.chmod(0o755)
+        (run / "state").chmod(0o755)
+    umask = os.umask(0)
+    try:
+        made = open_run("a", create=True, root=root)
+    finally:
+        os.umask(umask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (made.path, made.state_dir)} == {0o700}
+
+
+def test_looking_at_a_run_changes_no_permissions(tmp_path):
+    made = open_run("a", create=True, root=tmp_path)
+    made.path.chmod(0o750)
+    open_run("a", create=False, root=tmp_path)
+    assert stat.S_IMODE(made.path.stat().st_mode) == 0o750

@@ -4,7 +4,6 @@ import io
 import sys
 
 import pytest
-from rich.console import Console
 
 from rltool.cli import main
 from rltool.commands.quickstart import _print
@@ -14,6 +13,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.compose import Result
 from rltool.quickstart.metrics_tail import MetricsTail, finished_step, headline, numbers
 from rltool.quickstart.stages import Stages
+from rltool.terminal import Console
 
 
 def test_a_record_is_given_once_and_only_when_its_line_is_finished(tmp_path):

@@ -1,6 +1,9 @@
 import os
+from contextlib import suppress
+from pathlib import Path
 
 from rltool.config.train import ModelConfig, RayConfig, TrainConfig
+from rltool.errors import TrainingStopped
 from rltool.training.cluster import ray_cluster
 from rltool.training.placement import plan_placement
 
@@ -16,6 +19,33 @@ def test_without_an_address_a_cluster_of_ones_own_is_started_whatever_else_runs_
         preflight=30.0,
     ):
         assert asked["address"] == "local" and asked["num_cpus"] == 1
+
+
+def test_the_directory_of_a_local_ray_is_closed_to_others_and_goes_with_it_but_the_logs_of_a_failure_stay(
+    monkeypatch, tmp_path
+):
+    import ray
+
+    given = []
+
+    def init(**options):
+        directory = Path(options["_temp_dir"])
+        (directory / "session_1" / "logs").mkdir(parents=True)
+        (directory / "session_1" / "logs" / "raylet.out").write_text("why")
+        (directory / "session_latest").symlink_to("session_1")
+        given.append(directory)
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    plan = plan_placement(TrainConfig(model=ModelConfig(path="model")), gpu=False, generates=False)
+    for ended_by in (None, TrainingStopped("failing rewards")):
+        logs = tmp_path / str(ended_by)
+        with suppress(TrainingStopped), ray_cluster(RayConfig(), plan, preflight=30.0, logs=logs):
+            assert given[-1].parent.stat().st_mode & 0o777 == 0o700
+            if ended_by is not None:
+                raise ended_by
+        assert not given[-1].parent.exists()
+        assert (logs / "raylet.out").exists() == (ended_by is not None)
 
 
 def test_a_local_cluster_hands_out_the_gpus_of_the_run_and_gives_nobody_a_niceness(monkeypatch):

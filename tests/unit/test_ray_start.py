@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -44,20 +46,20 @@ def nothing_is_left():
 
 def test_it_returns_once_the_start_has(tmp_path):
     done = []
-    start_ray(lambda: done.append(threading.current_thread().name), 60, lambda _: None)
+    start_ray(lambda: done.append(threading.current_thread().name), 60, lambda _: None, None)
     assert done == ["ray-start"]
 
 
 def test_the_thread_stays_for_ray_ends_with_the_thread_that_started_it():
     started = []
-    start_ray(lambda: started.append(threading.current_thread()), 60, lambda _: None)
+    start_ray(lambda: started.append(threading.current_thread()), 60, lambda _: None, None)
     assert started[0].is_alive() and started[0].daemon
 
 
 def test_a_start_that_takes_too_long_is_one_line_with_the_name_of_its_deadline():
     slow = Slow()
     with pytest.raises(RayStartFailed, match=r"did not start within deadlines.ray_start = 0.3 s") as failed:
-        start_ray(slow, 0.3, lambda _: None)
+        start_ray(slow, 0.3, lambda _: None, None)
     assert "\n" not in str(failed.value) and len(slow.processes) == 2, "what was started late is ended too"
 
 
@@ -69,7 +71,7 @@ def test_a_signal_gives_the_start_up():
             raise GiveUp
 
     with pytest.raises(GiveUp):
-        start_ray(slow, 600, look)
+        start_ray(slow, 600, look, None)
     assert len(slow.processes) == 2
 
 
@@ -79,8 +81,9 @@ def test_a_failure_of_rays_own_is_told_by_its_first_line():
         raise RuntimeError("Failed to start the GCS\nThis could happen because\n...")
 
     with pytest.raises(RayStartFailed) as failed:
-        start_ray(fails, 60, lambda _: None)
-    assert str(failed.value).startswith("Ray did not start: Failed to start the GCS. Its logs are in")
+        start_ray(fails, 60, lambda _: None, Path("logs/ray"))
+    said = "Ray did not start: Failed to start the GCS. Its logs are in logs/ray. A busy host"
+    assert str(failed.value).startswith(said)
     assert "could happen" not in str(failed.value)
 
 
@@ -97,11 +100,53 @@ def test_a_start_that_meets_rays_own_limit_is_made_again_with_nothing_left_of_th
             subprocess.Popen(["sleep", "600"])
             timed_out()
 
-    start_ray(start, 60, lambda _: None)
+    start_ray(start, 60, lambda _: None, None)
     assert left == [left[0]] * 3
 
 
 def test_but_not_beyond_the_deadline():
     for start in (timed_out, lambda: (time.sleep(0.2), timed_out())):
         with pytest.raises(RayStartFailed, match=r"within deadlines.ray_start = 0.5 s"):
-            start_ray(start, 0.5, lambda _: None)
+            start_ray(start, 0.5, lambda _: None, None)
+
+
+# argv: the process of Ray's that dies, how the main thread waits: for an actor (with get_all) or in something else. A
+# process that ends with this one stands for each of Ray's.
+LOSES = """
+import subprocess, sys, time
+import psutil, ray
+from rltool.errors import PartLost
+from rltool.training import ray_calls, ray_start
+from rltool.training.ray_start import RayWatch
+
+part, waits = sys.argv[1:]
+begun = {name: subprocess.Popen("cat", stdin=subprocess.PIPE) for name in ray_start.WATCHED}
+ray_start.WATCHED["gcs_server"] = 0.5 if waits == "elsewhere" else 60.0
+ray.wait = lambda refs, **_: time.sleep(0.05) or ([], refs)
+watch = RayWatch({name: psutil.Process(process.pid) for name, process in begun.items()})
+try:
+    time.sleep(0.5)
+    begun[part].kill()
+    if waits == "elsewhere":
+        time.sleep(60)
+    ray_calls.get_all(["ref"], 60, "deadlines.batch", who=["the rollout manager"])
+except PartLost as error:
+    watch.close()
+    print("raised:", error)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("part", "waits", "code", "beginning"),
+    [
+        ("raylet", "for an actor", 1, "error: "),
+        ("gcs_server", "for an actor", 7, "raised: "),
+        ("gcs_server", "elsewhere", 1, "error: "),
+    ],
+)
+def test_a_process_of_rays_that_dies_ends_the_run_with_a_line_of_its_own(part, waits, code, beginning):
+    done = subprocess.run([sys.executable, "-c", LOSES, part, waits], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code, done.stderr
+    [line] = (done.stdout + done.stderr).splitlines()
+    assert line.startswith(f"{beginning}Ray's {part} (pid ") and line.endswith("go on with `rltool train --resume`")

@@ -13,7 +13,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from rltool.cli import load_command
 from rltool.config.loader import Loaded, load_config
@@ -23,6 +22,7 @@ from rltool.models import hub
 from rltool.processes.run_directory import RunDirectory
 from rltool.quickstart.compose import WARM_UP_STEPS, grpo_toml
 from rltool.quickstart.task import TaskFiles
+from rltool.terminal import Console
 from rltool.training.managed import expected_plan
 from rltool.training.placement import plan_placement
 from rltool.training.prepare import Prepared

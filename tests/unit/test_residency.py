@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rltool.engines.types import EngineInfo
@@ -36,6 +38,24 @@ def test_weights_come_back_before_the_cache(dialect):
     weights, caches = told(residency.weights_back()), told(residency.caches_back())
     assert len(weights) == 1 and "weights" in weights[0] and "kv_cache" not in weights[0]
     assert "kv_cache" in caches[0] and not any("weights" in request for request in caches)
+
+
+def test_weights_that_sleep_to_disk_are_loaded_again_between_their_memory_and_the_cache():
+    vllm = residency_of(info("vllm", 1, 2), "cuda", updated=False, from_disk=True)
+    assert told(vllm.release()) == ["/sleep {'level': '2', 'mode': 'abort'}"]
+    assert told(vllm.weights_back()) == ["/wake_up {'tags': 'weights'}", "/rltool/reload_weights"]
+    assert told(vllm.caches_back()) == ["/wake_up {'tags': 'kv_cache'}"]
+    stock = residency_of(replace(info("vllm", 1, 2), plugin=False), "cuda", updated=False, from_disk=True)
+    assert told(stock.weights_back())[1:] == ["/collective_rpc {'method': 'reload_weights'}"]
+    sglang = residency_of(replace(info("sglang", 2), model_path="/m/judge"), "cuda", updated=False, from_disk=True)
+    assert told(sglang.weights_back()) == [
+        "/resume_memory_occupation {'tags': ['weights']}",
+        "/update_weights_from_disk {'model_path': '/m/judge', 'load_format': 'auto', 'flush_cache': False}",
+    ]
+    with pytest.raises(UsageError, match="does not tell where it read its model"):
+        residency_of(info("sglang", 2), "cuda", updated=False, from_disk=True).weights_back()
+    with pytest.raises(UsageError, match="http://a:1 keeps its weights in the host's memory .* leave the flag out"):
+        check_residency({"http://a:1": info("sglang", 1)}, "cuda", updated=False, from_disk=True)
 
 
 @pytest.mark.parametrize("dialect", ["vllm", "sglang"])

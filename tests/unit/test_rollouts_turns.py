@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import io
+import signal
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.weight_version import Lineage
 from rltool.errors import OutputFailed, RltoolError, UsageError
+from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.evaluation import Evaluated
+from rltool.terminal import Console
 from rltool.training import rollouts
 from rltool.training.rollout_batch import Rollout
 from rltool.training.rollouts import Rollouts
-from rltool.training.stopping import StopSignal
+from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync_report import SyncReport
 
 
@@ -169,3 +171,26 @@ def test_an_engine_that_joins_keeps_its_group_and_role_also_for_the_run_that_res
     it.add_engine(late)
     assert manager.engines == (late,)
     assert Endpoints.load(tmp_path / "endpoints.json").models["policy"].engines == (late,)
+
+
+def test_what_a_rollout_or_an_evaluation_that_a_stop_cuts_off_raises_is_read(manager, tmp_path, monkeypatch):
+    """Ray prints the exception of a call that nobody reads, eleven lines of it."""
+    it = driver(tmp_path, "external")
+
+    def answer(refs, *arguments, while_waiting=None, **_):
+        if while_waiting is not None:
+            while_waiting(0.0)
+        if refs[0][0] in ("next_batch", "evaluate"):
+            manager.calls.append(f"{refs[0][0]} is read")
+            raise CollectionInterrupted("the run is stopping")
+        return manager.answer(refs)
+
+    monkeypatch.setattr(rollouts, "get_all", answer)
+    it._stop.requested = signal.SIGTERM
+    with pytest.raises(StopRequested):
+        it.next_batch(0)
+    assert manager.calls == ["interrupt", "next_batch is read"]
+    it.start_evaluation(0)
+    with pytest.raises(StopRequested):
+        it.evaluated(wait=True)
+    assert manager.calls[2:] == ["interrupt", "evaluate is read"]

@@ -161,9 +161,9 @@ def test_a_stock_vllm_is_refused_because_it_cannot_answer_the_router(monkeypatch
 def test_prefill_and_decode_workers_are_registered_as_what_they_are():
     prefill = EngineEndpoint(url="http://p:1", role="prefill", bootstrap_port=8998)
     decode = EngineEndpoint(url="http://d:2", role="decode")
-    assert registration(prefill) == {"url": "http://p:1", "worker_type": "prefill", "bootstrap_port": 8998}
-    assert registration(decode) == {"url": "http://d:2", "worker_type": "decode"}
-    assert registration(EngineEndpoint(url="http://r:3")) == {"url": "http://r:3"}
+    assert registration(prefill, None) == {"url": "http://p:1", "worker_type": "prefill", "bootstrap_port": 8998}
+    assert registration(decode, None) == {"url": "http://d:2", "worker_type": "decode"}
+    assert registration(EngineEndpoint(url="http://r:3"), "key") == {"url": "http://r:3", "api_key": "key"}
 
 
 def test_a_router_of_prefill_and_decode_workers_is_told_so(tmp_path):

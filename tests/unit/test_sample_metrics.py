@@ -9,7 +9,7 @@ import torch
 
 from rltool.algorithms.mismatch import off_policy_metrics
 from rltool.engines.dialects import dialect
-from rltool.engines.types import EngineCounters, Tally
+from rltool.engines.types import Completion, Drafts, EngineCounters, Tally, VersionSpan
 from rltool.errors import EngineError
 from rltool.rollout.engine_rates import EngineRates, rates
 from rltool.rollout.sample import Sample
@@ -22,6 +22,7 @@ from rltool.rollout.sample_metrics import (
     repetition,
     repetition_metrics,
     speed_metrics,
+    work_metrics,
 )
 from rltool.training.step_metrics import step_speed
 
@@ -54,6 +55,38 @@ def test_groups_without_a_spread_are_counted_by_their_reward():
     }  # fmt: skip
     many = prompt_metrics([s for i in range(99) for s in batch([float(i)] * 2)[:1] * 1], pass_reward=1.0)
     assert sum("zero_std" in name for name in many) <= MOST_VALUES
+
+
+def test_what_engines_and_tools_report_is_averaged_over_the_samples_that_have_it():
+    assert work_metrics(batch([1.0, 0.0])) == {}
+    one, two, three = samples = batch([1.0, 0.0, 0.0])
+    one.tool_seconds, two.tool_seconds = 1.0, 4.0
+    one.cached_tokens, three.cached_tokens = 0, 12
+    one.drafts, two.drafts = Drafts(passes=2, accepted=1), Drafts(passes=6, accepted=5)
+    assert work_metrics(samples) == {
+        "rollout/tool_seconds_mean": 2.5, "rollout/tool_seconds_max": 4.0, "rollout/cached_prompt_tokens_mean": 6.0,
+        "rollout/cached_prompt_tokens_max": 12.0, "rollout/accepted_length_mean": 1.75,
+    }  # fmt: skip
+    assert work_metrics(samples).items() <= all_sample_metrics(samples, pass_reward=1.0, category_key=None).items()
+    one.drafts, two.drafts = Drafts(passes=0, accepted=0), None
+    assert "rollout/accepted_length_mean" not in work_metrics(samples), "no pass has verified anything"
+
+
+def test_a_samples_counts_are_those_of_all_its_requests_or_unknown():
+    def completion(**found):
+        return Completion((5,), (-0.5,), "stop", (VersionSpan("run:0:1", 0, 1),), **found)
+
+    made = Sample(0, 0, 0, [1, 2])
+    made.append_response_tokens(completion(cached_tokens=4, drafts=Drafts(2, 3)))
+    made.append_environment_tokens([7, 8])
+    made.append_response_tokens(completion(cached_tokens=0, drafts=Drafts(1, 0)))
+    assert (made.cached_tokens, made.drafts) == (4, Drafts(3, 3))
+    made.append_response_tokens(completion())
+    made.append_response_tokens(completion(cached_tokens=5, drafts=Drafts(1, 1)))
+    assert (made.cached_tokens, made.drafts) == (None, None), "a sum without one of its parts"
+    made.clear()
+    made.append_response_tokens(completion(cached_tokens=5))
+    assert (made.cached_tokens, made.drafts) == (5, None)
 
 
 def test_lengths_of_what_passed_and_of_what_did_not():

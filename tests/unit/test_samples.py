@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.cli import main
@@ -21,7 +20,9 @@ from rltool.report.samples import SampleRecord, Span, mean_difference, median, o
 from rltool.rollout.dump import about_model, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.sample_records import records_to_keep, sample_record
+from rltool.terminal import Console
 from rltool.training.sample_log import SampleLog, Scored, with_trainer_logprobs
+from tests.hostile import HOSTILE, SHOWN
 
 
 def record(reward=1.0, *, group=0, index=0, mask=(1, 1), tokens=None, **changes):
@@ -168,9 +169,13 @@ def test_turns_of_an_agent_are_shown_span_by_span():
     assert largest == ("3", "done", "-0.8000", "-3.0e-01")
 
 
-def test_without_a_terminal_there_is_no_escape_sequence_and_a_sample_cannot_send_one():
-    hostile = record(tokens=("\x1b[2J", "ok"), prompt="a[red]b")
-    assert "\x1b" not in shown(hostile) and "\\x1b[2J" in shown(hostile) and "a[red]b" in shown(hostile)
+def test_neither_prompt_nor_label_nor_answer_can_send_an_escape_sequence():
+    for field in ("prompt", "label", "answer"):
+        given = {"tokens": (HOSTILE, "ok")} if field == "answer" else {field: HOSTILE}
+        for terminal in (False, True):
+            text = shown(record(**given), terminal=terminal, width=400).replace("\x1b[1m", "").replace("\x1b[0m", "")
+            assert "\x07" not in text and "\x1b]" not in text and (terminal or "\x1b" not in text)
+            assert all(part in text for part in SHOWN)
 
 
 def test_on_a_terminal_large_differences_are_red_and_inserted_tokens_dim():

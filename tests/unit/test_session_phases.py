@@ -1,18 +1,20 @@
 """What `train` says between its plan and its first step, when nothing but waiting happens for minutes."""
 
+import json
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayTaskError
-from rich.console import Console
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import PartLost, RltoolError
+from rltool.masking import MASK
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.run_lock import RunLock
+from rltool.terminal import Console
 from rltool.training import session
 from rltool.training.console import LoggedConsole
 from rltool.training.placement import plan_placement
@@ -89,7 +91,8 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
-    loaded = load_config(TrainConfig, [], [f"model.path={model}", "deadlines.placement=7", "deadlines.ray_start=9"])
+    deadlines = ["deadlines.placement=7", "deadlines.ray_start=9"]
+    loaded = load_config(TrainConfig, [], [f"model.path={model}", *deadlines, "reward.options.api_key=hunter2"])
     lines = StringIO()
 
     @contextmanager
@@ -117,6 +120,8 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     # Installed, for `execute` sets the handlers again behind Ray's: other tests are to find those before.
     with RunLock(run) as lock, StopSignal().installed() as stop, pytest.raises(RltoolError, match="far enough"):
         execute(prepared, lock, Console(file=lines, width=300), stop)
+    written = (tmp_path / "runs" / "a" / "config.json").read_text()
+    assert json.loads(written)["config"]["reward"]["options"] == {"api_key": MASK} and "hunter2" not in written
     said = lines.getvalue().splitlines()
     assert said[1:] == [
         "engines: 2 x vllm",

@@ -13,7 +13,7 @@ import pytest
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.sglang import LAUNCHER, SglangDialect, parse_reply
-from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
+from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 from rltool.weights.transport import transport
 
@@ -168,6 +168,13 @@ def test_a_reply_without_spans_is_of_its_one_version():
 
 def test_a_reply_of_a_server_that_names_no_version_has_no_spans():
     assert parse_reply(reply(weight_versions=None, weight_version=None)).versions == ()
+
+
+@pytest.mark.parametrize("name", ["spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"])
+def test_accepted_drafts_have_had_several_names(name):
+    found = parse_reply(reply(spec_verify_ct=4, cached_tokens=3, **{name: 6}))
+    assert (found.drafts, found.cached_tokens) == (Drafts(passes=4, accepted=6), 3)
+    assert parse_reply(reply()).drafts is None
 
 
 def test_an_aborted_request_keeps_its_partial_tokens():
@@ -386,6 +393,7 @@ def test_argv_on_gpus(tmp_path):
         "4096",
     )
     assert option(argv, "--weight-version") == f"boot-{RID}"
+    assert "--enable-metrics" in argv
     assert "--device" not in argv and "--dtype" not in argv and "--trust-remote-code" not in argv
     assert argv[-1] == "--enable-deterministic-inference"
     assert SPEAKS.environment(launch(tmp_path))["CUDA_VISIBLE_DEVICES"] == "2,3"

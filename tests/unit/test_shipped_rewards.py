@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.rewards import collapsed, shipped, slowest
 from rltool.config.loader import load_config
 from rltool.config.reward import SHIPPED, SHIPPED_FOR_GROUPS, RewardConfig
 from rltool.config.train import TrainConfig
@@ -161,6 +162,50 @@ def test_every_instruction_has_an_example_and_an_unknown_one_is_an_error():
         instructions_followed(sample(metadata={"instruction_id_list": ["language:response_language"]}), "x")
     with pytest.raises(ValueError, match="no instruction_id_list"):
         instructions_followed(sample(), "x")
+
+
+COLLAPSED = 50_000
+LIMIT = 1.0
+"""CPU seconds. Nothing takes a tenth of that where time grows with the text; what grows with its square took ten."""
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_text_of_a_policy_that_has_collapsed_is_scored_0_and_at_once(name):
+    reward = shipped()[name]
+    assert reward("x") == 0.0  # and what is imported at the first call is there
+    seconds, text, highest = slowest(reward, collapsed(COLLAPSED, plain=name == "math"))
+    assert highest == 0.0
+    assert seconds < LIMIT, f"{text[:20]!r}..."
+
+
+def test_every_shipped_reward_of_a_text_alone_is_held_to_that():
+    """The others call something: a model, a server, a function of the user's, a task of reasoning-gym."""
+    others = {"remote", "judge", "judge-probability", "reward-model", "slime", "reasoning-gym"}
+    assert set(SHIPPED) == shipped().keys() | others
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("answer is: **(C", "C"), ("Answer \n = \n C", "C"), ("answer isC", "C"), ("answer IS", None),
+        ("answer := C", None),
+        ("\n\n (C) \n--\n", "C"), ("A\nB\n", "B"), ("A\n(B) x", "B"), ("--\n(C\nwords", "C"), ("A b\nC. \n", "C"),
+    ],
+)  # fmt: skip
+def test_the_chosen_letter_over_white_space_and_lines(text, letter):
+    assert chosen_letter(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "text", "count"),
+    [
+        ("number_placeholders", "num_placeholders", "[a [b] [] [[c] [d\n] [e]", 3),
+        ("number_bullet_lists", "num_bullets", "\n\n * a\n\t- b\n** c\n*d\n-\n\ne\n", 3),
+    ],
+)
+def test_what_counts_in_odd_layouts(name, argument, text, count):
+    check = next(check for key, check in CHECKS.items() if key.endswith(name))
+    assert check(text, **{argument: count}) and not check(text, **{argument: count + 1})
 
 
 class Judge:

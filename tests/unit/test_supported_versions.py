@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.engines.supported import NEWEST, OLDEST, Feature, has, parse, refusal, training_refusal
+from rltool.engines.supported import NEWEST, OLDEST, Feature, has, parse, pause_mode, refusal, training_refusal
 
 
 @pytest.mark.parametrize(
@@ -55,6 +55,7 @@ def test_a_newer_version_is_refused_by_name_unless_allowed(kind, version):
         ("sglang", "0.5.17", "keep", 'weights.pause_mode to "abort"'),
         ("sglang", "0.5.18", "keep", "one weight version for a whole response"),
         ("sglang", "0.5.17", "abort", None),
+        ("sglang", "0.5.17", "auto", None),
         ("sglang", "0.5.19", "keep", None),
         ("sglang", "0.5.23", "keep", None),
     ],
@@ -62,6 +63,21 @@ def test_a_newer_version_is_refused_by_name_unless_allowed(kind, version):
 def test_an_engine_whose_tokens_cannot_be_attributed_is_not_trained_against(kind, version, mode, message):
     why = training_refusal(kind, version, mode)
     assert why is None if message is None else message in (why or "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "role", "mode"),
+    [
+        ("vllm", "0.32.0", "regular", "keep"),
+        ("sglang", "0.5.18", "regular", "abort"),
+        ("sglang", "0.5.19", "regular", "keep"),
+        ("vllm", "0.32.0", "decode", "abort"),
+        ("sglang", "0.5.23", "prefill", "abort"),
+    ],
+)
+def test_an_engine_is_paused_as_it_can_be_unless_the_user_has_chosen(kind, version, role, mode):
+    assert pause_mode("auto", kind, version, role) == mode
+    assert pause_mode("keep", kind, version, role) == "keep"
 
 
 def test_a_version_that_cannot_be_read_has_what_new_ones_have():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
+import time
 from typing import Annotated, Literal
 
 import pytest
@@ -89,6 +92,65 @@ def test_a_late_tool_is_told_to_the_model():
         await asyncio.Event().wait()
 
     assert asyncio.run(make_tool(hangs).call({}, seconds=0.01)) == "error: no result within 0.01 s"
+
+
+def test_calls_that_hang_stand_in_no_other_s_way_until_they_are_too_many_and_are_named(monkeypatch):
+    monkeypatch.setattr(tools, "_CALLS", tools.PlainCalls(at_once=2, most_hung=4))
+    ended = threading.Event()
+
+    def hangs() -> None:
+        ended.wait(60.0)
+
+    def works() -> int:
+        return 1
+
+    async def calls() -> None:
+        for others in ("1", None):
+            given_up = [make_tool(hangs).call({}, seconds=0.05) for _ in range(2)]
+            assert await asyncio.gather(*given_up) == ["error: no result within 0.05 s"] * 2
+            assert await _or_refused(make_tool(works)) == others
+        with pytest.raises(UsageError, match=r"4 calls .*hangs: 4"):
+            await make_tool(works).call({}, seconds=60.0)
+        ended.set()
+        while (said := await _or_refused(make_tool(works))) is None:
+            await asyncio.sleep(0.01)
+        assert said == "1"
+
+    try:
+        asyncio.run(asyncio.wait_for(calls(), 60.0))
+    finally:
+        ended.set()
+
+
+async def _or_refused(tool: tools.Tool) -> str | None:
+    try:
+        return await tool.call({}, seconds=60.0)
+    except UsageError:
+        return None
+
+
+def test_more_calls_than_threads_wait_for_them(monkeypatch):
+    monkeypatch.setattr(tools, "_CALLS", tools.PlainCalls(at_once=2))
+    side_by_side, most = [0], [0]
+
+    def counted() -> int:
+        side_by_side[0] += 1
+        most[0] = max(most[0], side_by_side[0])
+        time.sleep(0.01)
+        side_by_side[0] -= 1
+        return 1
+
+    async def calls() -> list[str]:
+        return await asyncio.gather(*(make_tool(counted).call({}, seconds=60.0) for _ in range(8)))
+
+    assert asyncio.run(calls()) == ["1"] * 8 and most == [2]
+
+
+def test_a_tool_that_exits_does_not_end_the_run():
+    def leaves() -> None:
+        sys.exit(3)
+
+    assert called(leaves) == "error: RuntimeError: leaves raised SystemExit"
 
 
 def test_what_only_the_user_can_mend_is_raised():

@@ -53,6 +53,10 @@ SAVED = Path("checkpoints/step_3")
             "stopped by Ctrl-C after step 3; parameters sha256:aaaaaaaaaaaaaaaa",
         ),
         (
+            Outcome(3, SAVED, None, 130, "Ctrl-C", gave_up=True),
+            "stopped by Ctrl-C after step 3; the training on the next rollout was given up",
+        ),
+        (
             Outcome(0, None, None, 0, "SIGTERM"),
             "stopped by SIGTERM before a step was done: nothing was trained, no checkpoint was written",
         ),

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from rltool.agents.outcome import AgentFailed, parted, result_of
 from rltool.agents.pool import CommandAgents
@@ -31,6 +30,7 @@ from rltool.rollout.reward_pool import RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.sample_records import sample_record
 from rltool.rollout.scoring import Scorer
+from rltool.terminal import Console
 from rltool.training.advantages import with_advantages
 from tests.unit.test_agents import trajectory
 from tests.unit.test_rollout_batching import sample as scored

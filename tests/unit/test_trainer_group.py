@@ -1,29 +1,30 @@
-"""What the ranks hand back, put in order for the driver; without ranks."""
+"""The cut of a batch over ranks, and what they hand back in the order of the batch; without ranks."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from rltool.algorithms.contracts import example_batch
-from rltool.training.sharding import Shards
-from rltool.training.trainer_group import TrainerGroup
+from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
+from rltool.training.sharding import Sharder
 
 
-def test_log_probabilities_and_entropies_come_back_in_the_order_of_the_batch():
+def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_the_batch():
+    """Two replicas of two pipeline stages, of which the last alone hands anything back."""
     batch = example_batch()
-    pair = torch.stack([batch.old_logprobs, torch.arange(len(batch.tokens)).float()])
-    shards = Shards(batch, [[[6, 0], [3]], [[1, 5], [2, 4]]])
-    of_sample = pair.split(batch.lengths.tolist(), dim=1)
+    trainer = TrainerConfig(world_size=4, pipeline_parallel=2, max_tokens_per_micro_batch=int(batch.lengths.max()) + 1)
+    shards = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=trainer)).shard(batch)
+    coordinates = [SimpleNamespace(dp_rank=rank) for rank in (0, 0, 1, 1)]
+    parts = [shards.micro_batches(rank) for rank in (0, 1)]
+    assert all(len(part) > 1 for part in parts) and sorted(
+        i for of_rank in shards.plan for samples in of_rank for i in samples
+    ) == list(range(batch.num_samples))
 
-    def computed(dp_rank: int) -> list[torch.Tensor]:
-        return [torch.cat([of_sample[i] for i in samples], 1) for samples in shards.plan[dp_rank]]
+    def computed(of) -> list[list[torch.Tensor] | None]:
+        return [None, [of(micro) for micro in parts[0]], None, [of(micro) for micro in parts[1]]]
 
-    group: Any = TrainerGroup.__new__(TrainerGroup)
-    group.coordinates = [SimpleNamespace(dp_rank=rank) for rank in (0, 0, 1, 1)]
-    # Two ranks a replica, of which the last pipeline stage alone hands anything back.
-    group._on_shards = lambda *_: (shards, [None, computed(0), None, computed(1)])
-    logprobs, entropies = group.logprobs_and_entropies(batch)
-    assert torch.equal(logprobs, pair[0]) and torch.equal(entropies, pair[1])
+    assert torch.equal(shards.in_order(coordinates, computed(lambda micro: micro.old_logprobs)), batch.old_logprobs)
+    wide = shards.in_order(coordinates, computed(lambda micro: torch.stack([micro.tokens, 2 * micro.tokens], 1)))
+    assert torch.equal(wide, torch.stack([batch.tokens, 2 * batch.tokens], 1))

@@ -58,6 +58,8 @@ def test_a_sound_configuration_passes(base):
             "colocate.*contradict each other.*caches of engines that sleep",
         ),
         ([MANAGED, "engines.external=[]", "engines.groups=[{}]", 'engines.router="http://h:1"'], "start_router = true"),
+        (['models={judge={sleep="disk"}}'], 'models.judge.sleep = "disk" has no effect'),
+        ([*COLOCATE, 'models={judge={sleep="disk"}}'], 'models.judge.sleep = "disk" has no effect'),
         (['models={judge={update_weights=true}}'], "updates its policy alone"),
         (['models={judge={path="/nonexistent"}}'], "models.judge.path: /nonexistent is not a directory"),
         (
@@ -183,7 +185,7 @@ def test_settings_of_the_collector_that_go_together_pass(base):
     check(base, *PARTIAL_ROLLOUT[1:], 'rollout.generate_function="a:f"')
 
 
-AGENT = 'rollout.agent="a:run"'
+AGENT, OWN = 'rollout.agent="a:run"', 'rollout.function="a:f"'
 PARTIAL_ROLLOUT = ("rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1")
 
 
@@ -200,6 +202,9 @@ PARTIAL_ROLLOUT = ("rollout.partial_rollout=true", "rollout.oversampling_factor=
             ['rollout.generate_function="a:f"', *PARTIAL_ROLLOUT],
             "does not go with rollout.generate_function: what it has begun cannot be taken up",
         ),
+        ([OWN, "rollout.oversampling_factor=2"], "oversampling_factor = 2.0 does not go with rollout.function"),
+        ([OWN, *PARTIAL_ROLLOUT[::2]], "rollout.partial_rollout = True does not go with rollout.function"),
+        ([OWN, 'rollout.on_stale="resample"', "rollout.max_staleness=1"], "on_stale = 'resample' does not go with"),
         ([AGENT, 'eval.sets.a="{base}"', "eval.sampling.temperature=0"], "set both to one value"),
     ],
 )
@@ -211,4 +216,5 @@ def test_ways_to_generate_that_contradict_each_other_are_refused(base, sets, mes
 def test_agents_and_environments_pass(base):
     check(base, AGENT, 'rollout.gateway="http://h:1"', 'rollout.gateway_key_file="key"')
     check(base, 'rollout.agent=["python", "agent.py"]')
+    check(base, AGENT, OWN, "rollout.max_staleness=1", 'rollout.on_stale="mask"')
     check(base, 'rollout.environment="a:B"', "rollout.environment_arguments={a=1}")

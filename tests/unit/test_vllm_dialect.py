@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.types import EngineLoad, GenerateRequest, SamplingParams, VersionSpan
+from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -161,6 +161,17 @@ def test_completions_come_in_the_order_of_their_index():
     assert (first.token_ids, first.logprobs, first.finish_reason) == ((7, 8), (-0.5, -1.5), "stop")
     assert first.versions == (VersionSpan("v", 0, 2),)
     assert second.token_ids == (9,)
+
+
+def test_cached_tokens_and_drafts_are_those_of_one_sample_or_unknown():
+    usage = {"prompt_tokens_details": {"cached_tokens": 3}}
+    drafts = {"speculative_decoding": {"num_spec_steps": 4, "num_accepted_draft_tokens": 6}}
+    [one] = DIALECT.parse_generate(request(), [{"choices": [choice()], "usage": usage, "metrics": drafts}])
+    assert (one.cached_tokens, one.drafts) == (3, Drafts(4, 6))
+    several = DIALECT.parse_generate(request(n=2), [{"choices": [choice(0), choice(1, **drafts)], "usage": usage}])
+    assert [(s.cached_tokens, s.drafts) for s in several] == [(None, None), (None, Drafts(4, 6))]
+    [silent] = DIALECT.parse_generate(request(), [{"choices": [choice()], "usage": None, "metrics": None}])
+    assert (silent.cached_tokens, silent.drafts) == (None, None)
 
 
 def test_replies_of_a_split_request_are_joined():

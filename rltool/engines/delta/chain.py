@@ -106,11 +106,14 @@ class Manifest:
                 patch=patch and Patch(Held(**patch["base"]), _shards(patch["files"])),
             )
             WeightVersion.parse(found.version)
-            shards = set(range(found.shards))
-            if found.anchor is not None and set(found.anchor.files) != shards:
+            if type(found.shards) is not int:
+                raise ValueError("a number of shards that is none")
+            # Compared, never counted up to: the number is whatever the file says.
+            for part in (found.anchor, found.patch):
+                if part is not None and not all(0 <= shard < found.shards for shard in part.files):
+                    raise ValueError("files of shards that do not exist")
+            if found.anchor is not None and len(found.anchor.files) != found.shards:
                 raise ValueError("an anchor without some of its shards")
-            if found.patch is not None and not set(found.patch.files) <= shards:
-                raise ValueError("a patch of shards that do not exist")
             if found.patch is not None:
                 WeightVersion.parse(found.patch.base.version)
         except (RltoolError, ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,14 +6,13 @@ All that is asked of a store: what is put is there as a whole or not at all, and
 from __future__ import annotations
 
 import io
-import os
 import re
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
 from rltool.errors import RltoolError, UsageError
+from rltool.processes.files import sync_directory, write_bytes_atomic
 
 _KEY = re.compile(r"[A-Za-z0-9_%-][A-Za-z0-9_.%-]*(/[A-Za-z0-9_%-][A-Za-z0-9_.%-]*)*")
 """No part of a key begins with a dot: so none leads out of the store, and none is a file that is being written."""
@@ -71,15 +70,14 @@ class DirectoryStore:
         self.root = root
 
     def put(self, key: str, data: bytes) -> None:
+        """On the disk when this returns: what names other keys, as a manifest does, is there only if they are."""
         path = self._path(key)
-        partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
         try:
+            new = [directory for directory in path.parents if not directory.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                partial.write_bytes(data)
-                os.replace(partial, path)
-            finally:
-                partial.unlink(missing_ok=True)
+            for directory in new:
+                sync_directory(directory.parent)
+            write_bytes_atomic(path, data)
         except OSError as error:
             raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -1,7 +1,8 @@
 """vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
 stop_reason, weight_versions, sampling_mask}], usage}, where token_ids and logprobs are rltool.engines.arrays, as are
 ids and counts of sampling_mask (rltool.engines.sampling_mask), which is there where alternatives were asked for;
-routed_experts is there, as on vLLM's own route, where the server returns them.
+routed_experts is there, as on vLLM's own route, where the server returns them; speculative_decoding, of each choice,
+where it has --per-request-spec-decode-metrics.
 
 vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
 Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.
@@ -97,6 +98,9 @@ def array_choice(output: Any, *, with_mask: bool = False) -> dict[str, Any]:
     }
     if with_mask and isinstance(output.logprobs, FlatLogprobs):
         choice["sampling_mask"] = encoded_mask(output.logprobs)
+    drafts = getattr(output, "spec_decode_metrics", None)
+    if drafts is not None:
+        choice["speculative_decoding"] = drafts.to_dict()
     routed = getattr(output, "routed_experts", None)
     if routed is not None:
         from vllm.utils.serial_utils import numpy2base64  # of those versions that return them

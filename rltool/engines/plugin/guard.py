@@ -34,6 +34,7 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/finish_weight_update"),
         ("POST", "/shutdown_weight_transfer_engine"),
         ("POST", "/rltool/prefetch"),
+        ("POST", "/rltool/reload_weights"),
         ("POST", "/rltool/update_weights"),
         ("POST", "/rltool/finish_weight_update"),
     }

@@ -38,6 +38,9 @@ from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_
 from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
 
+RELOAD_PATH = "/rltool/reload_weights"
+STARTING_VERSION = "default"
+"""Of a vLLM that nothing was sent to (vllm/v1/engine/core.py)."""
 logger = logging.getLogger(__name__)
 
 ENDS_UNFINISHED_UPDATE = frozenset(
@@ -95,6 +98,8 @@ class ServerMiddleware:
             await send_json(send, 409, refusal)
         elif path == PREFETCH_PATH:
             await self._prefetch(scope, receive, send)
+        elif path == RELOAD_PATH:
+            await self._reload(scope["app"].state.engine_client, send)
         elif path == UPDATE_PATH:
             await self._update(scope, receive, send, update_weights)
         elif path == FINISH_PATH:
@@ -131,6 +136,18 @@ class ServerMiddleware:
         except Disconnected:
             return
         await send_json(send, *await prefetch(scope["app"].state.engine_client, body))
+
+    async def _reload(self, client: Any, send: Send) -> None:
+        """Of the checkpoint that the server has started from, with the version that it then had."""
+        try:
+            await client.update_weight_version(INCOMPLETE_VERSION)
+            await ask_workers(client, "reload_weights")
+            await client.update_weight_version(STARTING_VERSION)
+        except Exception as error:
+            logger.exception("the weights could not be loaded again")
+            await send_json(send, 500, {"error": f"the weights could not be loaded again: {error}"})
+        else:
+            await send_json(send, 200, {"weight_version": STARTING_VERSION})
 
     async def _update(self, scope: Scope, receive: Receive, send: Send, step: UpdateStep) -> None:
         try:

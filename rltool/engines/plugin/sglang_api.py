@@ -111,10 +111,16 @@ def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mappin
         "finish_reason": _finish_reason(choice, ids),
         "prompt_tokens": len(request["token_ids"]),
         "completion_tokens": len(ids),
-        "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         "weight_version": spans[-1]["version"] if spans else None,
         "weight_versions": spans,
     }
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    if cached is not None and len(reply["choices"]) == 1:  # of several, vLLM counts for the one that ended last
+        meta["cached_tokens"] = cached
+    drafts = choice.get("speculative_decoding")
+    if drafts:
+        meta["spec_verify_ct"] = drafts["num_spec_steps"]
+        meta["spec_num_correct_drafts"] = drafts["num_accepted_draft_tokens"]
     if logprobs is not None:
         meta["output_token_logprobs"] = [[value, token, None] for token, value in zip(ids, logprobs, strict=True)]
     return {"text": "", "output_ids": ids, "meta_info": meta}

@@ -38,6 +38,7 @@ from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import StockVllmTransfer, Workers
 from tests.contract.fakes.server import FakeServer, Handler, Recorded
 
+CACHE_BLOCK = 16
 END_TOKEN = 1
 
 
@@ -97,6 +98,7 @@ class FakeVllm(FakeServer):
         self.boot_id = uuid.uuid4().hex
         self.leases = LeaseTable(lambda: time.monotonic() + self.hours_later * 3600)
         self.batch = Batch("default")
+        self._prompts: set[tuple[Any, ...]] = set()  # computed before, each behind the version that did
         self.tensors: dict[str, Any] = {}
         self.of_ranks: list[dict[str, Any]] = [{}]  # what a tensor-parallel rank holds in place of `tensors`
         self.transport: str | None = None
@@ -186,6 +188,7 @@ class FakeVllm(FakeServer):
                 ("POST", FINISH_PATH): self._finish_and_reset,
                 ("GET", "/rltool/info"): self._info,
                 ("GET", "/rltool/checksums"): self._checksums,
+                ("POST", "/rltool/reload_weights"): self._reload,
                 ("POST", LEASE_PATH): self._lease,
                 ("POST", "/generate"): self._sglang_generate,
                 ("POST", "/rltool/generate"): self._generate_arrays,
@@ -371,7 +374,10 @@ class FakeVllm(FakeServer):
             for choice in choices:
                 found = experts.chosen([*ids, *choice["token_ids"]], self.routing)
                 choice["routed_experts"] = experts.to_npy(found.astype(dtype))
-        reply = {"request_id": body.get("request_id"), "choices": choices, "usage": {"prompt_tokens": len(ids)}}
+        cached = len(ids) // CACHE_BLOCK * CACHE_BLOCK if (self.version, *ids) in self._prompts else 0
+        self._prompts.add((self.version, *ids))
+        usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
+        reply = {"request_id": body.get("request_id"), "choices": choices, "usage": usage}
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):
             self.fetched.append(transfer)
@@ -478,6 +484,14 @@ class FakeVllm(FakeServer):
         if level == 2:
             self.tensors = {}
         return web.json_response({"status": "sleeping", "level": level})
+
+    async def _reload(self, _) -> web.Response:
+        if "weights" in self.asleep:
+            status, reply = _engine_died()
+            return web.json_response(reply, status=status)
+        self.tensors = {"of the checkpoint": True}
+        self.version = "default"
+        return web.json_response({"weight_version": "default"})
 
     async def _release_cache(self, _) -> web.Response:
         if not self.batch.paused or self.batch.running or self.batch.waiting:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Self
 
 import requests
-from aiohttp import web
 
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.gateway.main import gateway
+from rltool.gateway.main import gateway, served
 from rltool.gateway.parts import Parts
 from tests.contract.fakes.scripted import ScriptedVllm
 
@@ -77,16 +76,12 @@ class Gateway:
 
     async def _run(self) -> None:
         self._ending = asyncio.Event()
-        async with gateway(self._config, self._parts) as app:
-            runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, "127.0.0.1", self.port).start()
-                self.port = runner.addresses[0][1]
-                self._started.set()
-                await self._ending.wait()
-            finally:
-                await runner.cleanup()
+        async with (
+            gateway(self._config, self._parts) as app,
+            served(app, "127.0.0.1", self.port, shutdown_seconds=0.1) as self.port,
+        ):
+            self._started.set()
+            await self._ending.wait()
 
     # -- what a trainer does
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,31 @@ def test_a_command_line_that_is_late_is_ended_with_what_it_started(gateway, at_r
     [found] = outcomes(lambda: CommandAgents(COMMAND), task_of(gateway.open(), how="hangs", deadline=3.0))
     assert "deadlines.agent = 3 s" in found
     assert not [p for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", "43210"]]
+
+
+LEAVES = """
+import os, subprocess, sys, time
+subprocess.Popen(["sleep", "43211"], start_new_session=True, **CLOSED)
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(43212)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("closed", ["{}", "dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.DEVNULL)"])
+def test_daemons_of_a_command_line_keep_neither_its_deadline_nor_its_reward_and_end_with_it(gateway, at_root, closed):
+    leaves = LEAVES.replace("CLOSED", closed)
+    ends = [sys.executable, "-c", leaves + "print('{\"reward\": 2}')"]
+    late = [sys.executable, "-c", leaves + "time.sleep(43213)"]
+    began = time.monotonic()
+    [found] = outcomes(lambda: CommandAgents(ends), task_of(gateway.open(), deadline=600.0))
+    assert found == 2.0 and time.monotonic() - began < 60.0
+    [found] = outcomes(lambda: CommandAgents(late), task_of(gateway.open(), deadline=3.0))
+    assert "deadlines.agent = 3 s" in found and time.monotonic() - began < 120.0
+    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+    assert not [line for line in left if line in (["sleep", "43211"], ends, late)]
 
 
 # -- a run

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 
@@ -14,6 +16,7 @@ from rltool.engines.client import EngineClient
 from rltool.gateway.engines import ROUTING_KEY_HEADER
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.store import SessionStore
+from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import Gateway
 
@@ -350,3 +353,50 @@ def test_a_turn_that_is_sent_again_has_another_request_id(gateway, session, engi
     assert post(gateway, session, json=HI).status_code == 200
     ids = [recorded.body["request_id"] for recorded in engine.requests if recorded.path == "/rltool/generate"]
     assert len(ids) == len(set(ids)) == 2, "an SGLang refuses one that it still works on"
+
+
+def half_sent(port: int) -> socket.socket:
+    """A connection that has sent half of the head of a request."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+    connection.sendall(b"POST /sessions HTTP/1.1\r\nHost: x\r\nAuthoriz")
+    return connection
+
+
+def test_requests_that_are_half_sent_are_ended_in_time(engine, tokenizer_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.3)
+    with Gateway(tmp_path, tokenizer_dir, [engine]) as gateway, contextlib.ExitStack() as stack:
+        kept = [stack.enter_context(half_sent(gateway.port)) for _ in range(20)]
+        assert [connection.recv(1) for connection in kept] == [b""] * 20, "the gateway has closed each"
+        assert gateway.http("GET", "/health").status_code == 200
+
+
+def is_refused(port: int) -> bool:
+    """Whether a further connection is closed before it has sent anything."""
+    with socket.create_connection(("127.0.0.1", port), timeout=0.5) as connection:
+        try:
+            return connection.recv(1) == b""
+        except TimeoutError:
+            return False
+
+
+def until(holds) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+
+
+def test_connections_that_leave_too_few_descriptors_are_closed_at_once(engine, tokenizer_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(connections, "most_connections", lambda: 3)
+    with Gateway(tmp_path, tokenizer_dir, [engine]) as gateway:
+        with contextlib.ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(half_sent(gateway.port))
+            until(lambda: is_refused(gateway.port))
+        until(lambda: not is_refused(gateway.port))
+        assert gateway.http("GET", "/health").status_code == 200
+
+
+def test_metadata_of_a_session_is_bounded(gateway):
+    assert gateway.http("POST", "/sessions", json={"metadata": {"row": "x" * 60_000}}).status_code == 201
+    refused = gateway.http("POST", "/sessions", json={"metadata": {"row": "x" * 66_000}})
+    assert refused.status_code == 413 and "65536 characters" in refused.text
