@@ -14,7 +14,7 @@ PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs constraints venv venv-sglang clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venv venv-sglang clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -47,6 +47,11 @@ docs:
 	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet -r requirements/docs.txt
 	.venv-docs/bin/mkdocs build --strict
+
+# The wheel in dist/, and its tests: installed in an environment of its own, every verb started there.
+wheel: venv
+	.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	.venv/bin/python -m pytest -m long tests/e2e/test_wheel.py $(ARGS)
 
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
 # NIXL is what prefill and decode engines hand KV caches over with; its CUDA build works without a GPU.

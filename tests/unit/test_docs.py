@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.chat.conversation import Message
@@ -38,9 +39,9 @@ PAGES = {
 
 
 @cache
-def generator():
-    """docs/generate_configuration.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("generate_configuration", ROOT / "docs" / "generate_configuration.py")
+def generator(name: str = "generate_configuration"):
+    """A script of docs/, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -134,8 +135,11 @@ def test_every_command_of_a_group_is_shown_once_as_it_is_typed(verb):
     assert used == set(load_command(verb).commands)
 
 
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 def test_every_make_target_exists():
-    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     used = {
         match[1]
         for text in PAGES.values()
@@ -143,11 +147,47 @@ def test_every_make_target_exists():
         if (match := re.match(r"make ([a-z0-9-]+)", code))
     }
     assert used >= {"quickstart", "test"}
-    assert used <= targets
+    assert used <= make_targets()
+
+
+def test_the_workflows_run_make_targets_that_exist_and_name_no_host():
+    files = sorted((ROOT / ".github").rglob("*.yml"))
+    steps = [
+        step
+        for file in files
+        for job in yaml.safe_load(file.read_text()).get("jobs", {}).values()
+        for step in job["steps"]
+    ]
+    used = {target for step in steps for target in re.findall(r"\bmake ([a-z0-9-]+)", step.get("run", ""))}
+    assert used >= {"lint", "docs", "unit", "test", "test-long", "test-gpu", "wheel"}
+    assert used <= make_targets()
+    assert not [file.name for file in files if "://" in file.read_text()]
+
+
+def test_the_licence_is_the_whole_of_apache_2():
+    text = (ROOT / "LICENSE").read_text()
+    assert re.findall(r"^   (\d)\. [A-Z]", text, re.MULTILINE) == [str(number) for number in range(1, 10)]
+    assert "END OF TERMS AND CONDITIONS" in text and "APPENDIX: How to apply" in text
+
+
+def test_the_readme_takes_sixty_seconds():
+    text = PAGES["README.md"]
+    assert len(text.splitlines()) <= 80
+    assert [line.strip() for line in code_lines(text) if line.startswith("make ")] == [
+        "make quickstart      # a tiny model learns to spell backward, end to end, in a few minutes",
+        "make test            # all tests, on the real vLLM, SGLang, sglang-router, Ray and Megatron-core",
+    ]
+    pictures = re.findall(r"!\[[^\]]+\]\((\S+)\)", text)
+    assert pictures == ["docs/processes.svg", "docs/arithmetic.svg"]
+    assert all((ROOT / picture).is_file() for picture in pictures)
 
 
 def test_the_table_of_verbs_is_complete():
-    assert re.findall(r"^\| `rltool ([a-z-]+)` \|", PAGES["README.md"], re.MULTILINE) == list(VERBS)
+    assert re.findall(r"^\| `rltool ([a-z-]+)` \|", PAGES["docs/cli.md"], re.MULTILINE) == list(VERBS)
+
+
+def test_the_command_line_reference_is_up_to_date():
+    assert PAGES["docs/cli.md"] == generator("generate_cli").render(), "run: python docs/generate_cli.py"
 
 
 def anchors(text: str) -> set[str]:

@@ -16,7 +16,14 @@ from rltool.config.train import TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
-BESIDE = ("recipes/README.md", "containers/README.md", "examples/README.md", "recipes/arithmetic/README.md")
+BESIDE = (
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "recipes/README.md",
+    "containers/README.md",
+    "examples/README.md",
+    "recipes/arithmetic/README.md",
+)
 
 
 def pages(entry: object) -> list[str]:
