@@ -30,7 +30,7 @@ def contradiction(transport: TransportName, *, staged: WhereItCan, delta: WhereI
 
 class EngineWeights(Config):
     """Engines that get their weights another way than the rest, in the same syncs. Of several such sections the first
-    that fits an engine decides; what it leaves out is as in [weights]. docs/training.md has an example."""
+    that fits an engine decides; what it leaves out is as in [weights]. docs/weights.md has an example."""
 
     match: str | None = Field(default=None, min_length=1)
     """Shell pattern (`*`, `?`, `[...]`) of engines' addresses, with http:// or without it: `10.8.*`, `*:8102`; or an

@@ -379,3 +379,20 @@ def test_the_environment_of_the_docs_can_be_won():
 def test_every_architecture_that_is_built_is_named(page):
     found = set(re.findall(r"`(\w+ForCausalLM)`", PAGES[page]))
     assert found == set(supported_architectures())
+
+
+def test_the_rooms_of_the_architecture_are_those_of_the_package():
+    rooms = re.findall(r"^\| `rltool/(\w+)/` \|", PAGES["docs/architecture.md"], re.MULTILINE)
+    assert sorted(rooms) == sorted(file.parent.name for file in (ROOT / "rltool").glob("*/__init__.py"))
+
+
+def test_every_page_that_the_code_names_exists():
+    files = [file for folder in ("rltool", "recipes", "benchmarks") for file in (ROOT / folder).rglob("*.*")]
+    named = {
+        page
+        for file in files
+        if file.suffix in (".py", ".toml")
+        for page in re.findall(r"(?<![\w/])docs/[a-z-]+\.md", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 5
+    assert named <= set(PAGES)
