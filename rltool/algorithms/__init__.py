@@ -1,0 +1,1 @@
+"""Advantages, losses, KL, the batch and its schedule: pure tensor functions."""

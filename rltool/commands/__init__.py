@@ -1,0 +1,1 @@
+"""One file per verb: parse, build the configuration, call the library, print."""

@@ -1,0 +1,1 @@
+"""Frozen configuration models, one per process, and the loader."""

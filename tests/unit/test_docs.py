@@ -381,8 +381,9 @@ def test_every_architecture_that_is_built_is_named(page):
     assert found == set(supported_architectures())
 
 
-def test_the_rooms_of_the_architecture_are_those_of_the_package():
-    rooms = re.findall(r"^\| `rltool/(\w+)/` \|", PAGES["docs/architecture.md"], re.MULTILINE)
+def test_the_page_of_rooms_is_up_to_date_and_every_room_says_what_it_is():
+    assert PAGES["docs/rooms.md"] == generator("generate_rooms").render(), "run: python docs/generate_rooms.py"
+    rooms = re.findall(r"^\| `rltool/(\w+)/` \|", PAGES["docs/rooms.md"], re.MULTILINE)
     assert sorted(rooms) == sorted(file.parent.name for file in (ROOT / "rltool").glob("*/__init__.py"))
 
 
