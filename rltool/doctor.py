@@ -317,7 +317,7 @@ def _sandbox() -> tuple[list[str], str | None]:
     """(its walls, why it has none)."""
     try:
         return list(walls_of_this_host()), None
-    except UsageError as error:
+    except (UsageError, RuntimeError) as error:
         return [], str(error)
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from rltool.config.base import OWN_FUNCTION, Config
 from rltool.errors import UsageError
-from rltool.masking import masked
+from rltool.masking import masked, masked_text
 
 C = TypeVar("C", bound=Config)
 
@@ -246,6 +246,8 @@ def _line(
         )
     value = first["input"]
     shown = masked(value, str(place[-1]) if place else "")
+    if isinstance(shown, str):  # perhaps a table that was no TOML, or a command line
+        shown = masked_text(shown)
     given = f" (got {shown!r})" if not isinstance(value, dict) else ""
     message = "; or ".join(dict.fromkeys(_message(item) for item in items))
     hint = _did_you_mean(value, items)

@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=GatewayConfig.model_validate_json)
     parser.add_argument("--parts", required=True, type=Parts.model_validate_json)
     arguments = parser.parse_args()
+    connections.allow_more()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(serve_until_terminated(arguments.config, arguments.parts))
 

@@ -22,7 +22,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.rollout.dump import read_dump
 from rltool.router.launch import start_router
 from tests.e2e.engines import RunningEngine
-from tests.e2e.job import DEADLINE, Job, write_job
+from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job
 from tests.metric_names import undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -224,7 +224,9 @@ def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_eng
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("raylet" in " ".join(child.cmdline()) for child in family if child.is_running())
     process.send_signal(number)
+    signalled = time.monotonic()
     assert process.wait(DEADLINE) == code, direct.output(run)
+    assert time.monotonic() - signalled < STOP_SECONDS, direct.output(run)
     done = len(direct.steps(run))
     assert (direct.runs / run / "checkpoints" / f"step_{done}").is_dir(), "what was learned is saved"
     assert not state_of_engine(vllm_engine_untied)[0], "the engines serve on"

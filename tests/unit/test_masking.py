@@ -41,7 +41,8 @@ SECRET = "hunter2"
         {"a": [{"b": {"auth_token": SECRET}}]}, ["server", "--api-key", SECRET, "--port", "1"],
         ["server", f"--token={SECRET}"], ["env", f"API_KEY={SECRET}", "server"], {"url": f"https://me:{SECRET}@host/x"},
         [f"postgres://{SECRET}@host"], {"password": 5}, {"secret": [SECRET]},
-        {"env": [f"A={SECRET}"]}, {"headers": f"X-Own: {SECRET}"},
+        {"env": [f"A={SECRET}"]}, {"headers": f"X-Own: {SECRET}"}, {"GH_TOKEN": SECRET}, {"openai_key": SECRET},
+        {"url": f"postgres://me:a@{SECRET}@host/x"}, {"url": f"https://host/x?a=1&api_key={SECRET}"},
     ],
 )  # fmt: skip
 def test_what_is_a_secret_is_masked(value):
@@ -136,6 +137,8 @@ def test_errors_about_settings_do_not_quote_secrets(tmp_path, capsys):
     for sets in (
         [f"rollout.environment_arguments=[{{api_key='{SECRET}'}}]"],
         [f"reward.options=['--token','{SECRET}']"],
+        [f'reward.options={{api_key="{SECRET}"'],  # lacks its brace
+        [f"reward.options=--hf-token {SECRET}"],
     ):
         with pytest.raises(ConfigError) as error:
             load_config(TrainConfig, [], ["model.path=/m", *sets])
