@@ -2,8 +2,7 @@
 
 import torch
 
-from rltool.algorithms.losses import LossTokens
-from rltool.config.algorithm import AlgorithmConfig
+from rltool.api import AlgorithmConfig, LossTokens
 
 
 def one_sided(logprobs: torch.Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> torch.Tensor:

@@ -207,6 +207,15 @@ def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
     assert direct.steps("tp")[0]["train/logprob_abs_diff_mean"] < 1e-5
 
 
+def test_a_reward_rises(direct):
+    """The whole loop learns: GRPO on the share of lower-case letters, from a model of random weights."""
+    sets = ["steps=24", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=48"]
+    direct("train", "rises", sets=[*sets, "optimizer.lr=2e-3", "trainer.max_tokens_per_micro_batch=2048"])
+    rewards = [record["rollout/reward_mean"] for record in direct.steps("rises")]
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
+
+
 def wait_for_step(job: Job, run: str, step: int) -> None:
     deadline = time.monotonic() + DEADLINE
     while f"step {step}/" not in job.output(run):

@@ -23,14 +23,14 @@ LEVELS = (
     {"environments", "gateway"},
     {"agents"},
     {"training"},
-    {"quickstart", "doctor"},
+    {"quickstart", "doctor", "api"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
 """commands -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} -> megatron ->
-{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A
-room imports what is below it, and none of its own level."""
+{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone; api
+is for users. A room imports what is below it, and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
