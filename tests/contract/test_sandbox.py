@@ -35,6 +35,11 @@ SHORT = Limits(seconds=4.0, cpu_seconds=60, memory_bytes=256 * MIB, file_bytes=4
 MARGIN = 20.0
 """Seconds, on a busy host: behind a limit of four, far below what the programs would take."""
 
+INSIDE = (
+    "lambda path: [name for name in __import__('os').listdir(path) if not any(root.startswith(__import__('os').path."
+    "realpath(path) + '/' + name + '/') for root in (__import__('sys').prefix, __import__('sys').base_prefix))]"
+)
+"""Names in a directory, but for the way to the interpreter, which may lie anywhere, in /tmp too."""
 LAUNCHER = """
 import ctypes, os, sys
 kind, call, flags, *command = sys.argv[1:]
@@ -120,10 +125,16 @@ class Host:
     def run(self, code: str, limits: Limits = SMALL, *, network: bool = False) -> Ran:
         began = time.monotonic()
         try:
-            return asyncio.run(run_program(code.replace("MARK", self.mark), limits, network=network))
+            code = code.replace("INSIDE(", f"({INSIDE})(").replace("MARK", self.mark)
+            return asyncio.run(run_program(code, limits, network=network))
         finally:
             assert time.monotonic() - began < limits.seconds + MARGIN
             self.assert_nothing_left()
+
+    def supervisor(self) -> psutil.Process:
+        """The only child of this process with the mark: there may be engines of other tests beside it."""
+        (found,) = [child for child in psutil.Process().children() if self.mark in " ".join(child.cmdline())]
+        return found
 
     def left(self) -> list[str]:
         found = []
@@ -184,7 +195,7 @@ def test_a_program_says_what_it_prints(host):
 
 def test_it_starts_anew_with_an_empty_directory_and_without_our_environment(host, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
-    code = "import os; print(os.listdir('.'), 'SECRET_OF_THE_RUN' in os.environ, __name__); open('a', 'w').write('a')"
+    code = "import os; print(INSIDE('.'), 'SECRET_OF_THE_RUN' in os.environ, __name__); open('a', 'w').write('a')"
     for _ in range(2):
         assert told(host.run(code)) == "[] False __main__"
 
@@ -335,7 +346,7 @@ def test_a_supervisor_that_hangs_is_waited_for_so_long(host, monkeypatch):
     async def hanging() -> Ran:
         task = asyncio.ensure_future(run_program(STUBBORN.replace("MARK", host.mark), Limits(seconds=4.0)))
         await asyncio.to_thread(_until, lambda: len(host.left()) >= 3)
-        (supervisor,) = psutil.Process().children()
+        supervisor = host.supervisor()
         supervisor.suspend()
         return await asyncio.wait_for(task, MARGIN)
 
@@ -346,7 +357,7 @@ def test_a_supervisor_that_is_killed_takes_the_program_with_it(host):
     async def killed() -> Ran:
         task = asyncio.ensure_future(run_program(STUBBORN.replace("MARK", host.mark), Limits(seconds=600.0)))
         await asyncio.to_thread(_until, lambda: len(host.left()) >= 3)
-        (supervisor,) = psutil.Process().children()
+        supervisor = host.supervisor()
         supervisor.kill()
         return await asyncio.wait_for(task, MARGIN)
 
@@ -539,7 +550,7 @@ def test_files_of_the_host_are_not_there_and_nothing_else_can_be_written(host, t
     code = f"""
 import os, site, sys
 for path in ('/home', '/root', '/run', '/var/run/', '/var/tmp/', '/tmp', '/dev/shm', {str(Path.home())!r}):
-    try: found = [name for name in os.listdir(path) if not sys.base_prefix.startswith(os.path.join(path, name) + '/')]
+    try: found = INSIDE(path)
     except OSError: found = []
     if found: print(path, found)
 for path in ({str(tmp_path / "engines.key")!r}, {__file__!r}, {sandbox.__file__!r}, '/etc/shadow', '/sys'):
