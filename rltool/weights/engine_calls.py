@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineTimedOut, EngineUnreachable
 from rltool.weights.liveness import EngineSilent, while_alive
@@ -20,13 +20,13 @@ Act = Callable[[EngineEndpoint], Awaitable[None]]
 
 
 class EngineCalls:
-    """endpoints: a live view, by URL. deadline: seconds for each step (deadlines.sync_step).
+    """deadline: seconds for each step (deadlines.sync_step).
 
     silent: engines that answered nothing any more, since the owner emptied it.
     """
 
-    def __init__(self, client: EngineClient, endpoints: Mapping[str, EngineEndpoint], deadline: float) -> None:
-        self.client, self.endpoints, self.deadline = client, endpoints, deadline
+    def __init__(self, engines: EngineSet, deadline: float) -> None:
+        self.client, self.fleet, self.deadline = engines.client, engines.fleet, deadline
         self.silent: set[str] = set()
 
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
@@ -45,12 +45,12 @@ class EngineCalls:
         except EngineError:
             pass
 
-    async def gather(self, urls: Sequence[str], act: Act) -> Failures:
+    async def gather(self, endpoints: Sequence[EngineEndpoint], act: Act) -> Failures:
         """`act` on all of them; an engine that answers no health check any more meanwhile is given up."""
-        steps = (while_alive(self.client, self.endpoints[url], act(self.endpoints[url])) for url in urls)
+        steps = (while_alive(self.client, endpoint, act(endpoint)) for endpoint in endpoints)
         results = await asyncio.gather(*steps, return_exceptions=True)
         failures = {}
-        for url, result in zip(urls, results, strict=True):
+        for url, result in zip((endpoint.url for endpoint in endpoints), results, strict=True):
             if isinstance(result, EngineSilent):
                 self.silent.add(url)
             if isinstance(result, EngineTimedOut):

@@ -20,7 +20,7 @@ from rltool.engines.dialects import dialect
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import UsageError
 from rltool.megatron.offload import Part
-from rltool.weights.connections import Ranks
+from rltool.weights.connections import Trainer
 
 SENT: tuple[Part, ...] = ("parameters",)
 """What a weight sync needs of the trainer on its devices."""
@@ -127,17 +127,14 @@ def check_residency(
 
 
 class SharedGpus:
-    """What a weight sync asks where engines sit on the trainer's GPUs. infos: of the engines, live, by URL. end(url,
-    why): ends the process of an engine, which is started again."""
+    """What a weight sync asks where engines sit on the trainer's GPUs. end(url, why): ends the process of an engine,
+    which is started again."""
 
-    def __init__(
-        self, ranks: Ranks, infos: Mapping[str, EngineInfo], trainer_device: str,
-        end: Callable[[str, str], Awaitable[None]],
-    ) -> None:  # fmt: skip
-        self._ranks, self._infos, self._trainer_device, self.end = ranks, infos, trainer_device, end
+    def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]]) -> None:
+        self._ranks, self._trainer_device, self.end = trainer.ranks, trainer.device, end
 
-    def residency(self, url: str) -> EngineResidency:
-        return residency_of(self._infos[url], self._trainer_device, updated=True)
+    def residency(self, info: EngineInfo) -> EngineResidency:
+        return residency_of(info, self._trainer_device, updated=True)
 
     @asynccontextmanager
     async def parameters(self) -> AsyncIterator[None]:

@@ -24,24 +24,24 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines import supported
-from rltool.engines.client import EngineClient
 from rltool.engines.dialect import PauseMode
 from rltool.engines.dialects import dialect
 from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import Bucket, Completion, EngineInfo, HttpRequest
+from rltool.engines.types import Bucket, Completion, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.errors import EngineError
 from rltool.processes import garbage
 from rltool.processes.tasks import beside
-from rltool.weights.connections import STEP_SHARE, Connections, Ranks
+from rltool.weights.connections import STEP_SHARE, Connections, Trainer
 from rltool.weights.engine_calls import Act, EngineCalls
 from rltool.weights.liveness import CHECKS_MISSED
 from rltool.weights.memory import NONE
@@ -57,41 +57,35 @@ WITHDRAW_SECONDS = 5.0
 """For a request that is given up to have ended here, before the engine is asked to leave its group and to resume."""
 
 
-class WeightSync:
-    """endpoints, infos: of the fleet's members by URL, dialects known; live views, for engines come and go.
+@dataclass(frozen=True)
+class SyncDeadlines:
+    """Seconds for each step at an engine (deadlines.sync_step), and for it to take one bucket (deadlines.bucket)."""
 
-    trainer_device: cpu or cuda; step_deadline, bucket_deadline: seconds for each step, and for an engine to take one
-    bucket (deadlines.sync_step, deadlines.bucket); directory: of this run alone, for transports that leave files; gpus:
-    that engines and ranks use in turns, None: each has its own. withdraw: takes back the requests at engines that have
-    left service, before those whose update failed go on with what they have kept.
-    """
+    step: float
+    bucket: float
+
+
+class WeightSync:
+    """gpus: that engines and ranks use in turns, None: each has its own. withdraw: takes back the requests at engines
+    that have left service, before those whose update failed go on with what they have kept."""
 
     def __init__(
         self,
-        client: EngineClient,
-        fleet: Fleet,
-        endpoints: dict[str, EngineEndpoint],
-        infos: dict[str, EngineInfo],
-        ranks: Ranks,
+        engines: EngineSet,
+        trainer: Trainer,
         config: WeightsConfig,
         check: ValueCheck,
+        deadlines: SyncDeadlines,
         *,
-        trainer_device: str,
-        step_deadline: float,
-        bucket_deadline: float,
-        directory: Path,
         gpus: SharedGpus | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client, self.fleet, self.endpoints, self.ranks = client, fleet, endpoints, ranks
-        self.config, self.check, self.bucket_deadline, self.gpus = config, check, bucket_deadline, gpus
-        self._infos = infos
+        self.client, self.fleet, self.trainer, self.ranks = engines.client, engines.fleet, trainer, trainer.ranks
+        self.config, self.check, self.bucket_deadline, self.gpus = config, check, deadlines.bucket, gpus
         self._withdraw = withdraw
-        self.calls = EngineCalls(client, endpoints, step_deadline)
-        self.connections = Connections(
-            self.calls, fleet, infos, ranks, config, trainer_device=trainer_device, directory=directory,
-            shares_gpus=gpus is not None,
-        )  # fmt: skip
+        self.calls = EngineCalls(engines, deadlines.step)
+        self.connections = Connections(self.calls, trainer, config, shares_gpus=gpus is not None)
+        self._members: dict[str, Member] = {}  # of the fleet, when this sync began
         self._buckets: list[Bucket] = []
         self._differing: set[str] = set()  # engines whose values differed, in this sync
         self._paused_at: dict[str, float] = {}  # engines that were told to stand still in this sync, and when
@@ -132,13 +126,14 @@ class WeightSync:
         self.calls.silent, self._differing, self._has_weights = set(), set(), set()
         self._paused_at, self._pauses, self._received = {}, {}, {}
         self._controls, self._begun, self._resumed = {}, set(), set()
+        self._members = {member.url: member for member in self.fleet.members()}
         urls = [url for url in self.fleet.syncable() if only is None or url in only]
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
         if not self._buckets:
             self._buckets = plan_buckets(await self.ranks.weight_metadata(), self.config.bucket_bytes)
         with timed(phases, "connect"):
-            new, failures = await self.connections.connect(urls)
+            new, failures = await self.connections.connect(self._at(urls))
         # Requests and probes go on until the pause: an engine may have failed them while others were connected.
         there = self.fleet.syncable()
         failures |= {url: self.fleet.member(url).reason for url in urls if url not in there and url not in failures}
@@ -343,7 +338,7 @@ class WeightSync:
     async def _resume(self, urls: Sequence[str]) -> Failures:
         """Engines that are paused, whatever became of their update: a frozen one serves nobody, not even somebody
         else."""
-        failures = await self.calls.gather(urls, self._resume_one)
+        failures = await self.calls.gather([member.endpoint for member in self._at(urls)], self._resume_one)
         for url in set(failures) & set(self._paused(urls)):
             self._lost(url, failures[url])
         return failures
@@ -364,15 +359,15 @@ class WeightSync:
     def _stop(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """Before an update: an engine that is asleep stands still already."""
         if self.gpus is not None and endpoint.url in self._asleep:
-            return self.gpus.residency(endpoint.url).weights_back()
+            return self.gpus.residency(self._members[endpoint.url].info).weights_back()
         if (control := self._pausing_control(endpoint.url)) is not None:
             return control.pause()
         return dialect(endpoint.dialect or "").pause(self._pause_mode(endpoint.url))
 
     def _pause_mode(self, url: str) -> PauseMode:
-        info = self._infos[url]
+        engine = self._members[url]
         return supported.pause_mode(
-            self.config.pause_mode, info.dialect, info.engine_version, self.endpoints[url].role
+            self.config.pause_mode, engine.info.dialect, engine.info.engine_version, engine.endpoint.role
         )
 
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
@@ -380,7 +375,7 @@ class WeightSync:
         url = endpoint.url
         resume = (self._pausing_control(url) or dialect(endpoint.dialect or "")).resume()
         if self.gpus is not None and url in self._asleep:
-            return [*self.gpus.residency(url).caches_back(), *resume]
+            return [*self.gpus.residency(self._members[url].info).caches_back(), *resume]
         return resume
 
     def _pausing_control(self, url: str) -> PausingControl | None:
@@ -397,8 +392,9 @@ class WeightSync:
         completions: dict[str, Completion] = {}
 
         async def sample(endpoint: EngineEndpoint) -> None:
+            engine = self.fleet.member(endpoint.url)
             [completions[endpoint.url]] = await generate_at(
-                self.client, self.fleet, self.endpoints, endpoint.url, request, timeout=self.calls.deadline
+                self.client, self.fleet, engine, request, timeout=self.calls.deadline
             )
 
         failures = await self._each(urls, sample)
@@ -406,13 +402,17 @@ class WeightSync:
             return failures, None
         sampled = [url for url in urls if url in completions]
         batch = self.check.batch(request, [completions[url] for url in sampled])
-        result = self.check.compare(sampled, batch, await self.ranks.logprobs(batch))
+        infos = {url: self._members[url].info for url in sampled}
+        result = self.check.compare(infos, batch, await self.ranks.logprobs(batch))
         self._differing = set(result.failed)
         for url, reason in result.failed.items():
             self._lost(url, reason)
         return failures | result.failed, result.mean
 
     # -- the rest
+
+    def _at(self, urls: Sequence[str]) -> list[Member]:
+        return [self._members[url] for url in urls]
 
     def _paused(self, urls: Sequence[str]) -> list[str]:
         """Those of `urls` that this sync still has in its hands."""
@@ -442,7 +442,7 @@ class WeightSync:
 
     async def _each(self, urls: Sequence[str], act: Act) -> Failures:
         """`act` on all of them side by side; those that fail are out of this sync."""
-        failures = await self.calls.gather(urls, act)
+        failures = await self.calls.gather([member.endpoint for member in self._at(urls)], act)
         for url, reason in failures.items():
             self._lost(url, reason)
         return failures

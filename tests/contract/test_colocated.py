@@ -16,7 +16,7 @@ import torch
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import FleetPolicy, State
+from rltool.engines.fleet import Fleet, FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout import engine_restarts
@@ -177,8 +177,8 @@ def serve(tmp_path, model_dir, monkeypatch):
             models={"judge": side} if judges else {}, processes=processes,
         )  # fmt: skip
         service = RolloutService(
-            config, known, vocab_size=VOCAB_SIZE, log=lambda line: None, policy=FleetPolicy(probe_seconds=0.02),
-            syncing=Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights"),
+            config, known, log=lambda line: None, fleet=Fleet(FleetPolicy(probe_seconds=0.02)),
+            syncing=Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights", vocab_size=VOCAB_SIZE),
         )  # fmt: skip
         try:
             await service.start()

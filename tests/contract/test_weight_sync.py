@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import State
 from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, liveness
@@ -23,6 +22,7 @@ from rltool.weights.memory import Memory
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
 from rltool.weights.transport import transport
+from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
@@ -493,7 +493,7 @@ def test_a_sync_whose_engines_all_differ_raises(two, tmp_path):
 def test_an_engine_that_cannot_sample_for_the_check_does_not_serve(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            two[0].fail("/inference/v1/generate", 400)
+            two[0].fail("/rltool/generate", 400)
             report = await r.sync.sync(version(0))
             assert "answered 400" in report.failed[two[0].url] and r.states() == [State.STALE, State.READY]
 
@@ -596,8 +596,7 @@ def test_a_sync_ends_only_after_send_has_ended(two, tmp_path):
 def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(url="http://127.0.0.1:9")
-            r.fleet.add("http://127.0.0.1:9")  # it has never answered
+            fleets.add(r.fleet, "http://127.0.0.1:9")  # it has never answered
             await r.sync.sync(version(0))
             two[0].batch.freeze()
             assert await r.sync.leave() == {}
@@ -721,7 +720,7 @@ def test_a_directory_that_cannot_be_written_fails_the_engines_that_read_it_alone
 def test_an_engine_that_no_transport_reaches_any_more_is_named_and_the_others_are_synced(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path, transport="auto") as r:
-            r.infos[two[0].url] = replace(r.infos[two[0].url], weight_backend="nccl")  # started anew, otherwise
+            fleets.describe(r.fleet, two[0].url, info={"weight_backend": "nccl"})  # started anew, otherwise
             report = await r.sync.sync(version(0))
             assert report.updated == (two[1].url,) and "--weight-backend rltool" in report.failed[two[0].url]
             assert r.states() == [State.STALE, State.READY]

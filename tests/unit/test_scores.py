@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from array import array
 from types import SimpleNamespace
 
 import pytest
 
 from rltool.config.train import TrainConfig
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.data_plane import PoisonousRequest
@@ -24,11 +27,13 @@ from rltool.training.rollout_work import RolloutWork
 class StandIn:
     """Client and fleet in one. outcomes: by URL, what each call there raises, None for the scores."""
 
+    clock = staticmethod(time.monotonic)
+
     def __init__(self, **outcomes):
         self.outcomes, self.asked, self.told = outcomes, [], []
 
-    def serving(self):
-        return tuple(self.outcomes)
+    def members(self, state):
+        return tuple(SimpleNamespace(url=url, endpoint=url) for url in self.outcomes if state is State.READY)
 
     async def score(self, endpoint, token_ids, *, timeout):
         self.asked.append(endpoint)
@@ -49,8 +54,7 @@ class StandIn:
 
 
 def scores(stand_in, deadline=30.0):
-    endpoints = {url: url for url in stand_in.outcomes}
-    return Scores("teacher", stand_in, stand_in, endpoints, at_once=4, deadline=deadline)
+    return Scores("teacher", EngineSet(stand_in, stand_in), at_once=4, deadline=deadline)
 
 
 def test_a_failure_is_told_to_the_fleet_and_another_engine_is_asked():
