@@ -21,6 +21,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
+from rltool.megatron.export_plan import full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -53,6 +54,7 @@ class MegatronTrainer(TrainedModel):
     """The policy of one rank, and the runtime that every model of this rank shares.
 
     After construction: `load_hf_weights` or `rltool.checkpoints.torch_dist.load_weights`, then anything else.
+    export_plan: what is sent to engines and saved for Hugging Face.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class MegatronTrainer(TrainedModel):
         self.hf_config = read_hf_config(model.path)
         self.temperature = algorithm.logits_temperature(run.temperature)
         family, dtype = family_for(self.hf_config), getattr(torch, model.dtype)
+        self.export_plan = full_plan(family, dtype)
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}
         self._replay: RoutingReplay | None = None
@@ -292,21 +295,17 @@ class MegatronTrainer(TrainedModel):
         metrics, made = self._step(self._loss)
         return {f"train/{name}": value for name, value in metrics.items()} | {"train/skipped": float(not made)}
 
-    def weight_metadata(self) -> list[TensorMeta]:
-        """HF names, dtypes and shapes, in the order of `export_weights`."""
-        return hf_weights.weight_metadata(self.family, self.dtype)
-
     def export_weights(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """HF tensors one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
+        """What `export_plan` names, one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
 
         Every rank of data-parallel rank 0 must run the iterator to its end (others may; everywhere: must). Tensors may
         alias parameters: use them before the next step.
         """
-        return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime, everywhere=everywhere)
+        return hf_weights.export_weights(self.gpt, self.export_plan, self.runtime, everywhere=everywhere)
 
     def export_bytes(self, *, everywhere: bool = False) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
-        return gather_bytes(self.family, self.coordinates.layout, self.dtype.itemsize, everywhere=everywhere)
+        return gather_bytes(self.export_plan, self.coordinates.layout, everywhere=everywhere)
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:

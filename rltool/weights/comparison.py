@@ -90,7 +90,7 @@ class Comparison:
         self, info: EngineInfo, checksums: Checksums, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
     ) -> Compared | str:
         """digests: the ranks' by layout, each made once, for it reads the whole model."""
-        layout = layout_of(self._described(info), checksums, self._check.trainer_dtype)
+        layout = layout_of(self._described(info), checksums, self._ranks.plan.dtype)
         if isinstance(layout, str):
             return layout
         if layout not in digests:

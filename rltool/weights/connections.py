@@ -17,8 +17,9 @@ from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import HttpRequest, TensorMeta
+from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.weights.engine_calls import Act, EngineCalls
@@ -42,10 +43,11 @@ STEP_SHARE = 2
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited: all of them (ranks_together). Every rank knows the buckets: they follow from the
-    metadata and weights.bucket_bytes (plan_buckets)."""
+    """The trainer's ranks, awaited: all of them (ranks_together). plan: what they send; every rank has the same, and
+    cuts it into the same buckets (weights.bucket_bytes)."""
 
-    async def weight_metadata(self) -> list[TensorMeta]: ...
+    plan: ExportPlan
+
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]: ...
     async def join(self) -> Failures: ...
     async def send(self, version: str, urls: Collection[str]) -> SendReport: ...

@@ -37,7 +37,7 @@ from rltool.engines.fleet import Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import Bucket, Completion, HttpRequest
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import bucket_bytes, plan_buckets
+from rltool.engines.wire import bucket_bytes
 from rltool.errors import EngineError
 from rltool.processes import garbage
 from rltool.processes.tasks import beside
@@ -131,7 +131,7 @@ class WeightSync:
         if not urls:
             raise WeightSyncFailed(self._explain(str(version), {}))
         if not self._buckets:
-            self._buckets = plan_buckets(await self.ranks.weight_metadata(), self.config.bucket_bytes)
+            self._buckets = self.ranks.plan.buckets(self.config.bucket_bytes)
         with timed(phases, "connect"):
             new, failures = await self.connections.connect(self._at(urls))
         # Requests and probes go on until the pause: an engine may have failed them while others were connected.

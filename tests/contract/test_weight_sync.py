@@ -353,14 +353,14 @@ def test_an_engine_that_turns_suspect_while_others_are_connected_is_left_out_and
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path, transport="disk") as r:
-            tell = r.ranks.weight_metadata
+            host = r.ranks.host
 
-            async def while_it_fails_requests():
+            async def while_it_fails_requests(*asked):
                 for _ in range(2):
                     r.fleet.probe_failed(sick.url, "refused", sent_at=time.monotonic())
-                return await tell()
+                return await host(*asked)
 
-            r.ranks.weight_metadata = while_it_fails_requests
+            r.ranks.host = while_it_fails_requests
             report = await r.sync.sync(version(0))
             assert "2 probes in a row failed" in report.failed[sick.url]
             assert report.updated == (healthy.url,) and r.states() == [State.SUSPECT, State.READY]
@@ -789,8 +789,8 @@ def test_the_ranks_do_not_wait_in_send_for_an_engine_that_failed(two, tmp_path, 
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            patient(r)
             r.ranks.tensors = LARGE
+            patient(r)
             await within(r.sync.sync(version(0)))
             sick.fail("/update_weights", 500, times=1)
             sick.hang("/shutdown_weight_transfer_engine")  # or its leaving would end the broadcast
@@ -807,8 +807,8 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            patient(r)
             r.ranks.tensors = LARGE
+            patient(r)
             await within(r.sync.sync(version(0)))
             monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.5)
             monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
@@ -829,8 +829,8 @@ def test_an_engine_that_holds_a_bucket_too_long_is_stale_and_not_waited_for(two,
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             r.sync.calls.deadline = LONG
-            r.ranks.sender.deadline = 1.0
             r.ranks.tensors = LARGE
+            r.ranks.sender.deadline = 1.0
             await within(r.sync.sync(version(0)))
             sick.hang("/update_weights")
             report = await within(r.sync.sync(version(1)))

@@ -70,12 +70,13 @@ def dealt(trainer, batch):
 
 def weights(trainer, critic) -> dict[str, torch.Tensor]:
     """The backbone's HF tensors on rank 0, the head on the ranks of the last stage."""
+    from rltool.megatron.export_plan import full_plan
     from rltool.megatron.hf_weights import export_weights
 
     with trainer.runtime.mode():
         named = {
             meta.name: tensor.clone()
-            for meta, tensor in export_weights(critic.gpt, critic.family, trainer.dtype, trainer.runtime)
+            for meta, tensor in export_weights(critic.gpt, full_plan(critic.family, trainer.dtype), trainer.runtime)
             if tensor is not None
         }
     if trainer.coordinates.is_last_stage:

@@ -173,7 +173,7 @@ class HeldRanks(HfRanks):
     def stream(self, step):
         pairs = list(super().stream(step))
         for number, pair in enumerate(pairs):
-            if step and self.holds and number == len(pairs) // 2:  # 0: it is asked for names and shapes alone
+            if self.holds and number == len(pairs) // 2:
                 self.half.set()
                 assert self.go_on.wait(TIMEOUT)
             yield pair
