@@ -95,7 +95,7 @@ GATEWAY_IMPORTS = {
     "errors": "",
     "terminal": "what it prints",
     "processes": "run directory, keys, starting",
-    "rollout": "the tokenizer",
+    "rollout": "the tokenizer, and the data plane with what continues a response",
 }
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
