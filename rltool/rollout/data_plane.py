@@ -9,7 +9,8 @@ where our plugin's reply names it, else every serving engine has to answer a can
 same request counts against it once they have.
 
 Requests of a session stay at the engine that had the one before, whose prefix cache they can use, while it has a slot
-for them; behind a router the session is a header, which its policy "manual" follows.
+for them; a new session goes to the engine with the fewest requests, then the fewest sessions. Behind a router the
+session is a header, which its policy "manual" follows.
 
 Where engines have the role "prefill", each request goes to one of them and to one of the others, which takes over its
 KV cache (engines/disaggregation.py).
@@ -92,6 +93,15 @@ class Attempt:
         return [engine for engine in (self.engine, self.prefill) if engine is not None]
 
 
+@dataclass
+class Trace:
+    """Where a request went. engine: address that answered it, a router's where there is one; failures: of the attempts
+    before, in order."""
+
+    engine: str | None = None
+    failures: list[EngineError] = field(default_factory=list)
+
+
 class DataPlane:
     """Owned by one event loop.
 
@@ -124,6 +134,8 @@ class DataPlane:
         self._prefilling: Counter[str] = Counter()
         self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """Session -> engine and prefill engine of its newest request."""
+        self._sessions_at: Counter[str] = Counter()
+        """How many of these sessions each engine has."""
         self._sending: dict[Attempt, asyncio.Future[list[Completion]]] = {}
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
@@ -161,9 +173,18 @@ class DataPlane:
                 task.cancel()
         self._grant()
 
-    async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
+    def forget(self, session: str) -> None:
+        """The session has ended."""
+        home = self._homes.pop(session, None)
+        if home is not None:
+            self._sessions_at[home[0]] -= 1
+
+    async def generate(
+        self, request: GenerateRequest, *, group: int | None = None, trace: Trace | None = None
+    ) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
-        it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns.
+        it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns. trace:
+        filled in while the request is under way.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
@@ -171,15 +192,19 @@ class DataPlane:
         counted: dict[str, float] = {}
         """Engines that this request has failed at, and when that last counted against it."""
         avoid: str | None = None
+        trace = trace or Trace()
         failures = tries = 0
         while True:
             kind = "evaluation" if group is None else "rollout"
             attempt = await self._acquire(kind, avoid=avoid, session=request.session)
             try:
-                return await self._attempt(attempt, request, group)
+                completions = await self._attempt(attempt, request, group)
+                trace.engine = attempt.endpoint.url
+                return completions
             except EngineRejected:
                 raise
             except EngineError as error:
+                trace.failures.append(error)
                 withdrawn = attempt in self._withdrawn
                 at_fault = attempt.prefill if isinstance(error, PrefillFailed) else attempt.engine
                 avoid = at_fault.url if at_fault is not None else None
@@ -267,9 +292,10 @@ class DataPlane:
         home, first_home = self._homes.get(session, (None, None))
         share = self._limit(len(choices)) / len(choices)
 
-        def rank(candidate: str) -> tuple[bool, bool, int]:
+        def rank(candidate: str) -> tuple[bool, bool, int, int]:
             busy = self._in_flight[candidate]
-            return candidate == avoid, candidate != home or busy >= share, busy
+            is_home = candidate == home and busy < share
+            return candidate == avoid, not is_home, busy, self._sessions_at[candidate] if session else 0
 
         def first_rank(candidate: str) -> tuple[bool, bool, int]:
             return candidate == avoid, candidate != first_home, self._prefilling[candidate]
@@ -277,10 +303,11 @@ class DataPlane:
         url = min(choices, key=rank)
         first = min(choices[url], key=first_rank, default=None)
         if session:
+            self.forget(session)
             self._homes[session] = url, first
-            self._homes.move_to_end(session)
+            self._sessions_at[url] += 1
             if len(self._homes) > SESSIONS:
-                self._homes.popitem(last=False)
+                self.forget(next(iter(self._homes)))
         engine, prefill = self._fleet.member(url), self._fleet.member(first) if first is not None else None
         return Attempt(engine.endpoint, engine, self._clock(), prefill)
 
@@ -334,10 +361,9 @@ class DataPlane:
         """Elsewhere is tried next, so one attempt here is enough."""
         engine, prefill = attempt.engine, attempt.prefill
         if engine is None or prefill is None:
-            routed = engine is None and request.session
             return await self._client.generate(
                 attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
-                headers={ROUTING_KEY_HEADER: request.session} if routed else None,
+                headers={ROUTING_KEY_HEADER: request.session} if request.session else None,
             )  # fmt: skip
         return await disaggregation.generate(
             self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline,

@@ -137,7 +137,7 @@ class RolloutService:
         await self._policy.start()
         if self._held is not None:
             await self._held.start()
-        await self._generation.start(self._engines.endpoints, self._engines.infos, self._engines.router)
+        await self._generation.start(self.fleet, self._engines.router, self._book if self._syncing else None)
         self._background.repeat(self._guard_engines, "engine guard", seconds=GUARD_SECONDS)
         if config.rollout.adaptive_concurrency:
             adapt = partial(

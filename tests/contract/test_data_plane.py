@@ -19,7 +19,7 @@ from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, Sa
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineRejected
 from rltool.rollout import data_plane
-from rltool.rollout.data_plane import DataPlane, PoisonousRequest
+from rltool.rollout.data_plane import DataPlane, PoisonousRequest, Trace
 from rltool.rollout.versions import VersionBook
 from tests import fleets
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
@@ -182,6 +182,48 @@ def test_sessions_that_have_long_ended_are_forgotten(two, monkeypatch):
             for number, session in enumerate("abca"):
                 await r.plane.generate(request(number, session=session))
             assert list(r.plane._homes) == ["c", "a"]
+
+    asyncio.run(run())
+
+
+def test_new_sessions_go_to_the_engine_with_the_fewest_of_those_with_the_fewest_requests(two):
+    first, second = two
+
+    async def run():
+        async with rig(*two) as r:
+
+            async def ask(number, session):
+                trace = Trace()
+                await r.plane.generate(request(number, session=session), trace=trace)
+                return trace.engine
+
+            assert [await ask(n, name) for n, name in enumerate("abcd")] == [first.url, second.url] * 2
+            assert [await ask(n, name) for n, name in enumerate("badc", 4)] == [
+                second.url, first.url, second.url, first.url,
+            ]  # fmt: skip
+            r.plane.forget("b")
+            r.plane.forget("d")
+            assert [await ask(n, name) for n, name in enumerate("ef", 8)] == [second.url] * 2
+            second.die()
+            assert await ask(10, "e") == first.url
+            r.plane.forget("e")
+            r.plane.forget("never heard of")
+            assert list(r.plane._homes) == ["a", "c", "f"] and r.plane._sessions_at == {first.url: 2, second.url: 1}
+
+    asyncio.run(run())
+
+
+def test_a_trace_names_the_engine_that_answered_and_the_failures_before(two):
+    first, second = two
+    first.fail(GENERATE, 500, times=1)
+
+    async def run():
+        async with rig(*two) as r:
+            trace = Trace()
+            await r.plane.generate(request(), trace=trace)
+            assert trace.engine == second.url
+            [failure] = trace.failures
+            assert first.url in str(failure) and "500" in str(failure)
 
     asyncio.run(run())
 

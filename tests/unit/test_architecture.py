@@ -95,7 +95,7 @@ GATEWAY_IMPORTS = {
     "errors": "",
     "terminal": "what it prints",
     "processes": "run directory, keys, starting",
-    "rollout": "the tokenizer",
+    "rollout": "the tokenizer, and the data plane with what continues a response",
 }
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
@@ -380,10 +380,11 @@ def test_a_task_made_elsewhere_is_found(text):
     assert task_makers("async def f():\n    x = await asyncio.gather(asyncio.gather(a()), *others)") == []
 
 
-def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_alone():
+def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_generates():
     found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
-    assert {i.module for i in found if i.module.startswith("rltool.rollout")} == {"rltool.rollout.tokenizer"}
+    modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
+    assert modules == {"tokenizer", "data_plane", "fleet_monitor", "generate", "sample", "versions"}
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,6 @@ def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
         "config/base.py",  # shown(), which masks
         "gateway/launch.py", "agents/gateway_process.py",  # settings of a gateway, which has no table for secrets
         "agents/verifiers_env.py", "rollout/eval_set.py",  # rows, and what an evaluation set lays over a run
-        "engines/run_client.py", "engines/endpoints.py",  # addresses, with paths of key files
+        "engines/run_client.py", "engines/endpoints.py", "gateway/fleet.py",  # addresses, with paths of key files
         "engines/plugin/arrays.py", "processes/state.py", "commands/doctor.py", "commands/status.py",  # no settings
     }  # fmt: skip
