@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import EngineInfo, HttpRequest
@@ -117,7 +117,7 @@ class GpuTurns:
             await self.end(url, f"it did not free its GPUs: {error}")
 
     async def _wake(self, of: Members, url: str) -> None:
-        residency, resume = of.residency(url, self._trainer_device), dialect(of.infos[url].dialect).resume()
+        residency, resume = of.residency(url, self._trainer_device), controls(of.infos[url].dialect).resume()
         try:
             await self._ask(of, url, [*residency.weights_back(), *residency.caches_back(), *resume])
         except EngineError as error:
