@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined
 from rltool.config.base import Config, OwnFunction
 from rltool.config.gateway import GatewayConfig
 from rltool.config.router import RouterConfig
-from rltool.config.serve import ServeConfig
+from rltool.config.serve import ENGINES, EngineKind, ServeConfig
 from rltool.config.train import TrainConfig
 
 OUTPUT = Path(__file__).with_name("configuration.md")
@@ -121,6 +121,13 @@ def type_name(annotation: Any) -> str:
     return {"str": "text", "Path": "path", "Any": "value"}.get(annotation.__name__, annotation.__name__)
 
 
+def field_type(field: Any) -> str:
+    """pydantic keeps what is beside the type of an Annotated apart from it."""
+    if set(get_args(EngineKind)[1:]) & set(field.metadata):
+        return " or ".join(f'"{kind}"' for kind in ENGINES)
+    return type_name(field.annotation)
+
+
 def default_text(field: Any) -> str:
     if field.is_required():
         return "*required*"
@@ -154,7 +161,7 @@ def table(model: type[Config], prefix: str = "") -> list[str]:
         if section_of(field.annotation) is None:
             cells = (
                 f"`{prefix}{name}`",
-                type_name(field.annotation),
+                field_type(field),
                 default_text(field),
                 bounds_text(field),
                 docs.get(name, ""),

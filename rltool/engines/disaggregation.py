@@ -21,6 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialect import Pairing
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, Member
@@ -77,7 +78,7 @@ async def generate(
     """
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
-        if decode.dialect == "sglang":
+        if _pairing_of(decode) == "side_by_side":
             return _side_by_side(client, prefill, decode, one, timeout, version)
         return _in_turn(client, prefill, decode, one, timeout, may_decode)
 
@@ -108,13 +109,17 @@ async def generate_from_nothing(
 ) -> None:
     """Ask an engine that does not sample alone, once: it answers, and what it says means nothing. Raises as
     EngineClient.generate does."""
-    for http in dialect("sglang").generate(request):
+    for http in dialect(endpoint.dialect or "").generate(request):
         await _once(client, endpoint, _meeting(http, NOWHERE, endpoint.bootstrap_port), timeout)
 
 
 def samples_alone(endpoint: EngineEndpoint) -> bool:
-    """vLLM's engines all do, whatever their role."""
-    return endpoint.dialect != "sglang" or endpoint.role not in HALVES
+    """Those that are asked in turn all do, whatever their role."""
+    return endpoint.role not in HALVES or _pairing_of(endpoint) != "side_by_side"
+
+
+def _pairing_of(endpoint: EngineEndpoint) -> Pairing | None:
+    return None if endpoint.dialect is None else dialect(endpoint.dialect).pairing
 
 
 def one_by_one(request: GenerateRequest) -> list[GenerateRequest]:
@@ -151,7 +156,7 @@ async def _in_turn(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
     may_decode: Callable[[], bool],
 ) -> Completion:  # fmt: skip
-    speaks = dialect("vllm", plugin=bool(decode.plugin))
+    speaks = dialect(decode.dialect or "", plugin=bool(decode.plugin))
     loop = asyncio.get_running_loop()
     ends = loop.time() + timeout
     [second] = speaks.generate(request)
@@ -190,7 +195,7 @@ async def _side_by_side(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
     version: str | None,
 ) -> Completion:  # fmt: skip
-    speaks = dialect("sglang")
+    speaks = dialect(decode.dialect or "")
     [both] = speaks.generate(request)
     both = _meeting(both, urlsplit(prefill.url).hostname, prefill.bootstrap_port)
     _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])

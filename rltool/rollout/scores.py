@@ -55,7 +55,7 @@ class Scores:
         )
 
     async def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> tuple[float, ...]:
-        """One for each label of a classifier; see Dialect.classify. Errors of `_answer`, and UsageError."""
+        """One for each label of a classifier; see Inspects.classify. Errors of `_answer`, and UsageError."""
         return await self._answer(
             lambda engine: self._client.classify(
                 engine, token_ids, use_activation=use_activation, timeout=self._deadline

@@ -23,6 +23,7 @@ from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
 from rltool.engines.checksums import Compared, compare, with_ranks
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect, inspects
 from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
@@ -125,8 +126,8 @@ async def _with_engine(
 
 
 def _alike(info: EngineInfo, other: EngineInfo) -> bool:
-    """Whether equal parameters have equal digests: SGLang's are of another kind on a GPU."""
-    if info.dialect == "sglang" and info.device != other.device:
+    """Whether equal parameters have equal digests."""
+    if inspects(info.dialect).digests_by_device and info.device != other.device:
         return False
     return (info.dialect, info.dtype) == (other.dialect, other.dtype)
 
@@ -145,8 +146,8 @@ async def _probed(client: EngineClient, engine: EngineEndpoint, timeout: float) 
     engine = engine.probed(info)
     if not samples_alone(engine):
         raise UsageError(
-            f"{engine.url} is a {engine.role} engine of SGLang, which samples only together with another: a run "
-            "compares both with its trainer (`rltool debug weights --run NAME`)"
+            f"{engine.url} is a {engine.role} engine of {dialect(info.dialect).label}, which samples only together "
+            "with another: a run compares both with its trainer (`rltool debug weights --run NAME`)"
         )
     return engine, with_model_config(info)
 

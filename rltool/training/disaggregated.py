@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HALVES
 from rltool.errors import UsageError
@@ -23,10 +24,11 @@ def check_halves(
         )
     if len(set(kinds)) > 1:
         raise UsageError("prefill and decode engines are all vLLM's or all SGLang's: their caches are not alike")
-    if router and "vllm" in kinds:
+    in_turn = [dialect(kind).label for kind in kinds if kind is not None and dialect(kind).pairing == "in_turn"]
+    if router and in_turn:
         raise UsageError(
-            "a router and vLLM's prefill and decode engines contradict each other: rltool makes both calls itself, at "
-            "the engines; leave the router out"
+            f"a router and {in_turn[0]}'s prefill and decode engines contradict each other: rltool makes both calls "
+            "itself, at the engines; leave the router out"
         )
     if pause_mode not in (None, "auto", "abort"):
         raise UsageError(

@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Member, State
 from rltool.engines.types import HttpRequest
@@ -111,7 +111,7 @@ class GpuTurns:
             await self.end(url, f"it did not free its GPUs: {error}")
 
     async def _wake(self, of: Members, engine: Member) -> None:
-        residency, resume = of.residency(engine, self._trainer.device), dialect(engine.info.dialect).resume()
+        residency, resume = of.residency(engine, self._trainer.device), controls(engine.info.dialect).resume()
         try:
             await self._ask(of, engine, [*residency.weights_back(), *residency.caches_back(), *resume])
         except EngineError as error:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.import_path import load_callable
 from rltool.config.train import TrainConfig
-from rltool.engines.inspection import max_logprobs
+from rltool.engines.dialects import launches
 from rltool.errors import UsageError
 from rltool.training.routing_replay import check_routing_replay
 
@@ -272,13 +272,16 @@ def _check_served_teacher(config: TrainConfig) -> None:
 
 
 def _check_teachers_engines(config: TrainConfig) -> None:
-    """vLLM servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
+    """Servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
     topk = config.algorithm.distill_top_k
     for group in config.engines.groups:
-        if group.model == config.model.teacher and group.engine == "vllm" and max_logprobs(group.flags) < topk:
+        if group.model != config.model.teacher:
+            continue
+        most = launches(group.engine).max_logprobs(group.flags)
+        if most < topk:
             raise UsageError(
                 f"algorithm.distill_top_k = {topk} is more than the engines of group {group.name!r} give "
-                f'({max_logprobs(group.flags):g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
+                f'({most:g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
             )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
@@ -171,7 +171,7 @@ class Connections:
             await _leave(calls.run, endpoint, self._connected[endpoint.url].control)
 
         async def resume(endpoint: EngineEndpoint) -> None:
-            await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
+            await calls.run(endpoint, controls(endpoint.dialect or "").resume())
 
         failures = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
         gone = (State.DEAD, State.STARTING, State.ASLEEP)

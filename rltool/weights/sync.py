@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from rltool.config.rollout import WeightsConfig
 from rltool.engines import supported
 from rltool.engines.dialect import PauseMode
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.disaggregation import generate_at
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.engine_set import EngineSet
@@ -362,7 +362,7 @@ class WeightSync:
             return self.gpus.residency(self._members[endpoint.url].info).weights_back()
         if (control := self._pausing_control(endpoint.url)) is not None:
             return control.pause()
-        return dialect(endpoint.dialect or "").pause(self._pause_mode(endpoint.url))
+        return controls(endpoint.dialect or "").pause(self._pause_mode(endpoint.url))
 
     def _pause_mode(self, url: str) -> PauseMode:
         engine = self._members[url]
@@ -373,7 +373,7 @@ class WeightSync:
     def _go_on(self, endpoint: EngineEndpoint) -> list[HttpRequest]:
         """After it, whatever became of the update: half awake an engine is of no use to anybody."""
         url = endpoint.url
-        resume = (self._pausing_control(url) or dialect(endpoint.dialect or "")).resume()
+        resume = (self._pausing_control(url) or controls(endpoint.dialect or "")).resume()
         if self.gpus is not None and url in self._asleep:
             return [*self.gpus.residency(self._members[url].info).caches_back(), *resume]
         return resume

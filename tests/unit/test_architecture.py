@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from rltool.config.serve import ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
@@ -286,6 +288,28 @@ def test_no_wait_depends_on_the_time_of_day_which_may_jump():
     }
     assert found == set(WALL_CLOCK)
     assert wall_clocks("import time\nends = time.time() + 5") == ["time.time"]
+
+
+def compared_engines(text: str) -> list[str]:
+    """Where the name of an engine is compared, or looked up in a table that is written out on the spot."""
+    asks = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare | ast.MatchValue)
+        or (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict))
+    ]
+    return [
+        ast.unparse(node)
+        for node in asks
+        if any(isinstance(part, ast.Constant) and part.value in ENGINES for part in ast.walk(node))
+    ]
+
+
+def test_what_differs_between_engines_is_in_their_dialects():
+    files = sorted((ROOT / "rltool").rglob("*.py"))
+    found = {str(file): compared_engines(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: places for file, places in found.items() if places} == {}
+    assert len(compared_engines('a == "vllm" or b in ("x", "sglang") or {"vllm": 1}[c] or {"vllm": 1}')) == 3
 
 
 def past_the_terminal(text: str) -> list[str]:
