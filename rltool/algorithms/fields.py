@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, dataclass_transform
 
 import torch
@@ -53,6 +54,10 @@ class Held:
     over: Literal["response", "sequence"] = "response"
     comes: Literal["appended", "newest", "later"] = "later"
     counted: bool = False
+
+    def __post_init__(self) -> None:
+        if self.comes != "later" and (self.comes == "newest") != (self.over == "sequence"):
+            raise ValueError(f"{self.what}: what is appended is of the response, what is the newest of the sequence")
 
     def columns(self, name: str) -> tuple[Column, ...]:
         if self.counted:
@@ -162,7 +167,7 @@ class LossFields(Record):
     teacher_logprobs: Tensor | None = token(held=Held("log-probabilities of the teacher"))
     """The teacher's; of one on engines 0 where the policy did not sample the token."""
     teacher_topk_logprobs: Tensor | None = token(
-        row="teacher's tokens", fill=-torch.inf, held=Held("log-probabilities of these", "f")
+        row="teacher's tokens", fill=-torch.inf, held=Held("most probable tokens of the teacher", "f")
     )
     """[T, K], log-probabilities of teacher_topk_ids; any values where loss_mask is 0. None unless the loss has a KL
     over them."""
@@ -215,7 +220,7 @@ class BatchFields(LossFields):
     """Int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0; None where unknown
     (recorded by an earlier release, synthetic) and for supervised data."""
     sampling_mask: Tensor | None = token(
-        torch.int32, row="tokens left to choose from", fill=-1, cut="target",
+        torch.int32, row="those that top-p and top-k left to choose from", fill=-1, cut="target",
         held=Held("sampling masks", "i", comes="appended", counted=True),
     )  # fmt: skip
     """[T, K] int32, the tokens that top-p and top-k left to choose from in each token's place, -1 beyond their number;
@@ -248,17 +253,24 @@ class BatchFields(LossFields):
     """What the critic is trained towards (algorithms/gae.py); None without a critic."""
 
 
-def fields_of(record: Any) -> dict[str, Field]:
+@cache
+def _table(cls: Any) -> dict[str, Field]:
+    return {item.name: item.metadata[KEY] for item in dataclasses.fields(cls) if KEY in item.metadata}
+
+
+def fields_of(record: Any) -> Mapping[str, Field]:
     """Name -> declaration of what a record, or a class of records, has of the table."""
-    return {item.name: item.metadata[KEY] for item in dataclasses.fields(record) if KEY in item.metadata}
+    return _table(record if isinstance(record, type) else type(record))
 
 
-def held_fields() -> dict[str, tuple[Field, Held]]:
+@cache
+def held_fields() -> Mapping[str, tuple[Field, Held]]:
     """Those that samples have."""
     return {name: (field, field.held) for name, field in fields_of(BatchFields).items() if field.held is not None}
 
 
-def sample_columns() -> dict[str, Column]:
+@cache
+def sample_columns() -> Mapping[str, Column]:
     return {column.name: column for name, (_, held) in held_fields().items() for column in held.columns(name)}
 
 
@@ -278,6 +290,8 @@ def declare(name: str, entry: Any, *, in_loss: bool = False) -> None:
     if name in fields_of(BatchFields):
         raise ValueError(f"the table has a field {name} already")
     _add(LossFields if in_loss else BatchFields, name, "Tensor | None", entry)
+    for cached in (_table, held_fields, sample_columns):
+        cached.cache_clear()
     held = entry.metadata[KEY].held
     for column in held.columns(name) if held else ():
         for cls in _HOLDERS:
