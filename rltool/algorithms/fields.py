@@ -115,8 +115,9 @@ class Record:
         items = dataclasses.fields(self)  # type: ignore[arg-type]
         given = dict(zip((item.name for item in items), values, strict=False))
         unknown = [*(given.keys() & named.keys()), *(named.keys() - {item.name for item in items})]
-        if unknown or len(values) > len(items):
-            raise TypeError(f"{type(self).__name__}: unknown, or given twice: {', '.join(unknown) or values[-1]!r}")
+        unknown += map(repr, values[len(items) :])
+        if unknown:
+            raise TypeError(f"{type(self).__name__}: unknown, or given twice: {', '.join(unknown)}")
         given |= named
         missing = []
         for item in items:
@@ -290,18 +291,23 @@ def declare(name: str, entry: Any, *, in_loss: bool = False) -> None:
     if name in fields_of(BatchFields):
         raise ValueError(f"the table has a field {name} already")
     _add(LossFields if in_loss else BatchFields, name, "Tensor | None", entry)
-    for cached in (_table, held_fields, sample_columns):
-        cached.cache_clear()
+    forget_cached()
     held = entry.metadata[KEY].held
     for column in held.columns(name) if held else ():
         for cls in _HOLDERS:
             _add(cls, column.name, "array[Any] | list[float]", dataclasses.field(default_factory=column.empty))
 
 
+def forget_cached() -> None:
+    """The table was changed."""
+    for cached in (_table, held_fields, sample_columns):
+        cached.cache_clear()
+
+
 def _add(cls: type, name: str, annotation: str, entry: Any) -> None:
     known = dataclasses.make_dataclass("_", [(name, annotation, entry)]).__dataclass_fields__[name]
-    for each in (cls, *cls.__subclasses__()):
-        if each is cls:
-            cls.__dataclass_fields__[name] = known  # type: ignore[attr-defined]
-        else:
-            _add(each, name, annotation, entry)
+    cls.__dataclass_fields__[name] = known  # type: ignore[attr-defined]
+    if known.default is not MISSING:
+        setattr(cls, name, known.default)
+    for each in cls.__subclasses__():
+        _add(each, name, annotation, entry)
