@@ -114,6 +114,18 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
     return [*names, "distill_kl"] if algorithm.distill_kl_coef > 0 else names
 
 
+def needed_fields(algorithm: AlgorithmConfig) -> set[str]:
+    """Of LossFields, what `policy_token_losses` cannot do without; old log-probabilities may be those of the loss."""
+    needs = {
+        "advantages": True,
+        "rollout_logprobs": algorithm.off_policy_mask_threshold is not None,
+        "ref_logprobs": algorithm.uses_reference and algorithm.kl_in == "loss",
+        "teacher_topk_logprobs": algorithm.uses_teacher_topk,
+        "kl_cov_coefs": algorithm.kl_cov_fraction > 0,
+    }
+    return {name for name, needed in needs.items() if needed}
+
+
 def _distillation_kl(tokens: LossTokens) -> Tensor:
     teacher, topk, tail = tokens.teacher_topk_logprobs, tokens.topk_logprobs, tokens.tail_logprobs
     assert teacher is not None and topk is not None and tail is not None

@@ -7,7 +7,7 @@ rltool.checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
-from rltool.megatron.routing_replay import RoutingReplay
+from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
@@ -102,12 +102,15 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.routing_replay:
             cut, at = self.config.sequence_parallel, self.coordinates
-            self._replay = RoutingReplay(model, tp_rank=at.tp_rank if cut else 0, tp_size=at.layout.tp if cut else 1)
+            self._replay = RoutingReplay(
+                model, layers=self.family.num_layers, tp_rank=at.tp_rank if cut else 0,
+                tp_size=at.layout.tp if cut else 1,
+            )  # fmt: skip
         return model
 
-    def as_computed(self, batch: TrainBatch) -> TrainBatch:
-        """With the experts that the engines chose, where the policy is to replay them."""
-        return batch if self._replays else super().as_computed(batch)
+    def inputs(self) -> Collection[str]:
+        """The experts that the engines chose, where the policy is to replay them."""
+        return (REPLAYED,) if self._replays else ()
 
     def weights_changed(self, *, initial: bool = False) -> None:
         """As for every model; initial weights also become the reference, where the loss has one."""
@@ -212,24 +215,25 @@ class MegatronTrainer(TrainedModel):
         """Log-probability and entropy of micro.rows, over the tokens that were left to choose from."""
         states, weight = self._states(micro, hidden, gradient_in_parts=True), output_weight(self.gpt)
         options = {"keep": not self.config.recompute_head, **self._head()}
-        if micro.sampling_mask is None:
+        kept = micro.at_targets.get("sampling_mask")
+        if kept is None:
             found = head_logprobs(states, weight, micro.targets, **options)
         else:
-            of_kept = head_logprobs_of(states, weight, micro.targets, micro.sampling_mask, **options)
-            found = kept_distribution(of_kept, micro.sampling_mask)
+            found = kept_distribution(head_logprobs_of(states, weight, micro.targets, kept, **options), kept)
         return self._on_all_context_ranks(micro, *found)
 
     def training_outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """`outputs`; with algorithm.distill_kl_coef all of topk_head.HeadOutputs, of the teacher's tokens."""
         if not self.algorithm.uses_teacher_topk:
             return self.outputs(micro, hidden)
-        if micro.topk_ids is None:
+        ids = micro.at_targets.get("teacher_topk_ids")
+        if ids is None:
             raise ValueError("TrainBatch.teacher_topk_ids is None, but algorithm.distill_kl_coef needs it")
         found = head_logprobs_of(
             self._states(micro, hidden, gradient_in_parts=True),
             output_weight(self.gpt),
             micro.targets,
-            micro.topk_ids,
+            ids,
             keep=not self.config.recompute_head,
             **self._head(),
         )
@@ -271,8 +275,8 @@ class MegatronTrainer(TrainedModel):
             )
 
         if self._replay is not None:
-            if any(batch.routed_experts is None for batch in micro_batches):
-                raise ValueError("TrainBatch.routed_experts is None, but algorithm.routing_replay needs it")
+            if any(getattr(batch, REPLAYED) is None for batch in micro_batches):
+                raise ValueError(f"TrainBatch.{REPLAYED} is None, but algorithm.routing_replay needs it")
             self._replay.start_counting()
         names = loss.metric_names(self.algorithm, on_policy=on_policy)
         rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
