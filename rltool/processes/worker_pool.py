@@ -182,9 +182,10 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        if self._lost is None and self.process.poll() is not None:
+        has_ended = self.process.poll() is not None
+        if has_ended and self._reading is None:  # else answers may still be in the socket
             self.lose(WorkerLost(self._how_it_ended()))
-        return self._lost is None
+        return self._lost is None and not has_ended
 
     async def ready(self) -> None:
         """Raises UsageError if it cannot import its function, WorkerLost if it ends, or takes over START_SECONDS."""
