@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import subprocess
 import sys
 from typing import Any
@@ -307,6 +308,25 @@ def test_an_agent_that_blocks_its_event_loop_loses_its_worker_and_the_next_one_g
 
     blocking, beside, fine = asyncio.run(run())
     assert "blocked its event loop" in blocking and "blocked its event loop" in beside and fine == 1.0
+
+
+def test_what_a_worker_answered_before_it_ended_counts_also_where_its_end_is_seen_first():
+    async def run() -> list[Any]:
+        agents = FunctionAgents(f"{PLACE}:misbehaves", workers=1)
+        try:
+            answered = asyncio.ensure_future(agents.run(hello("is fine")))
+            await asyncio.sleep(0)
+            await agents._pool.ready()
+            await asyncio.sleep(0)  # it is given the episode
+            worker = agents._pool.workers[0]
+            assert worker is not None and select.select([worker._socket], [], [], 60.0)[0]
+            worker.process.kill()
+            worker.process.wait()
+            return await asyncio.gather(agents.run(hello("is fine")), answered)
+        finally:
+            await agents.close()
+
+    assert asyncio.run(run()) == [1.0, 1.0]
 
 
 def test_a_worker_whose_event_loop_is_blocked_ends_with_its_parent():
