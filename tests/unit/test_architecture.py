@@ -45,6 +45,7 @@ OWNERS = {
     "ray": {"training": "actors and placement"},
     "megatron": {"megatron": "the trainer", "checkpoints": "dist_checkpointing and the model that it fills"},
     "vllm": {"engines/plugin": "what runs inside a vLLM server"},
+    "starlette": {"engines/plugin/server.py": "what runs inside a vLLM server"},
     "sglang": {},
     "sglang_router": {"router/main.py": "the router's own process"},
     "torch": {
