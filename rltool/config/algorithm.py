@@ -1,5 +1,5 @@
-"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/training/validate_algorithm.py says
-which of them belong together."""
+"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py says which
+of them belong together."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AlgorithmConfig(Config):
     """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
     init --algorithm`).
 
-    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
+    A setting that has no effect beside the others is refused: rltool/config/algorithm_rules.py.
     """
 
     loss: Literal["policy", "sft"] = "policy"

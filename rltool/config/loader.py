@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -29,6 +29,7 @@ _SHAPES = {
     "list_type": "expected a list, [VALUE, ...]",
 }
 """What to write, in the words of TOML, for what pydantic names by Python's types."""
+_KEY = re.compile(r"[a-z_][\w.]*\w")
 _TYPES = frozenset({"str", "int", "float", "bool"})
 
 
@@ -49,11 +50,13 @@ def load_config(
     files: Sequence[Path] = (),
     sets: Sequence[str] = (),
     flags: Mapping[str, tuple[str, Any]] | None = None,
+    rules: Sequence[Callable[[Any], None]] | None = None,
 ) -> Loaded[C]:
     """Build `model` from its sources.
 
     files: TOML files, later ones win key by key. sets: "a.b=c", the right side read as a TOML value, else as text.
-    flags: dotted key -> (flag name, value); a value of None means that the flag was not given.
+    flags: dotted key -> (flag name, value); a value of None means that the flag was not given. rules: of those in
+    rltool/config/rules.py the ones to apply, for verbs that do not train; None: all.
     Raises ConfigError (exit code 2) for a missing or broken file, an unknown key, or a value that does not validate.
     """
     values: dict[str, Any] = {}
@@ -70,7 +73,8 @@ def load_config(
         if value is not None:
             _put(values, origins, model, key, value, flag)
     try:
-        return Loaded(model.model_validate(values), origins)
+        context = None if rules is None else {"rules": rules}
+        return Loaded(model.model_validate(values, context=context), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins, model, values)) from None
 
@@ -235,7 +239,7 @@ def _line(
     key, first = ".".join(map(str, place)), items[0]
     parents = (".".join(map(str, place[:depth])) for depth in range(len(place), 0, -1))
     origin = next((origins[parent] for parent in parents if parent in origins), None)
-    from_where = f", from {origin}" if origin else ""
+    from_where = f", from {origin}" if origin else _named_origins(first, key, origins)
     if first["type"] == "extra_forbidden":  # in a section of a list or a table; _put has seen to the others
         return f"unknown key {key!r}{from_where}{_nearest(model, place)}"
     if first["type"] == "missing":
@@ -256,6 +260,20 @@ def _line(
         text = f'["{value}"]'
         hint = f"; give a list: --set '{key}={text}'" if origin == "--set" else f"; give a list: {text}"
     return (f"{key}: " if key else "") + f"{message}{given}{from_where}{hint}"
+
+
+def _named_origins(item: Any, section: str, origins: Mapping[str, str]) -> str:
+    """Where the keys were set that a rule between several names: ` (optimizer.lr from run.toml)`. section: of the rule;
+    "" for the whole configuration."""
+    if item["type"] != "value_error":
+        return ""
+    prefix, words = f"{section}." if section else "", set(_KEY.findall(item["msg"]))
+    found = [
+        f"{key} from {origin}"
+        for key, origin in origins.items()
+        if key in words or (prefix and key.startswith(prefix) and key.removeprefix(prefix) in words)
+    ]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _message(item: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from rltool.config.engine_rules import halves_fault
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HALVES
 from rltool.errors import UsageError
@@ -15,25 +16,9 @@ def check_halves(
     """roles, kinds: of the engines that the policy is sampled from. router: whether requests go through one.
     pause_mode: weights.pause_mode; None: they are not synced. UsageError for what a run cannot do with them; nothing
     where all are regular."""
-    if not set(roles) - {"regular"}:
-        return
-    if set(roles) != HALVES:
-        raise UsageError(
-            f"engines of role {' and '.join(sorted(set(roles)))}: prefill and decode go together, without regular ones"
-        )
-    if len(set(kinds)) > 1:
-        raise UsageError("prefill and decode engines are all vLLM's or all SGLang's: their caches are not alike")
-    if router and "vllm" in kinds:
-        raise UsageError(
-            "a router and vLLM's prefill and decode engines contradict each other: rltool makes both calls itself, at "
-            "the engines; leave the router out"
-        )
-    if pause_mode not in (None, "auto", "abort"):
-        raise UsageError(
-            f'weights.pause_mode = "{pause_mode}" with prefill and decode engines: a KV cache of old weights would be '
-            'used after a sync; set weights.pause_mode = "abort", with which the tokens so far are kept, and their '
-            'cache is computed anew, or leave it at "auto"'
-        )
+    why = halves_fault(roles, kinds, router=router, pause_mode=pause_mode)
+    if why is not None:
+        raise UsageError(why)
 
 
 def check_regular(engines: Iterable[EngineEndpoint], what: str) -> None:

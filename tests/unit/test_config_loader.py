@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from rltool.config.loader import ConfigError, load_config
+from rltool.config.rules import RULES_OF_GENERATION
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
 
@@ -194,3 +195,27 @@ def test_a_refusal_of_several_keys_together_has_no_empty_key():
 def test_a_name_of_the_users_own_stays_in_the_key():
     with pytest.raises(ConfigError, match=r"^eval\.sets\.gsm-8k: .*\(got 3\), from --set$"):
         load_config(TrainConfig, [], ["model.path=m", "eval.sets.gsm-8k=3"])
+
+
+def test_a_configuration_made_in_python_is_refused_by_the_rules_between_its_keys():
+    with pytest.raises(ValueError, match=r"rollout.prompts_per_step 33 .* such as 32"):
+        TrainConfig(model={"path": "m"}, rollout={"prompts_per_step": 33}, optimizer_steps_per_rollout=2)
+    with pytest.raises(ValueError, match="algorithm.gamma = 0.5 would have no effect"):
+        TrainConfig(model={"path": "m"}, algorithm={"gamma": 0.5})
+
+
+def test_a_rule_between_keys_names_where_each_of_them_was_set(tmp_path):
+    file = write(tmp_path, '[model]\npath = "m"\n[rollout]\npartial_rollout = true\noversampling_factor = 1.5\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [file], ["rollout.max_staleness=0"], {"steps": ("--steps", 3)})
+    assert str(error.value).endswith(f" (rollout.partial_rollout from {file}, rollout.max_staleness from --set)")
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [], ["model.path=m", "trainer.world_size=3", "trainer.tensor_parallel=2"])
+    assert str(error.value).endswith(" (trainer.world_size from --set, trainer.tensor_parallel from --set)")
+
+
+def test_a_verb_that_does_not_train_applies_the_rules_that_it_needs():
+    sets = ["model.path=m", "trainer.max_tokens_per_micro_batch=8", 'rollout.environment_arguments={"a"=1}']
+    assert load_config(TrainConfig, [], sets, rules=()).config.trainer.max_tokens_per_micro_batch == 8
+    with pytest.raises(ConfigError, match=r"rollout\.environment_arguments"):
+        load_config(TrainConfig, [], sets, rules=RULES_OF_GENERATION)

@@ -69,6 +69,7 @@ def test_the_numbers_are_found_that_stand_in_a_tuple_a_union_and_a_table():
 def test_a_number_is_neither_text_nor_a_bool_and_it_is_finite(model, key, put, wrong):
     flags = {name: ("--flag", value) for name, value in REQUIRED[model].items()}
     if key in ("algorithm.is_cap", "algorithm.clip_high") and wrong == math.inf:
+        flags["algorithm.is_weights"] = ("--flag", "token")
         found = load_config(model, flags=flags | {key: ("--it", put(wrong))}).config.algorithm
         assert getattr(found, key.removeprefix("algorithm.")) == math.inf
         return

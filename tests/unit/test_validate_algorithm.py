@@ -1,10 +1,11 @@
 import pytest
 
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.algorithm_rules import EFFECTIVE
 from rltool.config.loader import ConfigError, load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
-from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
+from rltool.training.validate import check_own_functions, check_teachers_engines
 
 PARTS = 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]'
 
@@ -12,7 +13,9 @@ SERVED = ["algorithm.distill_kl_coef=0.1", "model.teacher=big", "models.big.path
 
 
 def check(*sets: str) -> None:
-    check_algorithm(load_config(TrainConfig, [], ["model.path=model", *sets]).config)
+    config = load_config(TrainConfig, [], ["model.path=model", *sets]).config
+    check_own_functions(config.algorithm)
+    check_teachers_engines(config)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,7 @@ def check(*sets: str) -> None:
         ],
         ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
         ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=1", 'algorithm.old_logprobs="rollout"'],
-        ["rollout.partial_rollout=true", "algorithm.mask_tokens_older_than=0"],
+        ["rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0"],
         ['algorithm.old_logprobs="rollout"', "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'],
         ["algorithm.is_weights=token", "algorithm.is_cap=inf", "algorithm.is_normalize=true", "algorithm.is_floor=0.1"],
         ["algorithm.distill_coef=0.1", "model.teacher_path=teacher", "algorithm.reward_clip=[-1, 1.5]"],
