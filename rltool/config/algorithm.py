@@ -103,10 +103,8 @@ class AlgorithmConfig(Config):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, in nats. With entropy_target the weight that the run begins with."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy in nats below which there is a bonus; its weight grows by entropy_coef_step after each step that ends
-    below, and falls by as much after one above. None: entropy_coef throughout."""
-    entropy_coef_step: float = Field(default=0.005, gt=0)
-    """See entropy_target."""
+    """Entropy in nats below which there is a bonus; its weight grows by 0.005 after each step that ends below, and
+    falls by as much after one above. None: entropy_coef throughout."""
     top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
     """Policy loss only on this share of the rollout's tokens, those where the old policy has the highest entropy; 1:
     on all."""
@@ -137,10 +135,8 @@ class AlgorithmConfig(Config):
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model. With kl_target the weight that the
     run begins with."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Mean of the estimate per token, in nats, that the weight is steered towards after each step (Ziegler et al.
-    2019); None: kl_coef throughout."""
-    kl_gain: float = Field(default=0.1, gt=0)
-    """kl_target: the weight changes by at most a fifth of this, relatively, in one step."""
+    """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
+    (Ziegler et al. 2019); None: kl_coef throughout."""
     reference_update_steps: int = Field(default=0, ge=0)
     """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
     loaded first."""

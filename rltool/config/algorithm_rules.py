@@ -81,7 +81,6 @@ EFFECTIVE: dict[str, Needs] = {
     "dual_clip": _objective("ppo"),
     "sapo_temperature_pos": _SAPO,
     "sapo_temperature_neg": _SAPO,
-    "entropy_coef_step": Needs(lambda a: a.entropy_target is not None, "algorithm.entropy_target"),
     "top_entropy_fraction": Needs(
         lambda a: a.old_logprobs == "trainer",
         'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
@@ -93,7 +92,6 @@ EFFECTIVE: dict[str, Needs] = {
     "reference_update_steps": _KL,
     "kl_in": _KL,
     "kl_target": _KL,
-    "kl_gain": Needs(lambda a: a.kl_target is not None, "algorithm.kl_target"),
     "kl_estimator": _KL,
     "kl_unbiased": Needs(
         lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'

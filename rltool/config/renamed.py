@@ -27,6 +27,12 @@ RENAMED: dict[str, str] = {
 """Old dotted key -> new dotted key."""
 
 REMOVED: dict[str, str] = {
+    "algorithm.entropy_coef_step": "the step is 0.005, as in Skywork-OR1: use algorithm.entropy_target",
+    "algorithm.kl_gain": "the gain is 0.1, as in Ziegler et al. 2019: use algorithm.kl_target",
+    "engines.restart_forget": "an engine that has served for 10 minutes has all restarts again: use "
+    "engines.max_restarts and engines.restart_backoff",
+    "reward.simulate_seconds": "name a reward.function of your own that sleeps",
+    "rollout.simulate_step_seconds": "name a rollout.environment of your own whose step sleeps",
     "trainer.virtual_pipeline_parallel": "it took only 1, for Megatron-core's interleaved schedule gave silently wrong "
     "gradients here: use trainer.pipeline_parallel alone",
 }

@@ -185,8 +185,6 @@ def check_generation(config: TrainConfig) -> None:
         raise ValueError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
     if rollout.environment_arguments and rollout.environment is None:
         raise ValueError("rollout.environment_arguments has no effect without rollout.environment")
-    if rollout.simulate_step_seconds and rollout.environment is None:
-        raise ValueError("rollout.simulate_step_seconds has no effect without rollout.environment")
     if rollout.function is not None:
         for name, default, instead in (
             ("partial_rollout", False, "context.put_back keeps a group for the next call"),

@@ -243,7 +243,7 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
 }
 OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
-OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step", "reference_update_steps"}
+OF_THE_NEXT_STEP = {"kl_target", "entropy_target", "reference_update_steps"}
 """Change what the next step uses: tests/unit/test_controllers.py, tests/unit/test_loop_coefficients.py."""
 OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
 """Change the gradient by way of other tokens than those sampled: tests/unit/test_topk_kl.py."""
