@@ -204,19 +204,19 @@ def is_weight(batch, a) -> list[dict[int, float]]:
 
 
 def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
-    if a.objective == "reinforce":
+    if a.objective.kind == "reinforce":
         return -advantage * new
-    if a.objective == "sapo":
-        tau = a.sapo_temperature_pos if advantage > 0 else a.sapo_temperature_neg
+    if a.objective.kind == "sapo":
+        tau = a.objective.temperature_pos if advantage > 0 else a.objective.temperature_neg
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-    if a.objective == "gmpo":
+    if a.objective.kind == "gmpo":
         return -ratio * advantage
-    low, high = 1 - a.clip_low, 1 + a.clip_high
-    if a.objective == "cispo":
+    low, high = 1 - a.objective.clip_low, 1 + a.objective.clip_high
+    if a.objective.kind == "cispo":
         return -min(max(float(ratio.detach()), low), high) * advantage * new
     objective = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
-    if a.dual_clip is not None and advantage < 0:
-        objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage, dtype=objective.dtype))
+    if a.objective.kind == "ppo" and a.objective.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.tensor(a.objective.dual_clip * advantage, dtype=objective.dtype))
     return -objective
 
 
@@ -225,7 +225,7 @@ def geometric_mean_of_clipped(new: list[Tensor], old: list[Tensor], advantages: 
     product = torch.ones((), dtype=new[0].dtype)
     for p, q, advantage in zip(new, old, advantages, strict=True):
         ratio = torch.exp(p) / torch.exp(q)
-        limit = 1 - a.clip_low if advantage < 0 else 1 + a.clip_high
+        limit = 1 - a.objective.clip_low if advantage < 0 else 1 + a.objective.clip_high
         beyond = float(ratio.detach()) < limit if advantage < 0 else float(ratio.detach()) > limit
         product = product * (torch.full_like(product, limit) if beyond else ratio)
     return product ** (1 / len(new))
@@ -285,9 +285,9 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
             if a.loss == "sft":
                 samples[-1].append(-new[i][t])
                 continue
-            if a.ratio == "sequence":
+            if getattr(a.objective, "ratio", "token") == "sequence":
                 ratio = torch.exp(sum(new[i][s] - old[i][s] for s in own) / len(own))
-            elif a.objective == "gmpo":
+            elif a.objective.kind == "gmpo":
                 given = [float(advantage_of[i][s]) for s in own]
                 ratio = geometric_mean_of_clipped([new[i][s] for s in own], [old[i][s] for s in own], given, a)
             else:

@@ -66,7 +66,7 @@ def check_loss_function(
     that reads `tokens.metadata`; else `example_tokens`.
     """
     function = load_callable(path, setting="path")
-    algorithm = algorithm or AlgorithmConfig()
+    algorithm = algorithm or AlgorithmConfig.model_validate({"objective": path})
     problems: list[str] = []
     logprobs, tokens = example or example_tokens()
     found = _called(path, lambda: function(logprobs, tokens, algorithm), _tensors(tokens), problems)

@@ -3,22 +3,13 @@ of them belong together."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, model_validator
 
 from rltool.config.base import Config, OwnFunction
-
-
-def _inf_from_json(value: Any) -> Any:
-    """JSON has no infinity: AlgorithmConfig writes text."""
-    return math.inf if value == str(math.inf) else value
-
-
-Limit = Annotated[float, BeforeValidator(_inf_from_json)]
-"""A number for which inf, no limit, has a meaning."""
+from rltool.config.objective import PPO, Limit, Objective, inf_in_json
 
 
 class AlgorithmConfig(Config):
@@ -80,23 +71,9 @@ class AlgorithmConfig(Config):
     overlong_penalty: float = Field(default=1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
-    objective: Literal["ppo", "cispo", "gmpo", "sapo", "reinforce"] | OwnFunction = "ppo"
-    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens,
-    algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
-    ratio: Literal["token", "sequence"] = "token"
-    """ppo and cispo: probability ratio new / old of each token, or the geometric mean over its sample's tokens (GSPO),
-    whose gradient goes to each token by itself (GSPO-token)."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """See clip_high."""
-    clip_high: Limit = Field(default=0.2, gt=0, allow_inf_nan=True)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; inf: no upper limit. GSPO's are near 3e-4."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
-    limit."""
-    sapo_temperature_pos: float = Field(default=1.0, gt=0)
-    """sapo: how fast the pull of a token with a positive advantage fades as its ratio leaves 1."""
-    sapo_temperature_neg: float = Field(default=1.05, gt=0)
-    """sapo: the same for all other tokens."""
+    objective: Objective = PPO()
+    """The surrogate (rltool/algorithms/losses.py); what it is set by depends on its `kind`, see below. A kind alone, or
+    `package.module:function`, may stand in the place of the table."""
     off_policy_mask_threshold: float | None = Field(default=None, gt=0)
     """No policy loss on tokens with a negative advantage in samples whose mean log(p_engine / p), now in training, is
     above this, in nats (DeepSeek-V3.2); None: no mask."""
@@ -198,10 +175,9 @@ class AlgorithmConfig(Config):
             raise ValueError(f"reward_clip = [{low:g}, {high:g}] would make all rewards equal; the first is the lower")
         return self
 
-    @field_serializer("is_cap", "clip_high", when_used="json")
-    def _inf_in_json(self, value: float) -> float | str:
-        # _inf_from_json reads the text back.
-        return value if math.isfinite(value) else str(value)
+    @field_serializer("is_cap", when_used="json")
+    def _is_cap(self, value: float) -> float | str:
+        return inf_in_json(value)
 
     @property
     def own_advantage(self) -> bool:
@@ -210,8 +186,8 @@ class AlgorithmConfig(Config):
 
     @property
     def own_objective(self) -> bool:
-        """`objective` is an import path."""
-        return ":" in self.objective
+        """`objective` is a function of the user's."""
+        return self.objective.kind == "own"
 
     def logits_temperature(self, sampling_temperature: float) -> float:
         """What the trainer divides its logits by: the temperature that its tokens were sampled at.
@@ -231,7 +207,7 @@ class AlgorithmConfig(Config):
     @property
     def clips_ratio(self) -> bool:
         """The objective limits the ratio to [1 - clip_low, 1 + clip_high]."""
-        return self.objective in ("ppo", "cispo", "gmpo")
+        return self.objective.kind in ("ppo", "cispo", "gmpo")
 
     @property
     def uses_teacher_logprobs(self) -> bool:

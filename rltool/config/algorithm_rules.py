@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
+from rltool.config.base import Config
 
 if TYPE_CHECKING:
     from rltool.config.train import TrainConfig
@@ -28,13 +29,6 @@ def _estimator(*names: str) -> Needs:
     )
 
 
-def _objective(*names: str) -> Needs:
-    return Needs(
-        lambda a: a.own_objective or a.objective in names,
-        " or ".join(f'algorithm.objective = "{name}"' for name in names),
-    )
-
-
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
     lambda a: a.advantage not in ("distill", "gdpo", "none"),
@@ -47,8 +41,6 @@ _RECOMPUTED = Needs(
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
     "the same",
 )
-_CLIP = _objective("ppo", "cispo", "gmpo")
-_SAPO = _objective("sapo")
 _CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
@@ -75,12 +67,6 @@ EFFECTIVE: dict[str, Needs] = {
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
-    "ratio": _objective("ppo", "cispo"),
-    "clip_low": _CLIP,
-    "clip_high": _CLIP,
-    "dual_clip": _objective("ppo"),
-    "sapo_temperature_pos": _SAPO,
-    "sapo_temperature_neg": _SAPO,
     "top_entropy_fraction": Needs(
         lambda a: a.old_logprobs == "trainer",
         'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
@@ -108,7 +94,7 @@ EFFECTIVE: dict[str, Needs] = {
 """Settings of the policy loss that need another one; those not named here always count."""
 
 OF_THE_POLICY_GRADIENT = (
-    "whiten_advantages", "distill_coef", "objective", "ratio", "clip_low", "clip_high", "dual_clip",
+    "whiten_advantages", "distill_coef", "objective",
     "off_policy_mask_threshold", "top_entropy_fraction", "clip_cov_fraction", "kl_cov_fraction", "is_weights",
     "is_mask", "is_veto",
 )  # fmt: skip
@@ -346,4 +332,7 @@ def _toml(value: object) -> str:
         return f'"{value}"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Config):
+        given = value.model_dump(exclude_defaults=True) | {"kind": getattr(value, "kind", None)}
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in sorted(given.items()))}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,6 +4,12 @@ and says so."""
 from __future__ import annotations
 
 RENAMED: dict[str, str] = {
+    "algorithm.ratio": "algorithm.objective.ratio",
+    "algorithm.clip_low": "algorithm.objective.clip_low",
+    "algorithm.clip_high": "algorithm.objective.clip_high",
+    "algorithm.dual_clip": "algorithm.objective.dual_clip",
+    "algorithm.sapo_temperature_pos": "algorithm.objective.temperature_pos",
+    "algorithm.sapo_temperature_neg": "algorithm.objective.temperature_neg",
     "rollout.mode": "engines.mode",
     "rollout.external": "engines.external",
     "rollout.router": "engines.router",

@@ -72,9 +72,11 @@ def check_addresses(engines: EnginesConfig) -> None:
 
 def check_own_functions(algorithm: AlgorithmConfig) -> None:
     """The functions that [algorithm] names can be imported and called."""
-    for name, takes in (("advantage", ("batch", "algorithm")), ("objective", ("logprobs", "tokens", "algorithm"))):
-        if ":" in getattr(algorithm, name):
-            load_callable(getattr(algorithm, name), setting=f"algorithm.{name}", takes=takes)
+    advantage, objective = algorithm.advantage, algorithm.objective
+    if algorithm.own_advantage:
+        load_callable(advantage, setting="algorithm.advantage", takes=("batch", "algorithm"))
+    if objective.kind == "own":
+        load_callable(objective.function, setting="algorithm.objective", takes=("logprobs", "tokens", "algorithm"))
 
 
 def check_teachers_engines(config: TrainConfig) -> None:

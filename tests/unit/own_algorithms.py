@@ -43,7 +43,8 @@ def reinforce(logprobs, tokens, algorithm):
 
 
 def squared(logprobs, tokens, algorithm):
-    return (logprobs - tokens.old_logprobs - algorithm.clip_high * tokens.advantages).square()
+    pull = algorithm.objective.options.get("pull", 0.2)
+    return (logprobs - tokens.old_logprobs - pull * tokens.advantages).square()
 
 
 def summed(logprobs, tokens, algorithm):

@@ -1,8 +1,12 @@
+import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.loader import ConfigError, load_config
+from rltool.config.objective import CISPO, PPO, OwnObjective
 from rltool.config.rules import RULES_OF_GENERATION
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
@@ -132,10 +136,11 @@ def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
     for old, new in gone.items():
         for key, there in ((old, False), (new, True)):
             *sections, name = key.split(".")
-            model = TrainConfig
+            models = [TrainConfig]
             for section in sections:
-                model = model.model_fields[section].annotation
-            assert (name in model.model_fields) is there, key
+                field = models[0].model_fields[section].annotation
+                models = [field] if isinstance(field, type) else list(get_args(field))
+            assert any(name in model.model_fields for model in models) is there, key
 
 
 @pytest.mark.parametrize(
@@ -219,3 +224,44 @@ def test_a_verb_that_does_not_train_applies_the_rules_that_it_needs():
     assert load_config(TrainConfig, [], sets, rules=()).config.trainer.max_tokens_per_micro_batch == 8
     with pytest.raises(ConfigError, match=r"rollout\.environment_arguments"):
         load_config(TrainConfig, [], sets, rules=RULES_OF_GENERATION)
+
+
+WITH_CISPO = '[model]\npath = "m"\n[algorithm.objective]\nclip_low = 1.0\nkind = "cispo"\n'
+
+
+def test_tables_with_a_kind_merge_key_by_key_and_another_kind_begins_anew(tmp_path):
+    def loaded(*sets: str):
+        found = load_config(TrainConfig, [write(tmp_path, WITH_CISPO)], sets)
+        return found.config.algorithm.objective, [key for key in found.origins if "objective" in key]
+
+    keys = ["algorithm.objective.kind", "algorithm.objective.clip_low"]
+    assert loaded("algorithm.objective.ratio=sequence") == (
+        CISPO(clip_low=1.0, ratio="sequence"), [*keys, "algorithm.objective.ratio"]
+    )  # fmt: skip
+    assert loaded("algorithm.objective.kind=cispo") == (CISPO(clip_low=1.0), keys)
+    assert loaded("algorithm.objective.kind=ppo") == (PPO(), keys[:1])
+    for both in (["algorithm.objective=a:b", "algorithm.objective.options.x=3"],
+                 ['algorithm.objective={options={x=3}, kind="own", function="a:b"}']):  # fmt: skip
+        assert loaded(*both)[0] == OwnObjective(function="a:b", options={"x": 3})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.objective=cipso", "algorithm.objective.kind: expected one of 'ppo', .*from --set; .*mean 'cispo'"),
+        ("algorithm.objective.kind=[1]", "algorithm.objective.kind: expected one of"),
+        ("algorithm.objective=3", "algorithm.objective.kind: expected one of"),
+        ("algorithm.objective.clip_hgih=1", "did you mean algorithm.objective.clip_high"),
+        ("algorithm.objective.clip_low.x=1", "algorithm.objective.clip_low: Input should be a valid number"),
+        ("algorithm.objective.ratio=tokn", "algorithm.objective.ratio: .*from --set; 'tokn': did you mean 'token'"),
+        ("algorithm.clip_high=0.3", "algorithm.clip_high is algorithm.objective.clip_high now"),
+    ],
+)
+def test_what_is_wrong_in_a_table_with_a_kind_is_named(tmp_path, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, [write(tmp_path, WITH_CISPO)], [setting])
+
+
+def test_a_table_with_a_kind_comes_back_from_json():
+    made = AlgorithmConfig(objective={"clip_high": math.inf})
+    assert AlgorithmConfig.model_validate_json(made.model_dump_json()) == made

@@ -56,7 +56,7 @@ def decoupled(tmp_path, *sets: str) -> AlgorithmConfig:
 
 @pytest.mark.parametrize("clip", [0.2, 0.05])
 def test_decoupled_ppo_equals_equation_5_in_value_and_gradient(tmp_path, clip):
-    algorithm = decoupled(tmp_path, f"algorithm.clip_low={clip}", f"algorithm.clip_high={clip}")
+    algorithm = decoupled(tmp_path, f"algorithm.objective.clip_low={clip}", f"algorithm.objective.clip_high={clip}")
     batch = with_old_logprobs(stale_batch(), algorithm, example_batch().old_logprobs)
     batch, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
     batch, metrics = with_corrections(batch, algorithm)
@@ -76,9 +76,8 @@ def test_decoupled_ppo_equals_equation_5_in_value_and_gradient(tmp_path, clip):
     # The clip is around the proximal policy: the behaviour policy as the old one has another gradient.
     other = with_old_logprobs(batch, AlgorithmConfig(old_logprobs="rollout"), None).replace(is_weights=None)
     coupled = logprobs.detach().requires_grad_()
-    value, _ = micro_batch_loss(
-        other, rows, coupled[rows], torch.zeros(len(rows)), AlgorithmConfig(clip_low=clip, clip_high=clip)
-    )
+    clipped = AlgorithmConfig(objective={"clip_low": clip, "clip_high": clip})
+    value, _ = micro_batch_loss(other, rows, coupled[rows], torch.zeros(len(rows)), clipped)
     (value / batch.num_loss_tokens).backward()
     assert (coupled.grad - logprobs.grad).abs().max() > 1e-2
 
@@ -89,7 +88,7 @@ def test_an_infinite_cap_survives_json():
     assert AlgorithmConfig(**algorithm.model_dump(mode="json")) == algorithm
     assert AlgorithmConfig.model_validate_json(algorithm.model_dump_json()) == algorithm
     assert AlgorithmConfig().model_dump(mode="json")["is_cap"] == 2.0
-    unclipped = AlgorithmConfig(clip_low=1.0, clip_high=math.inf, reward_clip=(-1.0, 1.0))
+    unclipped = AlgorithmConfig(objective={"clip_low": 1.0, "clip_high": math.inf}, reward_clip=(-1.0, 1.0))
     assert AlgorithmConfig(**unclipped.model_dump(mode="json")) == unclipped
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -87,7 +88,10 @@ def loss_and_gradients(
 
 
 OFF_POLICY = [
-    {"mask_tokens_older_than": 1, "old_logprobs": "rollout", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
+    {
+        "mask_tokens_older_than": 1, "old_logprobs": "rollout",
+        "objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
+    },
     {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.02},
     {
         "mask_tokens_older_than": 1,
@@ -114,11 +118,11 @@ OFF_POLICY = [
 """Tokens of mixed versions, the oldest of which are masked."""
 LOSSES = [
     {},
-    {"clip_low": 0.05, "clip_high": 0.1},
-    {"dual_clip": 1.1},
-    {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.1},
-    {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
-    {"ratio": "sequence", "objective": "cispo"},
+    {"objective": {"clip_low": 0.05, "clip_high": 0.1}},
+    {"objective": {"dual_clip": 1.1}},
+    {"objective": {"kind": "cispo", "clip_low": 1.0, "clip_high": 0.1}},
+    {"objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08}},
+    {"objective": {"kind": "cispo", "ratio": "sequence"}},
     {"entropy_coef": 0.1},
     {"kl_coef": 0.3},
     {"kl_coef": 0.3, "kl_estimator": "k2"},
@@ -147,14 +151,14 @@ LOSSES = [
     {"is_weights": "sequence", "is_cap": 1.2, "is_floor": 0.95, "is_normalize": True},
     {"is_weights": "token", "is_normalize": True, "is_veto": 0.9},
     {"objective": "sapo"},
-    {"objective": "sapo", "advantage": "distill", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 5.0},
-    {"objective": "gmpo", "clip_low": 0.05, "clip_high": 0.1},
-    {"objective": "gmpo", "clip_low": 1.0, "clip_high": math.inf},
+    {"objective": {"kind": "sapo", "temperature_pos": 2.0, "temperature_neg": 5.0}, "advantage": "distill"},
+    {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
+    {"objective": {"kind": "gmpo", "clip_low": 1.0, "clip_high": math.inf}},
     {"objective": "reinforce", "advantage": "gpg"},
     {"advantage": "gdpo"},
     {"objective": "reinforce", "advantage": "remax", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
-    {"clip_low": 1.0, "clip_high": math.inf},
+    {"objective": {"clip_low": 1.0, "clip_high": math.inf}},
     {"off_policy_mask_threshold": 0.02},
     {"normalize_std_over": "batch", "reward_clip": (-0.5, 0.6)},
     {"advantage": "reinforce_pp_baseline", "distill_coef": 0.3, "whiten_advantages": True},
@@ -210,12 +214,6 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "distill_coef": ({}, {"distill_coef": 0.3}),
     "gae_lambda": ({"advantage": "gae"}, {"advantage": "gae", "gae_lambda": 0.5}),
     "objective": ({}, {"objective": "cispo"}),
-    "ratio": ({}, {"ratio": "sequence"}),
-    "clip_low": ({}, {"clip_low": 0.01}),
-    "clip_high": ({}, {"clip_high": 0.01}),
-    "dual_clip": ({}, {"dual_clip": 1.01}),
-    "sapo_temperature_pos": ({"objective": "sapo"}, {"sapo_temperature_pos": 3.0}),
-    "sapo_temperature_neg": ({"objective": "sapo"}, {"sapo_temperature_neg": 3.0}),
     "off_policy_mask_threshold": ({}, {"off_policy_mask_threshold": 0.02}),
     "entropy_coef": ({}, {"entropy_coef": 0.01}),
     "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}),
@@ -253,15 +251,29 @@ OF_MIXTURES = {"routing_replay"}
 """Changes which experts compute: tests/e2e/test_routing_replay.py."""
 
 
+EFFECTS_OF_OBJECTIVES = {
+    "ratio": ({}, {"objective": {"ratio": "sequence"}}),
+    "clip_low": ({}, {"objective": {"clip_low": 0.01}}),
+    "clip_high": ({}, {"objective": {"clip_high": 0.01}}),
+    "dual_clip": ({}, {"objective": {"dual_clip": 1.01}}),
+    "temperature_pos": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_pos": 3.0}}),
+    "temperature_neg": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_neg": 3.0}}),
+}
+"""The same of [algorithm.objective]."""
+
+
 def test_every_setting_has_its_case_below():
     elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
+    kinds = get_args(AlgorithmConfig.model_fields["objective"].annotation)
+    of_objectives = {name for kind in kinds for name in kind.model_fields} - {"kind", "function", "options"}
+    assert of_objectives == set(EFFECTS_OF_OBJECTIVES)
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_OF_OBJECTIVES])
 def test_every_setting_changes_the_gradient(name):
-    base, change = EFFECTS[name]
-    assert name in change
+    base, change = (EFFECTS | EFFECTS_OF_OBJECTIVES)[name]
+    assert name in change or name in change["objective"]
     before, after = (loss_and_gradients(AlgorithmConfig(**settings)) for settings in (base, {**base, **change}))
     differs = (before[1] - after[1]).abs().max() + (before[2] - after[2]).abs().max()
     assert differs > 1e-4

@@ -32,7 +32,7 @@ def check(*sets: str) -> None:
             "algorithm.normalize_std=false",
             "model.teacher_path=teacher",
         ],
-        ['algorithm.objective="tests.unit.own_algorithms:reinforce"', 'algorithm.ratio="sequence"'],
+        ['algorithm.objective="tests.unit.own_algorithms:reinforce"', "algorithm.objective.options.pull=0.1"],
         [
             'algorithm.advantage="gae"',
             "rollout.samples_per_prompt=1",
@@ -47,8 +47,14 @@ def check(*sets: str) -> None:
         ['algorithm.old_logprobs="rollout"', "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'],
         ["algorithm.is_weights=token", "algorithm.is_cap=inf", "algorithm.is_normalize=true", "algorithm.is_floor=0.1"],
         ["algorithm.distill_coef=0.1", "model.teacher_path=teacher", "algorithm.reward_clip=[-1, 1.5]"],
-        ["algorithm.objective=sapo", "algorithm.sapo_temperature_neg=1.1", "algorithm.off_policy_mask_threshold=0.5"],
-        ["algorithm.clip_high=inf", "algorithm.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3", "epochs_per_rollout=2"],
+        [
+            "algorithm.objective=sapo", "algorithm.objective.temperature_neg=1.1",
+            "algorithm.off_policy_mask_threshold=0.5",
+        ],
+        [
+            "algorithm.objective.clip_high=inf", "algorithm.objective.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3",
+            "epochs_per_rollout=2",
+        ],
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
         ["algorithm.credit=turn", "algorithm.turn_gamma=0.4", "rollout.environment=tests.unit.environments:Counting"],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
@@ -136,7 +142,7 @@ def test_combinations_that_make_sense_pass(sets):
                 ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t", setting],
                 f"{setting.partition('=')[0]} = .* would have no effect: .* has no policy gradient",
             )
-            for setting in ("algorithm.clip_high=0.3", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
+            for setting in ("algorithm.objective=cispo", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
         ),
         (
             [
@@ -205,16 +211,10 @@ WITHOUT_EFFECT = {
     "value_clip": ("0.5", []),
     "overlong_buffer": ("10", ["advantage=distill"]),
     "overlong_penalty": ("0.5", []),
-    "ratio": ("sequence", ["objective=sapo"]),
-    "clip_low": ("0.1", ["objective=sapo"]),
-    "clip_high": ("0.1", ["objective=reinforce"]),
-    "sapo_temperature_pos": ("2.0", []),
-    "sapo_temperature_neg": ("2.0", ["objective=gmpo"]),
     "top_entropy_fraction": ("0.5", ["old_logprobs=rollout"]),
     "clip_cov_low": ("0.5", []),
     "clip_cov_high": ("6.0", ["kl_cov_fraction=0.1"]),
     "kl_cov_coef": ("0.5", ["clip_cov_fraction=0.1"]),
-    "dual_clip": ("3.0", ["objective=cispo"]),
     "loss_length": ("9", []),
     "reference_update_steps": ("5", []),
     "kl_in": ("reward", []),
@@ -248,16 +248,36 @@ def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize(
+    ("kind", "key", "of"),
+    [
+        ("sapo", "ratio", "ppo or cispo"),
+        ("sapo", "clip_low", "ppo or cispo or gmpo"),
+        ("reinforce", "clip_high", "ppo or cispo or gmpo"),
+        ("ppo", "temperature_pos", "sapo"),
+        ("gmpo", "temperature_neg", "sapo"),
+        ("cispo", "dual_clip", "ppo"),
+        ("tests.unit.own_algorithms:reinforce", "ratio", "ppo or cispo"),
+    ],
+)
+def test_a_key_of_another_objective_cannot_be_written(kind, key, of):
+    with pytest.raises(ConfigError, match=rf"objective\.{key} is a key of kind = {of}, and .*objective.kind is"):
+        check(f"algorithm.objective={kind}", f"algorithm.objective.{key}=0.5")
+    named = "own" if ":" in kind else kind
+    with pytest.raises(ValueError, match=f"objective.{named}.{key}"):
+        AlgorithmConfig(objective={"kind": named, key: 0.5})
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("algorithm.advantage=grpo2", "algorithm.advantage"),
-        ("algorithm.dual_clip=1.0", "algorithm.dual_clip"),
-        ("algorithm.clip_low=1.5", "algorithm.clip_low"),
+        ("algorithm.objective.dual_clip=1.0", "algorithm.objective.dual_clip"),
+        ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low"),
         ("algorithm.is_mask_low=2.5", "every token would be masked"),
         ("algorithm.is_floor=2.0", "every weight would be the same"),
         ("algorithm.clip_cov_low=5.0", "no token lies between"),
         ("algorithm.reward_clip=[1.0, -1.0]", "would make all rewards equal"),
-        ("algorithm.clip_high=nan", "algorithm.clip_high"),
+        ("algorithm.objective.clip_high=nan", "algorithm.objective.clip_high"),
         ("algorithm.is_veto=1.0", "algorithm.is_veto"),
         ("epochs_per_rollout=0", "epochs_per_rollout"),
     ],

@@ -1,0 +1,103 @@
+"""The surrogates of the policy loss, each with the keys that it has: [algorithm.objective]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_serializer
+
+from rltool.config.base import Config, OwnFunction
+
+
+def _inf_from_json(value: Any) -> Any:
+    """JSON has no infinity: inf_in_json writes text."""
+    return math.inf if value == str(math.inf) else value
+
+
+def inf_in_json(value: float) -> float | str:
+    """_inf_from_json reads the text back."""
+    return value if math.isfinite(value) else str(value)
+
+
+Limit = Annotated[float, BeforeValidator(_inf_from_json)]
+"""A number for which inf, no limit, has a meaning."""
+
+
+class _Clipped(Config):
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """See clip_high."""
+    clip_high: Limit = Field(default=0.2, gt=0, allow_inf_nan=True)
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; inf: no upper limit. GSPO's are near 3e-4."""
+
+    @field_serializer("clip_high", when_used="json")
+    def _clip_high(self, value: float) -> float | str:
+        return inf_in_json(value)
+
+
+class PPO(_Clipped):
+    """The clipped surrogate of PPO; with ratio = "sequence" GSPO."""
+
+    kind: Literal["ppo"] = "ppo"
+    ratio: Literal["token", "sequence"] = "token"
+    """Probability ratio new / old of each token, or the geometric mean over its sample's tokens (GSPO), whose gradient
+    goes to each token by itself (GSPO-token)."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """For negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
+    limit."""
+
+
+class CISPO(_Clipped):
+    """The clipped ratio as a weight, without a gradient of its own (MiniMax-M1)."""
+
+    kind: Literal["cispo"] = "cispo"
+    ratio: Literal["token", "sequence"] = "token"
+    """As for kind = "ppo"."""
+
+
+class GMPO(_Clipped):
+    """The geometric mean of a sample's clipped ratios."""
+
+    kind: Literal["gmpo"] = "gmpo"
+
+
+class SAPO(Config):
+    """A soft gate in the place of the clip."""
+
+    kind: Literal["sapo"] = "sapo"
+    temperature_pos: float = Field(default=1.0, gt=0)
+    """How fast the pull of a token with a positive advantage fades as its ratio leaves 1."""
+    temperature_neg: float = Field(default=1.05, gt=0)
+    """The same for all other tokens."""
+
+
+class Reinforce(Config):
+    """Log-probability times advantage, without a ratio."""
+
+    kind: Literal["reinforce"] = "reinforce"
+
+
+class OwnObjective(Config):
+    """A function of your own; `objective = "package.module:function"` is short for it."""
+
+    kind: Literal["own"] = "own"
+    function: OwnFunction
+    """f(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> Tensor, one loss per token; see
+    rltool/algorithms/contracts.py."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """For the function, which finds them in algorithm.objective.options."""
+
+
+def _with_kind(value: Any) -> Any:
+    """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for
+    PPO's."""
+    if isinstance(value, str):
+        return {"kind": "own", "function": value} if ":" in value else {"kind": value}
+    return {"kind": "ppo", **value} if isinstance(value, Mapping) else value
+
+
+Objective = Annotated[
+    Annotated[PPO | CISPO | GMPO | SAPO | Reinforce | OwnObjective, Field(discriminator="kind")],
+    BeforeValidator(_with_kind),
+]
