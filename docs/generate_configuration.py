@@ -96,7 +96,7 @@ def keys(model: type[Config], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a model, sections themselves left out."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
-        for kind in variants(model, name).values():
+        for kind in dict.fromkeys(variants(model, name).values()):
             yield from keys(kind, f"{prefix}{name}.")
         if section is None:
             yield prefix + name
@@ -117,7 +117,7 @@ def type_name(annotation: Any) -> str:
     if repeated_section(annotation) is not None:
         return "sections"
     if section := section_of(annotation):
-        return f'"{section.model_fields["kind"].default}"'
+        return type_name(section.model_fields["kind"].annotation)
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {type_name(arguments[0])}"
     if origin is tuple:
@@ -189,9 +189,10 @@ def subsections(model: type[Config], prefix: str = "") -> list[str]:
             lines += [f"### [{dotted}]", "", *class_text(section), *table(section, f"{dotted}."), ""]
             lines += subsections(section, f"{dotted}.")
         elif kinds := variants(model, name):
-            for kind, variant in kinds.items():
-                lines += [f'### [{dotted}] kind = "{kind}"', "", *class_text(variant)]
-                lines += [*table(variant, f"{dotted}."), ""] if len(variant.model_fields) > 1 else []
+            for variant in dict.fromkeys(kinds.values()):
+                if variant.model_fields.keys() - {"kind"}:
+                    lines += [f"### [{dotted}] kind = {type_name(variant.model_fields['kind'].annotation)}", ""]
+                    lines += [*class_text(variant), *table(variant, f"{dotted}."), ""]
         elif repeated is not None:
             written, element = repeated
             lines += [f"### {written.format(dotted)}", "", *class_text(element), *table(element), ""]

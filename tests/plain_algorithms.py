@@ -181,13 +181,13 @@ def mismatch_ratios(batch, level: str) -> list[dict[int, float]]:
 def is_weight(batch, a) -> list[dict[int, float]]:
     """Per sample: position -> factor of the policy loss."""
     factors = [dict.fromkeys(loss_tokens(batch, i), 1.0) for i in range(batch.num_samples)]
-    if a.is_weights != "none":
-        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights), strict=True):
+    if a.is_weights.kind != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights.kind), strict=True):
             for t, ratio in ratios.items():
-                own[t] *= min(max(ratio, a.is_floor), a.is_cap)
-        if a.is_normalize:
+                own[t] *= min(max(ratio, a.is_weights.floor), a.is_weights.cap)
+        if a.is_weights.normalize:
             every = [list(own.values()) for own in factors if own]
-            if a.is_weights == "token":
+            if a.is_weights.kind == "token":
                 mean = statistics.fmean(weight for own in every for weight in own)
             else:
                 mean = statistics.fmean(own[0] for own in every)
@@ -196,10 +196,10 @@ def is_weight(batch, a) -> list[dict[int, float]]:
         for own, ratios in zip(factors, mismatch_ratios(batch, "token"), strict=True):
             if any(ratio < a.is_veto for ratio in ratios.values()):
                 own.update(dict.fromkeys(own, 0.0))
-    if a.is_mask != "none":
-        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask), strict=True):
+    if a.is_mask.kind != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask.kind), strict=True):
             for t, ratio in ratios.items():
-                own[t] *= 1.0 if a.is_mask_low <= ratio <= a.is_mask_high else 0.0
+                own[t] *= 1.0 if a.is_mask.low <= ratio <= a.is_mask.high else 0.0
     return factors
 
 

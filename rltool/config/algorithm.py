@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import Field, model_validator
 
 from rltool.config.base import Config, OwnFunction
-from rltool.config.objective import PPO, Limit, Objective, inf_in_json
+from rltool.config.methods import PPO, Mask, Objective, Unmasked, Unweighted, Weights
 
 
 class AlgorithmConfig(Config):
@@ -133,38 +133,17 @@ class AlgorithmConfig(Config):
     mask_tokens_older_than: int | None = Field(default=None, ge=0)
     """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
 
-    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
-    is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
-    is_cap: Limit = Field(default=2.0, gt=0, allow_inf_nan=True)
-    """Where the importance weight is truncated; inf: nowhere."""
-    is_floor: float = Field(default=0.0, ge=0)
-    """Importance weights below this are raised to it; below is_cap."""
-    is_normalize: bool = False
-    """Divide the importance weights by their mean over the rollout's tokens (over its samples where a sample's tokens
-    share one weight), so that they correct the direction and not the size of the gradient."""
-    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
-    otherwise."""
-    is_mask_low: float = Field(default=0.5, ge=0)
-    """See is_mask."""
-    is_mask_high: float = Field(default=2.0, gt=0)
-    """See is_mask; above is_mask_low."""
+    is_weights: Weights = Unweighted()
+    """Weights of tokens by how likely the trainer's old policy was to draw them, see below. A kind alone may stand in
+    the place of the table, here and in is_mask."""
+    is_mask: Mask = Unmasked()
+    """Tokens without a policy loss by the same ratio; see below."""
     is_veto: float | None = Field(default=None, gt=0, lt=1)
     """No policy loss on samples in which the ratio of any single token is below this, 1e-4 for example: the engine
     sampled what the trainer finds all but impossible. None: no veto."""
 
     @model_validator(mode="after")
     def _ranges(self) -> AlgorithmConfig:
-        if self.is_mask_low >= self.is_mask_high:
-            raise ValueError(
-                f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would "
-                "be masked"
-            )
-        if self.is_floor >= self.is_cap:
-            raise ValueError(
-                f"is_floor {self.is_floor:g} is not below is_cap {self.is_cap:g}: every weight would be the same"
-            )
         if self.clip_cov_low >= self.clip_cov_high:
             raise ValueError(
                 f"clip_cov_low {self.clip_cov_low:g} is not below clip_cov_high {self.clip_cov_high:g}: no token lies "
@@ -174,10 +153,6 @@ class AlgorithmConfig(Config):
             low, high = self.reward_clip
             raise ValueError(f"reward_clip = [{low:g}, {high:g}] would make all rewards equal; the first is the lower")
         return self
-
-    @field_serializer("is_cap", when_used="json")
-    def _is_cap(self, value: float) -> float | str:
-        return inf_in_json(value)
 
     @property
     def own_advantage(self) -> bool:
@@ -233,13 +208,14 @@ class AlgorithmConfig(Config):
     @property
     def corrects_mismatch(self) -> bool:
         """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
-        return self.is_weights != "none" or self.is_mask != "none" or self.is_veto is not None
+        return self.is_weights.kind != "none" or self.is_mask.kind != "none" or self.is_veto is not None
 
     @property
     def corrects_by_token(self) -> bool:
         """Each token's correction is made of its own log-probabilities, in whichever forward pass they come."""
-        by_token = {self.is_weights, self.is_mask} <= {"none", "token"}
-        return by_token and self.is_veto is None and not self.is_normalize
+        by_token = {self.is_weights.kind, self.is_mask.kind} <= {"none", "token"}
+        normalized = self.is_weights.kind != "none" and self.is_weights.normalize
+        return by_token and self.is_veto is None and not normalized
 
     @property
     def selects_by_entropy(self) -> bool:

@@ -34,8 +34,6 @@ _REWARDS = Needs(
     lambda a: a.advantage not in ("distill", "gdpo", "none"),
     "an algorithm.advantage that is made from one reward a sample",
 )
-_WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
-_MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
 _RECOMPUTED = Needs(
     lambda a: a.old_logprobs == "trainer",
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
@@ -84,12 +82,7 @@ EFFECTIVE: dict[str, Needs] = {
     ),
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
-    "is_cap": _WEIGHTS,
-    "is_floor": _WEIGHTS,
-    "is_normalize": _WEIGHTS,
     "is_veto": _RECOMPUTED,
-    "is_mask_low": _MASK,
-    "is_mask_high": _MASK,
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
@@ -333,6 +326,8 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Config):
-        given = value.model_dump(exclude_defaults=True) | {"kind": getattr(value, "kind", None)}
-        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in sorted(given.items()))}}}"
+        fields = type(value).model_fields.items()
+        set_ = [(key, getattr(value, key), field.default) for key, field in fields]
+        given = [(key, found) for key, found, default in set_ if found != default or key == "kind"]
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in given)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -109,7 +109,9 @@ def variants(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
     field = model.model_fields[key]
     if field.discriminator != "kind":
         return {}
-    found = {kind.model_fields["kind"].default: kind for kind in get_args(field.annotation)}
+    found = {
+        name: kind for kind in get_args(field.annotation) for name in get_args(kind.model_fields["kind"].annotation)
+    }
     first = field.default.kind
     return {first: found.pop(first), **found}
 

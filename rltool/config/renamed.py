@@ -4,6 +4,11 @@ and says so."""
 from __future__ import annotations
 
 RENAMED: dict[str, str] = {
+    "algorithm.is_cap": "algorithm.is_weights.cap",
+    "algorithm.is_floor": "algorithm.is_weights.floor",
+    "algorithm.is_normalize": "algorithm.is_weights.normalize",
+    "algorithm.is_mask_low": "algorithm.is_mask.low",
+    "algorithm.is_mask_high": "algorithm.is_mask.high",
     "algorithm.ratio": "algorithm.objective.ratio",
     "algorithm.clip_low": "algorithm.objective.clip_low",
     "algorithm.clip_high": "algorithm.objective.clip_high",

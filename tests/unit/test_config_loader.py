@@ -6,7 +6,7 @@ import pytest
 
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.loader import ConfigError, load_config
-from rltool.config.objective import CISPO, PPO, OwnObjective
+from rltool.config.methods import CISPO, PPO, OwnObjective
 from rltool.config.rules import RULES_OF_GENERATION
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig

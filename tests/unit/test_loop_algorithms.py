@@ -87,17 +87,17 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
         ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
         (
-            ["algorithm.is_weights=sequence", "algorithm.is_cap=1.05"],
+            ["algorithm.is_weights=sequence", "algorithm.is_weights.cap=1.05"],
             ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
         ),
         (
-            ["algorithm.is_weights=token", "algorithm.is_normalize=true", "algorithm.is_veto=0.9"],
+            ["algorithm.is_weights=token", "algorithm.is_weights.normalize=true", "algorithm.is_veto=0.9"],
             ["policy"], ["train/is_weight_mean", "train/vetoed_fraction"],
         ),
         (["algorithm.distill_coef=0.2", "model.teacher_path=teacher"], ["policy", "teacher"], []),
         (["algorithm.advantage=opo", "algorithm.objective=reinforce"], [], []),
         (
-            ["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"],
+            ["algorithm.is_mask=sequence", "algorithm.is_mask.low=0.95", "algorithm.is_mask.high=1.05"],
             ["policy"], ["train/masked_fraction"],
         ),
     ],

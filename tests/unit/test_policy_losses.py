@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from rltool.algorithms.contracts import example_batch, example_tokens
 from rltool.algorithms.objective import policy_objective
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import variants
 from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
 from rltool.megatron.loss import loss_rows, metric_names, micro_batch_loss
@@ -92,17 +92,14 @@ OFF_POLICY = [
         "mask_tokens_older_than": 1, "old_logprobs": "rollout",
         "objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
     },
-    {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.02},
+    {"mask_tokens_older_than": 1, "is_weights": {"kind": "token", "cap": 1.02}},
     {
         "mask_tokens_older_than": 1,
-        "is_weights": "token",
-        "is_cap": 1.1,
-        "is_mask": "token",
-        "is_mask_low": 0.9,
-        "is_mask_high": 1.1,
+        "is_weights": {"kind": "token", "cap": 1.1},
+        "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
-    {"mask_tokens_older_than": 1, "is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
-    {"mask_tokens_older_than": 0, "is_mask": "geometric", "is_mask_low": 0.9, "is_mask_high": 1.05, "kl_coef": 0.3},
+    {"mask_tokens_older_than": 1, "is_mask": {"kind": "sequence", "low": 0.9, "high": 1.1}},
+    {"mask_tokens_older_than": 0, "is_mask": {"kind": "geometric", "low": 0.9, "high": 1.05}, "kl_coef": 0.3},
     {"mask_tokens_older_than": 1, "overlong_buffer": 3},
     {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {
@@ -129,27 +126,22 @@ LOSSES = [
     *({"kl_coef": 0.3, "kl_estimator": k, "kl_unbiased": True} for k in ("k1", "k2", "k3")),
     {
         "advantage": "distill",
-        "is_weights": "sequence",
-        "is_cap": 1.2,
-        "is_mask": "geometric",
-        "is_mask_low": 0.95,
-        "is_mask_high": 1.05,
+        "is_weights": {"kind": "sequence", "cap": 1.2},
+        "is_mask": {"kind": "geometric", "low": 0.95, "high": 1.05},
     },
     {
         "advantage": "reinforce_pp",
         "kl_coef": 0.2,
         "kl_in": "reward",
         "kl_estimator": "k1",
-        "is_mask": "token",
-        "is_mask_low": 0.9,
-        "is_mask_high": 1.1,
+        "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
     {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
-    {"is_weights": "token", "is_cap": math.inf},
-    {"is_weights": "sequence", "is_cap": 1.2, "is_floor": 0.95, "is_normalize": True},
-    {"is_weights": "token", "is_normalize": True, "is_veto": 0.9},
+    {"is_weights": {"kind": "token", "cap": math.inf}},
+    {"is_weights": {"kind": "sequence", "cap": 1.2, "floor": 0.95, "normalize": True}},
+    {"is_weights": {"kind": "token", "normalize": True}, "is_veto": 0.9},
     {"objective": "sapo"},
     {"objective": {"kind": "sapo", "temperature_pos": 2.0, "temperature_neg": 5.0}, "advantage": "distill"},
     {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
@@ -231,13 +223,8 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "old_logprobs": ({}, {"old_logprobs": "rollout"}),
     "mask_tokens_older_than": ({}, {"mask_tokens_older_than": 1}),
     "is_weights": ({}, {"is_weights": "token"}),
-    "is_cap": ({"is_weights": "token"}, {"is_cap": 1.01}),
-    "is_floor": ({"is_weights": "token"}, {"is_floor": 0.99}),
-    "is_normalize": ({"is_weights": "token"}, {"is_normalize": True}),
     "is_veto": ({}, {"is_veto": 0.95}),
-    "is_mask": ({"is_mask_low": 0.95, "is_mask_high": 1.05}, {"is_mask": "token"}),
-    "is_mask_low": ({"is_mask": "token"}, {"is_mask_low": 0.95}),
-    "is_mask_high": ({"is_mask": "token"}, {"is_mask_high": 1.02}),
+    "is_mask": ({}, {"is_mask": {"kind": "token", "low": 0.95, "high": 1.05}}),
 }
 OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
@@ -251,29 +238,34 @@ OF_MIXTURES = {"routing_replay"}
 """Changes which experts compute: tests/e2e/test_routing_replay.py."""
 
 
-EFFECTS_OF_OBJECTIVES = {
+EFFECTS_IN_TABLES = {
     "ratio": ({}, {"objective": {"ratio": "sequence"}}),
     "clip_low": ({}, {"objective": {"clip_low": 0.01}}),
     "clip_high": ({}, {"objective": {"clip_high": 0.01}}),
     "dual_clip": ({}, {"objective": {"dual_clip": 1.01}}),
     "temperature_pos": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_pos": 3.0}}),
     "temperature_neg": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_neg": 3.0}}),
+    "cap": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "cap": 1.01}}),
+    "floor": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "floor": 0.99}}),
+    "normalize": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "normalize": True}}),
+    "low": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "low": 0.95}}),
+    "high": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "high": 1.02}}),
 }
-"""The same of [algorithm.objective]."""
+"""The same of the tables in it that have a kind."""
 
 
 def test_every_setting_has_its_case_below():
     elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
-    kinds = get_args(AlgorithmConfig.model_fields["objective"].annotation)
-    of_objectives = {name for kind in kinds for name in kind.model_fields} - {"kind", "function", "options"}
-    assert of_objectives == set(EFFECTS_OF_OBJECTIVES)
+    tables = [kind for name in AlgorithmConfig.model_fields for kind in variants(AlgorithmConfig, name).values()]
+    in_tables = {name for kind in tables for name in kind.model_fields} - {"kind", "function", "options"}
+    assert in_tables == set(EFFECTS_IN_TABLES)
 
 
-@pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_OF_OBJECTIVES])
+@pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_IN_TABLES])
 def test_every_setting_changes_the_gradient(name):
-    base, change = (EFFECTS | EFFECTS_OF_OBJECTIVES)[name]
-    assert name in change or name in change["objective"]
+    base, change = (EFFECTS | EFFECTS_IN_TABLES)[name]
+    assert name in change or any(name in table for table in change.values())
     before, after = (loss_and_gradients(AlgorithmConfig(**settings)) for settings in (base, {**base, **change}))
     differs = (before[1] - after[1]).abs().max() + (before[2] - after[2]).abs().max()
     assert differs > 1e-4
@@ -306,10 +298,10 @@ def test_on_policy_the_old_logprobs_are_the_new_ones():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"is_weights": "token", "is_cap": 1.01},
-        {"is_weights": "token", "is_cap": math.inf, "is_floor": 0.5},
-        {"is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
-        {"is_weights": "token", "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
+        {"is_weights": {"kind": "token", "cap": 1.01}},
+        {"is_weights": {"kind": "token", "cap": math.inf, "floor": 0.5}},
+        {"is_mask": {"kind": "token", "low": 0.9, "high": 1.05}},
+        {"is_weights": "token", "is_mask": {"kind": "token", "low": 0.9, "high": 1.05}},
     ],
     ids=str,
 )

@@ -45,7 +45,10 @@ def check(*sets: str) -> None:
         ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=1", 'algorithm.old_logprobs="rollout"'],
         ["rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0"],
         ['algorithm.old_logprobs="rollout"', "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'],
-        ["algorithm.is_weights=token", "algorithm.is_cap=inf", "algorithm.is_normalize=true", "algorithm.is_floor=0.1"],
+        [
+            "algorithm.is_weights=token", "algorithm.is_weights.cap=inf", "algorithm.is_weights.normalize=true",
+            "algorithm.is_weights.floor=0.1",
+        ],
         ["algorithm.distill_coef=0.1", "model.teacher_path=teacher", "algorithm.reward_clip=[-1, 1.5]"],
         [
             "algorithm.objective=sapo", "algorithm.objective.temperature_neg=1.1",
@@ -223,12 +226,7 @@ WITHOUT_EFFECT = {
     "kl_unbiased": ("true", ["kl_coef=0.1", "kl_in=reward"]),
     "is_weights": ("token", ["old_logprobs=rollout"]),
     "is_mask": ("sequence", ["old_logprobs=rollout"]),
-    "is_cap": ("3.0", []),
-    "is_floor": ("0.5", ["is_mask=token"]),
-    "is_normalize": ("true", ["is_veto=1e-3"]),
     "is_veto": ("1e-3", ["old_logprobs=rollout"]),
-    "is_mask_low": ("0.1", ["is_weights=token"]),
-    "is_mask_high": ("3.0", []),
 }
 """Setting -> (a value, others beside which it does nothing)."""
 
@@ -268,13 +266,27 @@ def test_a_key_of_another_objective_cannot_be_written(kind, key, of):
 
 
 @pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("is_weights", "cap"), ("is_weights", "floor"), ("is_weights", "normalize"),
+        ("is_mask", "low"), ("is_mask", "high"),
+    ],
+)
+def test_a_key_of_a_correction_that_is_not_made_cannot_be_written(table, key):
+    with pytest.raises(ConfigError, match=rf"{table}\.{key} is a key of kind = token or .*{table}.kind is none"):
+        check("algorithm.is_weights.kind=none", f"algorithm.{table}.{key}=0.5")
+    with pytest.raises(ValueError, match=f"{table}.none.{key}"):
+        AlgorithmConfig(**{table: {key: 0.5}})
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("algorithm.advantage=grpo2", "algorithm.advantage"),
         ("algorithm.objective.dual_clip=1.0", "algorithm.objective.dual_clip"),
         ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low"),
-        ("algorithm.is_mask_low=2.5", "every token would be masked"),
-        ("algorithm.is_floor=2.0", "every weight would be the same"),
+        ('algorithm.is_mask={kind="token", low=2.5}', "every token would be masked"),
+        ('algorithm.is_weights={kind="token", floor=2.0}', "every weight would be the same"),
         ("algorithm.clip_cov_low=5.0", "no token lies between"),
         ("algorithm.reward_clip=[1.0, -1.0]", "would make all rewards equal"),
         ("algorithm.objective.clip_high=nan", "algorithm.objective.clip_high"),
@@ -294,7 +306,7 @@ def test_what_needs_the_old_policy_before_the_training_forward_says_so():
     for settings in (
         {"is_weights": "sequence"},
         {"is_mask": "geometric"},
-        {"is_weights": "token", "is_normalize": True},
+        {"is_weights": {"kind": "token", "normalize": True}},
         {"kl_coef": 0.1, "kl_in": "reward"},
         {"advantage": "distill"},
         {"distill_coef": 0.1},

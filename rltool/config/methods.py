@@ -1,4 +1,5 @@
-"""The surrogates of the policy loss, each with the keys that it has: [algorithm.objective]."""
+"""Methods of [algorithm] that are a table with a `kind`, each kind with the keys that it has: the objective, and the
+correction of the difference between engines and trainer."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_serializer
+from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
 from rltool.config.base import Config, OwnFunction
 
@@ -89,15 +90,71 @@ class OwnObjective(Config):
     """For the function, which finds them in algorithm.objective.options."""
 
 
-def _with_kind(value: Any) -> Any:
-    """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for
-    PPO's."""
-    if isinstance(value, str):
-        return {"kind": "own", "function": value} if ":" in value else {"kind": value}
-    return {"kind": "ppo", **value} if isinstance(value, Mapping) else value
+def _with_kind(default: str) -> BeforeValidator:
+    """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for the
+    default's."""
+
+    def tabled(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": "own", "function": value} if ":" in value else {"kind": value}
+        return {"kind": default, **value} if isinstance(value, Mapping) else value
+
+    return BeforeValidator(tabled)
 
 
 Objective = Annotated[
     Annotated[PPO | CISPO | GMPO | SAPO | Reinforce | OwnObjective, Field(discriminator="kind")],
-    BeforeValidator(_with_kind),
+    _with_kind("ppo"),
 ]
+
+
+class Unweighted(Config):
+    kind: Literal["none"] = "none"
+
+
+class ImportanceWeights(Config):
+    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
+    cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
+
+    kind: Literal["token", "sequence", "geometric"]
+    cap: Limit = Field(default=2.0, gt=0, allow_inf_nan=True)
+    """Where the importance weight is truncated; inf: nowhere."""
+    floor: float = Field(default=0.0, ge=0)
+    """Importance weights below this are raised to it; below cap."""
+    normalize: bool = False
+    """Divide the importance weights by their mean over the rollout's tokens (over its samples where a sample's tokens
+    share one weight), so that they correct the direction and not the size of the gradient."""
+
+    @model_validator(mode="after")
+    def _range(self) -> ImportanceWeights:
+        if self.floor >= self.cap:
+            raise ValueError(f"floor {self.floor:g} is not below cap {self.cap:g}: every weight would be the same")
+        return self
+
+    @field_serializer("cap", when_used="json")
+    def _cap(self, value: float) -> float | str:
+        return inf_in_json(value)
+
+
+class Unmasked(Config):
+    kind: Literal["none"] = "none"
+
+
+class ImportanceMask(Config):
+    """No policy loss where that ratio lies outside [low, high]: IcePop by token, whole samples otherwise."""
+
+    kind: Literal["token", "sequence", "geometric"]
+    low: float = Field(default=0.5, ge=0)
+    """See high."""
+    high: float = Field(default=2.0, gt=0)
+    """Above low."""
+
+    @model_validator(mode="after")
+    def _range(self) -> ImportanceMask:
+        if self.low >= self.high:
+            raise ValueError(f"low {self.low:g} is not below high {self.high:g}: every token would be masked")
+        return self
+
+
+Weights = Annotated[Annotated[Unweighted | ImportanceWeights, Field(discriminator="kind")], _with_kind("none")]
+Mask = Annotated[Annotated[Unmasked | ImportanceMask, Field(discriminator="kind")], _with_kind("none")]
