@@ -72,54 +72,54 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             for t in sampled_tokens(batch, i):
                 penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
     result = [[0.0] * int(n) for n in batch.lengths]
-    values = cut(batch.values, batch.lengths) if a.advantage == "gae" else None
+    values = cut(batch.values, batch.lengths) if a.advantage.kind == "gae" else None
     group = {i: [j for j in range(count) if batch.group_ids[j] == batch.group_ids[i]] for i in range(count)}
     whole = [rewards[i] + sum(penalty[i]) for i in range(count)]
     for i in range(count):
         members = group[i]
         for t in loss_tokens(batch, i):
-            if a.advantage == "grpo":
+            if a.advantage.kind == "grpo":
                 others = [whole[j] for j in members]
                 value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
-                if a.normalize_std and len(others) > 1:
-                    value /= statistics.stdev(whole if a.normalize_std_over == "batch" else others) + 1e-6
-            elif a.advantage == "remax":
+                if a.advantage.normalize_std and len(others) > 1:
+                    value /= statistics.stdev(whole if a.advantage.normalize_std_over == "batch" else others) + 1e-6
+            elif a.advantage.kind == "remax":
                 limits = a.reward_clip or (-1e9, 1e9)
                 value = whole[i] - min(max(float(batch.baselines[i]), limits[0]), limits[1])
-            elif a.advantage == "gdpo":
+            elif a.advantage.kind == "gdpo":
                 totals = [gdpo_total(batch, group[j], j) for j in range(count)]
                 value = (totals[i] - statistics.fmean(totals)) / (statistics.stdev(totals) + 1e-6)
-            elif a.advantage == "gpg":
+            elif a.advantage.kind == "gpg":
                 useless = sum(len({whole[k] for k in group[j]}) == 1 for j in range(count))
                 value = (whole[i] - statistics.fmean(whole[j] for j in members)) * count / (count - useless)
-            elif a.advantage == "opo":
+            elif a.advantage.kind == "opo":
                 length = {j: len(sampled_tokens(batch, j)) for j in members}
                 baseline = sum(length[j] * whole[j] for j in members) / sum(length.values())
                 value = whole[i] - baseline if len(members) > 1 else 0.0
-            elif a.advantage == "rloo":
+            elif a.advantage.kind == "rloo":
                 others = [whole[j] for j in members if j != i]
                 value = whole[i] - statistics.fmean(others) if others else 0.0
-            elif a.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+            elif a.advantage.kind in ("reinforce_pp", "reinforce_pp_baseline"):
                 final = rewards[i]
-                if a.advantage == "reinforce_pp_baseline":
+                if a.advantage.kind == "reinforce_pp_baseline":
                     final -= statistics.fmean(
                         statistics.fmean(rewards[j] for j in own) for own in episodes_of(batch, members)
                     )
                 later = [s for s in loss_tokens(batch, i) if s >= t]
-                value = (
-                    sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
-                )
-            elif a.advantage == "gae":
+                gamma = a.advantage.gamma
+                value = sum(gamma**k * penalty[i][s] for k, s in enumerate(later)) + gamma ** (len(later) - 1) * final
+            elif a.advantage.kind == "gae":
                 own = loss_tokens(batch, i)
                 given = [penalty[i][s] + (rewards[i] if s == own[-1] else 0.0) for s in own]
-                value = gae(given, [float(values[i][s]) for s in own], a.gamma, a.gae_lambda)[own.index(t)]
+                known = [float(values[i][s]) for s in own]
+                value = gae(given, known, a.advantage.gamma, a.advantage.gae_lambda)[own.index(t)]
             else:
                 value = float(teacher[i][t] - old[i][t])
             result[i][t] = value
     whiten = (
         a.whiten_advantages
         if a.whiten_advantages is not None
-        else a.advantage.startswith("reinforce_pp") or a.advantage == "gae"
+        else a.advantage.kind.startswith("reinforce_pp") or a.advantage.kind == "gae"
     )
     if whiten:
         every = [result[i][t] for i in range(count) for t in loss_tokens(batch, i)]

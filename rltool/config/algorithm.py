@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from rltool.config.base import Config, OwnFunction
-from rltool.config.methods import PPO, Mask, Objective, Unmasked, Unweighted, Weights
+from rltool.config.base import Config
+from rltool.config.methods import GRPO, PPO, Advantage, Mask, Objective, Unmasked, Unweighted, Weights
 
 
 class AlgorithmConfig(Config):
@@ -23,36 +23,14 @@ class AlgorithmConfig(Config):
     """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines
     needed."""
 
-    advantage: (
-        Literal[
-            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae",
-            "none",
-        ]
-        | OwnFunction
-    ) = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; remax
-    samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
-    critic ([critic]); none is no policy gradient, beside distill_kl_coef. `package.module:function`:
-    f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
-    rltool/algorithms/contracts.py."""
-    credit: Literal["episode", "turn"] = "episode"
-    """Episodes of several turns. episode: all tokens are judged by the whole reward; turn: those of each turn by what
-    it and the turns behind it have earned (grpo, reinforce_pp, gae; docs/agents.md)."""
-    turn_gamma: float = Field(default=1.0, ge=0, le=1)
-    """grpo with credit = "turn": discount per turn of what later turns earn."""
-    normalize_std: bool = True
-    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
-    normalize_std_over: Literal["group", "batch"] = "group"
-    """grpo with normalize_std: whose standard deviation, the group's or that of all rewards of the rollout."""
+    advantage: Advantage = GRPO()
+    """The estimator (rltool/algorithms/advantages.py). What it is set by depends on its `kind`, see below; a kind
+    alone, or `package.module:function`, may stand in the place of the table. gdpo normalises each of [[reward.parts]]
+    by itself; remax samples a greedy response to each prompt besides; distill needs model.teacher or
+    model.teacher_path; gae trains a critic ([critic]); none is no policy gradient, beside distill_kl_coef."""
     whiten_advantages: bool | None = None
     """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
     paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
-    value_clip: float = Field(default=0.2, gt=0)
-    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     distill_coef: float = Field(default=0.0, ge=0)
     """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
     whitening; needs a teacher as well. 0: none."""
@@ -156,8 +134,13 @@ class AlgorithmConfig(Config):
 
     @property
     def own_advantage(self) -> bool:
-        """`advantage` is an import path."""
-        return ":" in self.advantage
+        """`advantage` is a function of the user's."""
+        return self.advantage.kind == "own"
+
+    @property
+    def credits_turns(self) -> bool:
+        """Each turn of an episode is judged by itself."""
+        return getattr(self.advantage, "credit", "episode") == "turn"
 
     @property
     def own_objective(self) -> bool:
@@ -173,7 +156,7 @@ class AlgorithmConfig(Config):
 
     @property
     def uses_critic(self) -> bool:
-        return self.loss == "policy" and self.advantage == "gae"
+        return self.loss == "policy" and self.advantage.kind == "gae"
 
     @property
     def uses_reference(self) -> bool:
@@ -188,7 +171,7 @@ class AlgorithmConfig(Config):
     def uses_teacher_logprobs(self) -> bool:
         """The teacher's log-probabilities of the sampled tokens are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
-        return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+        return self.loss == "policy" and (self.advantage.kind == "distill" or self.distill_coef > 0 or own)
 
     @property
     def uses_teacher_topk(self) -> bool:
@@ -198,12 +181,12 @@ class AlgorithmConfig(Config):
     @property
     def needs_greedy_baseline(self) -> bool:
         """The reward of a greedy response to each prompt is part of the advantages."""
-        return self.loss == "policy" and self.advantage == "remax"
+        return self.loss == "policy" and self.advantage.kind == "remax"
 
     @property
     def uses_reward_parts(self) -> bool:
         """Advantages are made of the several rewards of a sample, not of their sum."""
-        return self.loss == "policy" and self.advantage == "gdpo"
+        return self.loss == "policy" and self.advantage.kind == "gdpo"
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -242,7 +225,7 @@ class AlgorithmConfig(Config):
         """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
         forward."""
         kl_in_reward = self.uses_reference and self.kl_in == "reward"
-        distills = self.advantage == "distill" or self.distill_coef > 0
+        distills = self.advantage.kind == "distill" or self.distill_coef > 0
         selects = self.selects_by_entropy or self.selects_by_covariance
         corrects = self.corrects_mismatch and not self.corrects_by_token
         return self.loss == "policy" and (

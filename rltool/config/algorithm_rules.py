@@ -22,16 +22,9 @@ class Needs(NamedTuple):
     words: str
 
 
-def _estimator(*names: str) -> Needs:
-    return Needs(
-        lambda a: a.own_advantage or a.advantage in names,
-        " or ".join(f'algorithm.advantage = "{name}"' for name in names),
-    )
-
-
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
-    lambda a: a.advantage not in ("distill", "gdpo", "none"),
+    lambda a: a.advantage.kind not in ("distill", "gdpo", "none"),
     "an algorithm.advantage that is made from one reward a sample",
 )
 _RECOMPUTED = Needs(
@@ -42,26 +35,14 @@ _RECOMPUTED = Needs(
 _CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
-    "credit": _estimator("grpo", "reinforce_pp", "gae"),
-    "turn_gamma": Needs(
-        lambda a: a.credit == "turn" and (a.own_advantage or a.advantage == "grpo"),
-        'algorithm.credit = "turn" and algorithm.advantage = "grpo"',
-    ),
-    "normalize_std": _estimator("grpo"),
-    "normalize_std_over": Needs(
-        lambda a: a.own_advantage or (a.advantage == "grpo" and a.normalize_std),
-        'algorithm.advantage = "grpo" and algorithm.normalize_std = true',
-    ),
     "reward_clip": _REWARDS,
     "distill_coef": Needs(
-        lambda a: a.advantage != "distill", 'another algorithm.advantage than "distill", which is nothing but that term'
+        lambda a: a.advantage.kind != "distill",
+        'another algorithm.advantage than "distill", which is nothing but that term',
     ),
     "distill_top_k": Needs(lambda a: a.distill_kl_coef > 0, "algorithm.distill_kl_coef above 0"),
-    "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
-    "gae_lambda": _estimator("gae"),
-    "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
     "overlong_buffer": Needs(
-        lambda a: a.advantage not in ("distill", "gdpo", "remax", "none"),
+        lambda a: a.advantage.kind not in ("distill", "gdpo", "remax", "none"),
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
@@ -159,9 +140,9 @@ def _check_policy(config: TrainConfig) -> None:
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
             f"{sampling.max_response_tokens}; it is the last part of these: lower it"
         )
-    if algorithm.advantage in IN_GROUPS and rollout.samples_per_prompt < 2:
+    if algorithm.advantage.kind in IN_GROUPS and rollout.samples_per_prompt < 2:
         raise ValueError(
-            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group '
+            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage.kind}" makes every group '
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
     if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
@@ -178,7 +159,7 @@ def _check_distillation(config: TrainConfig) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
     asking = [name for name in ("distill_coef", "distill_kl_coef") if getattr(algorithm, name) > 0]
-    if algorithm.advantage == "distill":
+    if algorithm.advantage.kind == "distill":
         asking.insert(0, "advantage")
     if config.model.teacher is not None:
         _check_served_teacher(config)
@@ -187,12 +168,12 @@ def _check_distillation(config: TrainConfig) -> None:
             f"algorithm.{asking[0]} = {_toml(getattr(algorithm, asking[0]))} needs model.teacher_path: weights of the "
             "same architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
-    if algorithm.advantage in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
         raise ValueError(
-            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage}" uses no '
-            'rewards; use algorithm.kl_in = "loss"'
+            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" uses '
+            'no rewards; use algorithm.kl_in = "loss"'
         )
-    if algorithm.advantage == "none" and not algorithm.own_objective:
+    if algorithm.advantage.kind == "none" and not algorithm.own_objective:
         _check_no_policy_gradient(algorithm)
 
 
@@ -277,9 +258,9 @@ def _check_routing_replay(config: TrainConfig) -> None:
 def _check_credit(config: TrainConfig) -> None:
     """Something may give a sample several turns."""
     rollout = config.rollout
-    if config.algorithm.credit == "turn" and not (rollout.environment or rollout.agent or rollout.generate_function):
+    if config.algorithm.credits_turns and not (rollout.environment or rollout.agent or rollout.generate_function):
         raise ValueError(
-            'algorithm.credit = "turn" would have no effect: built-in generation has one turn; set '
+            'algorithm.advantage.credit = "turn" would have no effect: built-in generation has one turn; set '
             "rollout.environment, rollout.agent or rollout.generate_function, or leave it out"
         )
 
@@ -329,5 +310,7 @@ def _toml(value: object) -> str:
         fields = type(value).model_fields.items()
         set_ = [(key, getattr(value, key), field.default) for key, field in fields]
         given = [(key, found) for key, found, default in set_ if found != default or key == "kind"]
+        if len(given) == 1:  # the kind alone
+            return _toml(given[0][1])
         return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in given)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,5 +1,5 @@
-"""Methods of [algorithm] that are a table with a `kind`, each kind with the keys that it has: the objective, and the
-correction of the difference between engines and trainer."""
+"""Methods of [algorithm] that are a table with a `kind`, each kind with the keys that it has: the estimator of
+advantages, the objective, and the correction of the difference between engines and trainer."""
 
 from __future__ import annotations
 
@@ -24,6 +24,106 @@ def inf_in_json(value: float) -> float | str:
 
 Limit = Annotated[float, BeforeValidator(_inf_from_json)]
 """A number for which inf, no limit, has a meaning."""
+
+
+def _with_kind(default: str) -> BeforeValidator:
+    """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for the
+    default's."""
+
+    def tabled(value: Any) -> Any:
+        if isinstance(value, str):
+            return {"kind": "own", "function": value} if ":" in value else {"kind": value}
+        return {"kind": default, **value} if isinstance(value, Mapping) else value
+
+    return BeforeValidator(tabled)
+
+
+Credit = Literal["episode", "turn"]
+
+
+class GRPO(Config):
+    """The reward less the mean of its group, divided by a standard deviation."""
+
+    kind: Literal["grpo"] = "grpo"
+    normalize_std: bool = True
+    """Divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
+    normalize_std_over: Literal["group", "batch"] = "group"
+    """With normalize_std: whose standard deviation, the group's or that of all rewards of the rollout."""
+    credit: Credit = "episode"
+    """Episodes of several turns. episode: all tokens are judged by the whole reward; turn: those of each turn by what
+    it and the turns behind it have earned (docs/agents.md)."""
+    turn_gamma: float = Field(default=1.0, ge=0, le=1)
+    """With credit = "turn": discount per turn of what later turns earn."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> GRPO:
+        if self.turn_gamma != 1 and self.credit != "turn":
+            raise ValueError(
+                f'turn_gamma = {self.turn_gamma:g} would have no effect: it needs credit = "turn"; set that, or leave '
+                "turn_gamma out"
+            )
+        if self.normalize_std_over != "group" and not self.normalize_std:
+            raise ValueError(
+                f'normalize_std_over = "{self.normalize_std_over}" would have no effect: it needs normalize_std = '
+                "true; set that, or leave normalize_std_over out"
+            )
+        return self
+
+
+class _Discounted(Config):
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per token."""
+
+
+class ReinforcePP(_Discounted):
+    """REINFORCE++: the discounted return of each token."""
+
+    kind: Literal["reinforce_pp"] = "reinforce_pp"
+    credit: Credit = "episode"
+    """As for kind = "grpo"."""
+
+
+class ReinforcePPBaseline(_Discounted):
+    """REINFORCE++ with the mean of the group as its baseline."""
+
+    kind: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
+
+
+class GAE(_Discounted):
+    """Generalised advantage estimation with a critic ([critic])."""
+
+    kind: Literal["gae"] = "gae"
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Decay of the sum of temporal differences; 1 is the return minus the value."""
+    value_clip: float = Field(default=0.2, gt=0)
+    """Values may move this far from the old ones before their loss is clipped, in units of reward."""
+    credit: Credit = "episode"
+    """As for kind = "grpo"."""
+
+
+class PlainAdvantage(Config):
+    """Estimators without keys of their own."""
+
+    kind: Literal["gdpo", "rloo", "remax", "gpg", "opo", "distill", "none"]
+
+
+class OwnAdvantage(Config):
+    """A function of your own; `advantage = "package.module:function"` is short for it."""
+
+    kind: Literal["own"] = "own"
+    function: OwnFunction
+    """f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
+    rltool/algorithms/contracts.py."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """For the function, which finds them in algorithm.advantage.options."""
+
+
+Advantage = Annotated[
+    Annotated[
+        GRPO | ReinforcePP | ReinforcePPBaseline | GAE | PlainAdvantage | OwnAdvantage, Field(discriminator="kind")
+    ],
+    _with_kind("grpo"),
+]
 
 
 class _Clipped(Config):
@@ -88,18 +188,6 @@ class OwnObjective(Config):
     rltool/algorithms/contracts.py."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For the function, which finds them in algorithm.objective.options."""
-
-
-def _with_kind(default: str) -> BeforeValidator:
-    """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for the
-    default's."""
-
-    def tabled(value: Any) -> Any:
-        if isinstance(value, str):
-            return {"kind": "own", "function": value} if ":" in value else {"kind": value}
-        return {"kind": default, **value} if isinstance(value, Mapping) else value
-
-    return BeforeValidator(tabled)
 
 
 Objective = Annotated[

@@ -4,6 +4,13 @@ and says so."""
 from __future__ import annotations
 
 RENAMED: dict[str, str] = {
+    "algorithm.credit": "algorithm.advantage.credit",
+    "algorithm.turn_gamma": "algorithm.advantage.turn_gamma",
+    "algorithm.normalize_std": "algorithm.advantage.normalize_std",
+    "algorithm.normalize_std_over": "algorithm.advantage.normalize_std_over",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.gae_lambda": "algorithm.advantage.gae_lambda",
+    "algorithm.value_clip": "algorithm.advantage.value_clip",
     "algorithm.is_cap": "algorithm.is_weights.cap",
     "algorithm.is_floor": "algorithm.is_weights.floor",
     "algorithm.is_normalize": "algorithm.is_weights.normalize",

@@ -73,8 +73,8 @@ def check_addresses(engines: EnginesConfig) -> None:
 def check_own_functions(algorithm: AlgorithmConfig) -> None:
     """The functions that [algorithm] names can be imported and called."""
     advantage, objective = algorithm.advantage, algorithm.objective
-    if algorithm.own_advantage:
-        load_callable(advantage, setting="algorithm.advantage", takes=("batch", "algorithm"))
+    if advantage.kind == "own":
+        load_callable(advantage.function, setting="algorithm.advantage", takes=("batch", "algorithm"))
     if objective.kind == "own":
         load_callable(objective.function, setting="algorithm.objective", takes=("logprobs", "tokens", "algorithm"))
 

@@ -179,14 +179,13 @@ def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
 
 FAMILIES = {
     "grpo": {"loss_reduction": "sample", "kl_coef": 0.3},
-    "dr-grpo": {"normalize_std": False, "loss_reduction": "constant"},
+    "dr-grpo": {"advantage": {"normalize_std": False}, "loss_reduction": "constant"},
     "dapo": {"objective": {"clip_low": 0.1, "clip_high": 0.18}, "overlong_buffer": 6},
     "gspo": {"objective": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03}, "loss_reduction": "sample"},
     "cispo": {"objective": {"kind": "cispo", "clip_low": 1.0, "clip_high": 0.1}},
     "rloo, group means": {"advantage": "rloo", "loss_reduction": "group"},
     "reinforce++": {
-        "advantage": "reinforce_pp",
-        "gamma": 0.95,
+        "advantage": {"kind": "reinforce_pp", "gamma": 0.95},
         "kl_coef": 0.3,
         "kl_in": "reward",
         "kl_estimator": "k1",
@@ -215,7 +214,9 @@ FAMILIES = {
     "opo": {"advantage": "opo", "objective": "reinforce"},
     "off-policy samples masked": {"off_policy_mask_threshold": 0.05},
     "veto, floor, mean 1": {"is_weights": {"kind": "token", "floor": 0.95, "normalize": True}, "is_veto": 0.85},
-    "distillation beside reward": {"distill_coef": 0.3, "reward_clip": (-0.5, 0.6), "normalize_std_over": "batch"},
+    "distillation beside reward": {
+        "distill_coef": 0.3, "reward_clip": (-0.5, 0.6), "advantage": {"normalize_std_over": "batch"},
+    },
     "sft": {"loss": "sft", "loss_reduction": "sample"},
 }
 

@@ -10,7 +10,7 @@ def centred(batch, algorithm):
 
 
 def per_token(batch, algorithm):
-    return (batch.ref_logprobs - batch.old_logprobs) * algorithm.gamma
+    return (batch.ref_logprobs - batch.old_logprobs) * algorithm.advantage.options.get("scale", 1.0)
 
 
 def by_reshape(batch, algorithm):

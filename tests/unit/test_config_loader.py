@@ -180,11 +180,12 @@ def test_a_wrong_word_is_answered_with_the_one_that_was_meant(sets, message):
 
 def test_names_beside_an_import_path_are_one_line(tmp_path):
     with pytest.raises(ConfigError) as error:
-        load_config(TrainConfig, [], ["model.path=m", "algorithm.advantage=grop"])
+        load_config(TrainConfig, [], ["model.path=m", "rollout.group_filter=equal_reward"])
     said = str(error.value)
-    assert said.startswith("algorithm.advantage: Input should be 'grpo', ") and said.count("\n") == 0
+    assert said.startswith("rollout.group_filter: Input should be 'none' or ") and said.count("\n") == 0
     assert said.endswith(
-        "; or an import path `package.module:function` (got 'grop'), from --set; 'grop': did you mean 'grpo'?"
+        "; or an import path `package.module:function` (got 'equal_reward'), from --set; 'equal_reward': did you mean "
+        "'equal_rewards'?"
     )
     assert "literal[" not in said and "constrained" not in said
     with pytest.raises(ConfigError, match=r"^data\.train: .*; give a list: \[\"a\"\]$"):
@@ -205,8 +206,8 @@ def test_a_name_of_the_users_own_stays_in_the_key():
 def test_a_configuration_made_in_python_is_refused_by_the_rules_between_its_keys():
     with pytest.raises(ValueError, match=r"rollout.prompts_per_step 33 .* such as 32"):
         TrainConfig(model={"path": "m"}, rollout={"prompts_per_step": 33}, optimizer_steps_per_rollout=2)
-    with pytest.raises(ValueError, match="algorithm.gamma = 0.5 would have no effect"):
-        TrainConfig(model={"path": "m"}, algorithm={"gamma": 0.5})
+    with pytest.raises(ValueError, match="algorithm.kl_in = \"reward\" would have no effect"):
+        TrainConfig(model={"path": "m"}, algorithm={"kl_in": "reward"})
 
 
 def test_a_rule_between_keys_names_where_each_of_them_was_set(tmp_path):

@@ -30,11 +30,11 @@ LONGEST = 6
     "settings",
     [
         {},
-        {"normalize_std": False},
+        {"advantage": {"normalize_std": False}},
         {"advantage": "rloo"},
         {"advantage": "reinforce_pp"},
-        {"advantage": "reinforce_pp", "whiten_advantages": False, "gamma": 0.9},
-        {"advantage": "reinforce_pp_baseline", "gamma": 0.7},
+        {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}, "whiten_advantages": False},
+        {"advantage": {"kind": "reinforce_pp_baseline", "gamma": 0.7}},
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
@@ -43,10 +43,10 @@ LONGEST = 6
         {"advantage": "remax"},
         {"advantage": "remax", "reward_clip": (-0.5, 0.6)},
         {"advantage": "opo"},
-        {"normalize_std_over": "batch"},
-        {"normalize_std": False, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
+        {"advantage": {"normalize_std_over": "batch"}},
+        {"advantage": {"normalize_std": False}, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
         {"distill_coef": 0.3},
-        {"advantage": "reinforce_pp", "distill_coef": 0.3, "gamma": 0.9},
+        {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}, "distill_coef": 0.3},
         *(
             {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
             for name in ("grpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")

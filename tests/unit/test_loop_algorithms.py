@@ -133,7 +133,7 @@ def test_the_teachers_tokens_go_to_every_optimizer_step(more, asked):
     order = batch.tokens  # tokens of the example are numbered
     assert torch.equal(batch.teacher_topk_ids, TOPK_IDS[order])
     assert torch.equal(batch.teacher_topk_logprobs, -TOPK_IDS[order].float())
-    if config.algorithm.advantage == "none":
+    if config.algorithm.advantage.kind == "none":
         assert not batch.advantages.any()
 
 
@@ -202,7 +202,7 @@ def test_tokens_are_ranked_over_the_whole_rollout_and_not_over_an_optimizer_step
 
 def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():
     for sets, length in (([], RESPONSE), (["algorithm.loss_length=11"], 11)):
-        trainer, _, _ = train("algorithm.loss_reduction=constant", "algorithm.normalize_std=false", *sets)
+        trainer, _, _ = train("algorithm.loss_reduction=constant", "algorithm.advantage.normalize_std=false", *sets)
         (batch,) = trainer.trained
         # loss_weights / loss tokens = 1 / (samples x length)
         torch.testing.assert_close(batch.loss_weights / batch.num_loss_tokens, batch.loss_mask / (7 * length))

@@ -104,13 +104,12 @@ OFF_POLICY = [
     {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {
         "mask_tokens_older_than": 1,
-        "advantage": "reinforce_pp",
-        "gamma": 0.9,
+        "advantage": {"kind": "reinforce_pp", "gamma": 0.9},
         "kl_coef": 0.2,
         "kl_in": "reward",
         "kl_estimator": "k1",
     },
-    {"mask_tokens_older_than": 1, "advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8},
+    {"mask_tokens_older_than": 1, "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}},
 ]
 """Tokens of mixed versions, the oldest of which are masked."""
 LOSSES = [
@@ -136,7 +135,10 @@ LOSSES = [
         "kl_estimator": "k1",
         "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
-    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {
+        "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}, "kl_coef": 0.2, "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
     {"is_weights": {"kind": "token", "cap": math.inf}},
@@ -152,7 +154,7 @@ LOSSES = [
     {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
     {"objective": {"clip_low": 1.0, "clip_high": math.inf}},
     {"off_policy_mask_threshold": 0.02},
-    {"normalize_std_over": "batch", "reward_clip": (-0.5, 0.6)},
+    {"advantage": {"normalize_std_over": "batch"}, "reward_clip": (-0.5, 0.6)},
     {"advantage": "reinforce_pp_baseline", "distill_coef": 0.3, "whiten_advantages": True},
     {"old_logprobs": "rollout", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     *OFF_POLICY,
@@ -196,15 +198,11 @@ def test_loss_and_gradient_equal_plain_loops_whatever_the_split(settings, reduct
 EFFECTS: dict[str, tuple[dict, dict]] = {
     "loss": ({}, {"loss": "sft"}),
     "advantage": ({}, {"advantage": "rloo"}),
-    "normalize_std": ({}, {"normalize_std": False}),
     "whiten_advantages": ({}, {"whiten_advantages": True}),
-    "gamma": ({"advantage": "reinforce_pp"}, {"gamma": 0.9}),
-    "overlong_buffer": ({"normalize_std": False}, {"overlong_buffer": 3}),
-    "overlong_penalty": ({"normalize_std": False, "overlong_buffer": 3}, {"overlong_penalty": 0.5}),
-    "normalize_std_over": ({}, {"normalize_std_over": "batch"}),
-    "reward_clip": ({"normalize_std": False}, {"reward_clip": (-0.5, 0.6)}),
+    "overlong_buffer": ({"advantage": {"normalize_std": False}}, {"overlong_buffer": 3}),
+    "overlong_penalty": ({"advantage": {"normalize_std": False}, "overlong_buffer": 3}, {"overlong_penalty": 0.5}),
+    "reward_clip": ({"advantage": {"normalize_std": False}}, {"reward_clip": (-0.5, 0.6)}),
     "distill_coef": ({}, {"distill_coef": 0.3}),
-    "gae_lambda": ({"advantage": "gae"}, {"advantage": "gae", "gae_lambda": 0.5}),
     "objective": ({}, {"objective": "cispo"}),
     "off_policy_mask_threshold": ({}, {"off_policy_mask_threshold": 0.02}),
     "entropy_coef": ({}, {"entropy_coef": 0.01}),
@@ -245,6 +243,10 @@ EFFECTS_IN_TABLES = {
     "dual_clip": ({}, {"objective": {"dual_clip": 1.01}}),
     "temperature_pos": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_pos": 3.0}}),
     "temperature_neg": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_neg": 3.0}}),
+    "normalize_std": ({}, {"advantage": {"normalize_std": False}}),
+    "gamma": ({"advantage": "reinforce_pp"}, {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}}),
+    "normalize_std_over": ({}, {"advantage": {"normalize_std_over": "batch"}}),
+    "gae_lambda": ({"advantage": "gae"}, {"advantage": {"kind": "gae", "gae_lambda": 0.5}}),
     "cap": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "cap": 1.01}}),
     "floor": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "floor": 0.99}}),
     "normalize": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "normalize": True}}),
@@ -255,11 +257,11 @@ EFFECTS_IN_TABLES = {
 
 
 def test_every_setting_has_its_case_below():
-    elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS | OF_MIXTURES
+    elsewhere = OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
     tables = [kind for name in AlgorithmConfig.model_fields for kind in variants(AlgorithmConfig, name).values()]
     in_tables = {name for kind in tables for name in kind.model_fields} - {"kind", "function", "options"}
-    assert in_tables == set(EFFECTS_IN_TABLES)
+    assert in_tables == set(EFFECTS_IN_TABLES) | OF_THE_CRITIC | OF_SEVERAL_TURNS
 
 
 @pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_IN_TABLES])
@@ -390,7 +392,7 @@ def test_every_preset_trains(file):
     }
     config = load_config(TrainConfig, [file], ["model.path=model", more.get(file.stem, "seed=0")]).config
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()
-    if config.algorithm.advantage == "none":
+    if config.algorithm.advantage.kind == "none":
         return  # its loss is of the teacher's tokens alone: tests/unit/test_topk_kl.py
     assert (
         loss_and_gradients(

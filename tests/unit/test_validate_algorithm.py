@@ -25,18 +25,17 @@ def check(*sets: str) -> None:
         ["algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"', 'algorithm.kl_estimator="k1"'],
         ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"', "algorithm.kl_unbiased=true"],
         ['algorithm.advantage="distill"', "model.teacher_path=teacher", "rollout.samples_per_prompt=1"],
-        ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.gamma=0.9"],
+        ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.advantage.gamma=0.9"],
         [
             'algorithm.advantage="tests.unit.own_algorithms:centred"',
-            "algorithm.gamma=0.9",
-            "algorithm.normalize_std=false",
+            "algorithm.advantage.options.gamma=0.9",
             "model.teacher_path=teacher",
         ],
         ['algorithm.objective="tests.unit.own_algorithms:reinforce"', "algorithm.objective.options.pull=0.1"],
         [
             'algorithm.advantage="gae"',
             "rollout.samples_per_prompt=1",
-            "algorithm.gae_lambda=1.0",
+            "algorithm.advantage.gae_lambda=1.0",
             "critic.lr=1e-4",
             "critic.warmup_rollouts=2",
             "steps=3",
@@ -59,7 +58,10 @@ def check(*sets: str) -> None:
             "epochs_per_rollout=2",
         ],
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
-        ["algorithm.credit=turn", "algorithm.turn_gamma=0.4", "rollout.environment=tests.unit.environments:Counting"],
+        [
+            "algorithm.advantage.credit=turn", "algorithm.advantage.turn_gamma=0.4",
+            "rollout.environment=tests.unit.environments:Counting",
+        ],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
@@ -132,7 +134,7 @@ def test_combinations_that_make_sense_pass(sets):
         ),
         (['algorithm.loss="sft"', "algorithm.mask_tokens_older_than=1"], 'has no meaning with algorithm.loss = "sft"'),
         (['algorithm.loss="sft"', "epochs_per_rollout=2"], "epochs_per_rollout = 2 has no meaning with algorithm.loss"),
-        (["algorithm.credit=turn"], 'algorithm.credit = "turn" would have no effect: built-in generation has one turn'),
+        (["algorithm.advantage.credit=turn"], 'credit = "turn" would have no effect: built-in generation has one turn'),
         (["algorithm.distill_coef=0.1"], "algorithm.distill_coef = 0.1 needs model.teacher_path"),
         (
             [*SERVED, "algorithm.distill_top_k=300", 'engines.groups=[{name="teachers", model="big"}]'],
@@ -202,16 +204,9 @@ def test_combinations_that_make_no_sense_are_refused_with_the_fix(sets, message)
 
 
 WITHOUT_EFFECT = {
-    "credit": ("turn", ["advantage=rloo"]),
-    "turn_gamma": ("0.5", []),
-    "normalize_std": ("false", ["advantage=rloo"]),
-    "normalize_std_over": ("batch", ["normalize_std=false"]),
     "reward_clip": ("[-1.0, 1.0]", ["advantage=distill"]),
     "distill_coef": ("0.1", ["advantage=distill"]),
     "distill_top_k": ("64", ["distill_coef=0.1"]),
-    "gamma": ("0.5", []),
-    "gae_lambda": ("0.5", ["advantage=reinforce_pp"]),
-    "value_clip": ("0.5", []),
     "overlong_buffer": ("10", ["advantage=distill"]),
     "overlong_penalty": ("0.5", []),
     "top_entropy_fraction": ("0.5", ["old_logprobs=rollout"]),
@@ -246,23 +241,31 @@ def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("kind", "key", "of"),
+    ("table", "kind", "key", "of"),
     [
-        ("sapo", "ratio", "ppo or cispo"),
-        ("sapo", "clip_low", "ppo or cispo or gmpo"),
-        ("reinforce", "clip_high", "ppo or cispo or gmpo"),
-        ("ppo", "temperature_pos", "sapo"),
-        ("gmpo", "temperature_neg", "sapo"),
-        ("cispo", "dual_clip", "ppo"),
-        ("tests.unit.own_algorithms:reinforce", "ratio", "ppo or cispo"),
+        ("objective", "sapo", "ratio", "ppo or cispo"),
+        ("objective", "sapo", "clip_low", "ppo or cispo or gmpo"),
+        ("objective", "reinforce", "clip_high", "ppo or cispo or gmpo"),
+        ("objective", "ppo", "temperature_pos", "sapo"),
+        ("objective", "gmpo", "temperature_neg", "sapo"),
+        ("objective", "cispo", "dual_clip", "ppo"),
+        ("objective", "tests.unit.own_algorithms:reinforce", "ratio", "ppo or cispo"),
+        ("advantage", "rloo", "credit", "grpo or reinforce_pp or gae"),
+        ("advantage", "gae", "turn_gamma", "grpo"),
+        ("advantage", "rloo", "normalize_std", "grpo"),
+        ("advantage", "gdpo", "normalize_std_over", "grpo"),
+        ("advantage", "grpo", "gamma", "reinforce_pp or reinforce_pp_baseline or gae"),
+        ("advantage", "reinforce_pp", "gae_lambda", "gae"),
+        ("advantage", "grpo", "value_clip", "gae"),
+        ("advantage", "tests.unit.own_algorithms:centred", "gamma", "reinforce_pp or reinforce_pp_baseline or gae"),
     ],
 )
-def test_a_key_of_another_objective_cannot_be_written(kind, key, of):
-    with pytest.raises(ConfigError, match=rf"objective\.{key} is a key of kind = {of}, and .*objective.kind is"):
-        check(f"algorithm.objective={kind}", f"algorithm.objective.{key}=0.5")
+def test_a_key_of_another_kind_cannot_be_written(table, kind, key, of):
+    with pytest.raises(ConfigError, match=rf"{table}\.{key} is a key of kind = {of}, and .*{table}.kind is"):
+        check(f"algorithm.{table}={kind}", f"algorithm.{table}.{key}=0.5")
     named = "own" if ":" in kind else kind
-    with pytest.raises(ValueError, match=f"objective.{named}.{key}"):
-        AlgorithmConfig(objective={"kind": named, key: 0.5})
+    with pytest.raises(ValueError, match=f"{table}.{named}.{key}"):
+        AlgorithmConfig(**{table: {"kind": named, key: 0.5}})
 
 
 @pytest.mark.parametrize(
@@ -283,6 +286,11 @@ def test_a_key_of_a_correction_that_is_not_made_cannot_be_written(table, key):
     ("setting", "message"),
     [
         ("algorithm.advantage=grpo2", "algorithm.advantage"),
+        ("algorithm.advantage.turn_gamma=0.5", 'turn_gamma = 0.5 would have no effect: it needs credit = "turn"'),
+        (
+            'algorithm.advantage={normalize_std=false, normalize_std_over="batch"}',
+            'normalize_std_over = "batch" would have no effect: it needs normalize_std = true',
+        ),
         ("algorithm.objective.dual_clip=1.0", "algorithm.objective.dual_clip"),
         ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low"),
         ('algorithm.is_mask={kind="token", low=2.5}', "every token would be masked"),
