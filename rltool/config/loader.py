@@ -145,6 +145,7 @@ def _put(
             return
         if kinds:
             here[part] = _of_kind(here.get(part) or {}, rest, value, kinds, (model, key, origin), origins)
+            key = key if rest else f"{key}.kind"
         elif not rest:
             here[part] = value
         elif inner is None:
@@ -333,9 +334,10 @@ def _named_origins(item: Any, section: str, origins: Mapping[str, str]) -> str:
     if item["type"] != "value_error":
         return ""
     prefix, words = f"{section}." if section else "", set(_KEY.findall(item["msg"]))
+    named = {key.removesuffix(".kind"): origin for key, origin in origins.items()}
     found = [
         f"{key} from {origin}"
-        for key, origin in origins.items()
+        for key, origin in named.items()
         if key in words or (prefix and key.startswith(prefix) and key.removeprefix(prefix) in words)
     ]
     return f" ({', '.join(found)})" if found else ""

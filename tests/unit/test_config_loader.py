@@ -240,6 +240,7 @@ def test_tables_with_a_kind_merge_key_by_key_and_another_kind_begins_anew(tmp_pa
         CISPO(clip_low=1.0, ratio="sequence"), [*keys, "algorithm.objective.ratio"]
     )  # fmt: skip
     assert loaded("algorithm.objective.kind=cispo") == (CISPO(clip_low=1.0), keys)
+    assert loaded("algorithm.objective=ppo") == (PPO(), keys[:1])
     assert loaded("algorithm.objective.kind=ppo") == (PPO(), keys[:1])
     for both in (["algorithm.objective=a:b", "algorithm.objective.options.x=3"],
                  ['algorithm.objective={options={x=3}, kind="own", function="a:b"}']):  # fmt: skip
