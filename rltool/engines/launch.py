@@ -93,7 +93,7 @@ def order_of_file(config: TrainConfig) -> Order:
         if model.path is not None
     }
     engines = config.engines
-    return Order(groups, models, RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget))
+    return Order(groups, models, RestartPolicy(engines.max_restarts, engines.restart_backoff))
 
 
 # -- the command line

@@ -182,7 +182,7 @@ class RolloutService:
         processes, engines = self._engines.processes, self._config.engines
         if processes is None:
             return None
-        policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
+        policy = RestartPolicy(engines.max_restarts, engines.restart_backoff)
         return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
     def _evaluation_engines(self, trainer: Trainer | None, hooks: EngineHooks) -> EvaluationEngines | None:

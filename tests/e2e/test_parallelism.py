@@ -25,7 +25,7 @@ pytestmark = pytest.mark.e2e
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 OPTIONS = {"algorithm": {"kl_coef": 0.05, "entropy_coef": 0.01}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
 
-ICEPOP = {"is_weights": "token", "is_cap": 1.3, "is_mask": "token", "is_mask_low": 0.6, "is_mask_high": 1.6}
+ICEPOP = {"is_weights": {"kind": "token", "cap": 1.3}, "is_mask": {"kind": "token", "low": 0.6, "high": 1.6}}
 TOLD = {"train/is_weight_mean", "train/is_truncated_fraction", "train/masked_fraction"}
 
 TWO_RANKS = {

@@ -227,7 +227,7 @@ def test_a_group_s_baseline_counts_episodes_and_not_their_trajectories():
     samples = scored((0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, 0.0))
     batch = samples_to_batch(samples)
     assert batch.episode_ids is not None and batch.episode_ids.tolist() == [0, 0, 0, 1]
-    values = estimate_advantages(batch, AlgorithmConfig(advantage="grpo", normalize_std=False))
+    values = estimate_advantages(batch, AlgorithmConfig(advantage={"kind": "grpo", "normalize_std": False}))
     sampled = values[batch.loss_mask > 0]
     assert torch.allclose(sampled, torch.tensor([0.5] * 6 + [-0.5] * 2))  # a mean over samples would give 0.25, -0.75
 

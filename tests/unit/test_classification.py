@@ -163,7 +163,11 @@ OPTIONS = {"model": "reward"}
         (CLASSIFIER, {"reward": {"function": "judge", "options": OPTIONS}}, "reward.function = 'judge'"),
         (CLASSIFIER, {"reward": {"function": "judge-probability", "options": OPTIONS}}, "'judge-probability'"),
         (CLASSIFIER, {"reward": {"group": "pairwise-judge", "group_options": OPTIONS}}, "reward.group = 'pairwise"),
-        (CLASSIFIER, {"model": {"path": "m", "teacher": "reward"}}, "model.teacher = 'reward'"),
+        (
+            CLASSIFIER,
+            {"model": {"path": "m", "teacher": "reward"}, "algorithm": {"distill_coef": 0.1}},
+            "model.teacher = 'reward'",
+        ),
         (GENERATOR, {"reward": {"function": "reward-model"}}, "reward.function = 'reward-model'"),
         (
             GENERATOR,

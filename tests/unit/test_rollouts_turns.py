@@ -122,7 +122,7 @@ def test_an_evaluation_is_asked_for_its_metrics_only_when_it_has_ended_or_is_wai
 
 
 def test_engines_for_evaluation_alone_get_the_weights_before_it_starts(manager, tmp_path):
-    it = driver(tmp_path, "managed", eval={"engines": ["h:1"]})
+    it = driver(tmp_path, "managed", eval={"engines": ["h:1"], "sets": {"a": "a.jsonl"}})
     it.sync_weights(2)
     it.start_evaluation(2)
     assert manager.calls == ["sync_weights 2", "hold_evaluation_engines 2"]

@@ -153,7 +153,9 @@ def test_a_teacher_with_other_tokens_is_refused_before_anything_starts(monkeypat
 
     other = SimpleNamespace()
     monkeypatch.setattr(validate, "load_tokenizer", lambda path, **_: other)
-    config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models={"teacher": {"path": "t"}})
+    config = TrainConfig(
+        model={"path": "m", "teacher": "teacher"}, models={"teacher": {"path": "t"}}, algorithm={"distill_coef": 0.1}
+    )
     with pytest.raises(UsageError, match="the tokenizer of t has another id for 'x' than the model's, or none"):
         validate.check_teachers_tokenizer(config, SimpleNamespace(differs_from=lambda found: "x"))
     validate.check_teachers_tokenizer(config, SimpleNamespace(differs_from=lambda found: None))
