@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -15,6 +15,19 @@ from rltool.algorithms.ragged import sum_per_sample
 
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Any number of values a sample. values: [sum of lengths], sample after sample; lengths: [N] int64."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def select(self, samples: Tensor) -> Ragged:
+        """Of these samples, [n] int64, in this order."""
+        pieces = self.values.split(self.lengths.tolist())
+        return Ragged(torch.cat([self.values[:0], *(pieces[i] for i in samples.tolist())]), self.lengths[samples])
 
 
 @record(frozen=True, kw_only=True)
@@ -37,12 +50,16 @@ class TrainBatch(BatchFields):
             value = getattr(self, name)
             if value is None:
                 continue
-            expected: tuple[int, ...] = (num_samples if item.of == "sample" else num_tokens,)
+            expected: tuple[int, ...] = (num_tokens if item.of == "token" else num_samples,)
+            if item.of == "ragged":
+                if len(value.lengths) != num_samples:
+                    raise ValueError(f"TrainBatch.{name} is of {len(value.lengths)} samples, expected {num_samples}")
+                value, expected = value.values, (int(value.lengths.sum()),)
             if item.row:
                 expected += (rows.setdefault(item.row, value.shape[1]),) if value.dim() == 2 else (1,)
             if value.shape != expected:
                 raise ValueError(f"TrainBatch.{name} has shape {tuple(value.shape)}, expected {expected}")
-            dtype = item.dtype_of(value.dtype)
+            dtype = getattr(torch, item.dtype_of(value.dtype))
             if value.dtype != dtype:
                 raise ValueError(f"TrainBatch.{name} is {value.dtype}, expected {dtype}")
         for name, value in self.metadata.items():
@@ -80,7 +97,10 @@ class TrainBatch(BatchFields):
         sample_index = torch.tensor(samples, dtype=torch.int64)
         changes = {}
         for name, item in fields_of(self).items():
-            if (value := getattr(self, name)) is not None:
+            value = getattr(self, name)
+            if isinstance(value, Ragged):
+                changes[name] = value.select(sample_index)
+            elif value is not None:
                 changes[name] = value[sample_index if item.of == "sample" else token_index]
         return TrainBatch(**changes, metadata={name: values[sample_index] for name, values in self.metadata.items()})
 

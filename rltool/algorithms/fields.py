@@ -10,17 +10,19 @@ The bodies of `LossFields` and `BatchFields` are the table. `LossFields` are als
 from __future__ import annotations
 
 import dataclasses
+import math
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # processes that have samples and nothing else, as those of rewards, do without torch
+    from torch import Tensor
 
-CODES = {"B": torch.uint8, "h": torch.int16, "i": torch.int32, "q": torch.int64, "f": torch.float32, "d": torch.float64}
-"""array's type codes, which are numpy's characters too."""
+CODES = {"B": "uint8", "h": "int16", "i": "int32", "q": "int64", "f": "float32", "d": "float64"}
+"""array's type codes, which are numpy's characters too, and torch's names of the same types."""
+LARGEST = {"uint8": 2**8 - 1, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Held:
-    """How a sample holds a field: one number or a row of them a token, token after token; empty: the sample has none.
+    """How a sample holds a field: one number or a row of them a token, token after token, or of a ragged field its
+    numbers; empty: the sample has none.
 
     what: the field in messages. code, wider: as in Column.
     over: the tokens that have a value: those of the response, or of prompt and response; the others get Field.fill.
@@ -67,41 +70,48 @@ class Held:
 
 @dataclass(frozen=True)
 class Field:
-    """of: one value, or one row of them, a sample or a token.
-
-    dtypes: that it may have. row: what a row counts, "": no row; fields with equal `row` have rows of one length.
+    """of: one value, or one row of them, a sample or a token; "ragged": any number of values a sample, whatever its
+        tokens (algorithms.batch.Ragged).
+    dtypes: torch's names of those that it may have.
+    row: what a row counts, "": no row; fields with equal `row` have rows of one length.
     fill: the value where there is none, None: the dtype's largest. held: None: samples do not have it.
     cut: where a rank needs it. "batch": beside the micro-batch, on the CPU, whole on all context-parallel ranks;
         "input": at the tokens that the rank's part of the model reads, packed and cut by context parallelism as they
         are; "target": at the loss tokens whose states the rank holds. "driver": nowhere.
     """
 
-    of: Literal["sample", "token"]
-    dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    of: Literal["sample", "token", "ragged"]
+    dtypes: tuple[str, ...] = ("float32",)
     row: str = ""
     fill: float | None = 0.0
     held: Held | None = None
     cut: Literal["batch", "input", "target", "driver"] = "batch"
 
-    def dtype_of(self, found: torch.dtype) -> torch.dtype:
+    def dtype_of(self, found: Any) -> str:
         """The one to expect where `found` was found."""
-        return found if found in self.dtypes else self.dtypes[0]
+        name = str(found).removeprefix("torch.")
+        return name if name in self.dtypes else self.dtypes[0]
 
-    def filler(self, dtype: torch.dtype) -> float:
-        return torch.iinfo(dtype).max if self.fill is None else self.fill
+    def filler(self, dtype: Any) -> float:
+        return LARGEST[str(dtype).removeprefix("torch.")] if self.fill is None else self.fill
 
 
 KEY = "rltool field"
 
 
-def token(*dtypes: torch.dtype, required: bool = False, **options: Any) -> Any:
+def token(*dtypes: str, required: bool = False, **options: Any) -> Any:
     """A `Field` of tokens, float32 where no dtype is given, as the value of a dataclass's attribute."""
-    return _entry(Field("token", dtypes or (torch.float32,), **options), required=required)
+    return _entry(Field("token", dtypes or ("float32",), **options), required=required)
 
 
-def sample(*dtypes: torch.dtype, required: bool = False, **options: Any) -> Any:
+def sample(*dtypes: str, required: bool = False, **options: Any) -> Any:
     """Likewise of samples."""
-    return _entry(Field("sample", dtypes or (torch.float32,), **options), required=required)
+    return _entry(Field("sample", dtypes or ("float32",), **options), required=required)
+
+
+def ragged(*dtypes: str, **options: Any) -> Any:
+    """Likewise of samples with any number of values."""
+    return _entry(Field("ragged", dtypes or ("float32",), **options), required=False)
 
 
 def _entry(field: Field, *, required: bool) -> Any:
@@ -168,7 +178,7 @@ class LossFields(Record):
     teacher_logprobs: Tensor | None = token(held=Held("log-probabilities of the teacher"))
     """The teacher's; of one on engines 0 where the policy did not sample the token."""
     teacher_topk_logprobs: Tensor | None = token(
-        row="teacher's tokens", fill=-torch.inf, held=Held("most probable tokens of the teacher", "f")
+        row="teacher's tokens", fill=-math.inf, held=Held("most probable tokens of the teacher", "f")
     )
     """[T, K], log-probabilities of teacher_topk_ids; any values where loss_mask is 0. None unless the loss has a KL
     over them."""
@@ -184,15 +194,15 @@ class LossFields(Record):
 class BatchFields(LossFields):
     """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless said otherwise."""
 
-    tokens: Tensor = token(torch.int64, required=True)
+    tokens: Tensor = token("int64", required=True)
     """Int64, prompt then response of each sample."""
-    lengths: Tensor = sample(torch.int64, required=True)
+    lengths: Tensor = sample("int64", required=True)
     """[N] int64, tokens per sample."""
     loss_mask: Tensor = token(required=True)
     """1 where the token has a loss: sampled by the policy and not masked, or a target of supervised training."""
     rewards: Tensor = sample(required=True, cut="driver")
     """[N]."""
-    group_ids: Tensor = sample(torch.int64, required=True, cut="driver")
+    group_ids: Tensor = sample("int64", required=True, cut="driver")
     """[N] int64, equal for samples of one prompt."""
     loss_weights: Tensor = token(required=True)
     """Weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the configured
@@ -204,10 +214,10 @@ class BatchFields(LossFields):
     are made of them."""
     part_weights: Tensor | None = sample(row="reward.parts", cut="driver")
     """[N, P], its weight; 0 likewise."""
-    episode_ids: Tensor | None = sample(torch.int64, cut="driver")
+    episode_ids: Tensor | None = sample("int64", cut="driver")
     """[N] int64, equal for samples of one episode of an agent, which has one reward and counts once in its group's
     baseline; None: each sample is an episode."""
-    turns: Tensor | None = token(torch.int64, cut="driver")
+    turns: Tensor | None = token("int64", cut="driver")
     """Int64, number of the turn within its episode in which the policy sampled the token, over all samples of the
     episode in order of time; -1 where it did not sample it. None: each sample is one turn; None again once there are
     advantages."""
@@ -217,23 +227,23 @@ class BatchFields(LossFields):
     response_mask: Tensor | None = token(cut="driver")
     """1 where the policy sampled the token, with a loss or without (truncated, removed or stale tokens may be masked);
     None: the same as loss_mask."""
-    token_versions: Tensor | None = token(torch.int64, cut="driver")
+    token_versions: Tensor | None = token("int64", cut="driver")
     """Int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0; None where unknown
     (recorded by an earlier release, synthetic) and for supervised data."""
     sampling_mask: Tensor | None = token(
-        torch.int32, row="those that top-p and top-k left to choose from", fill=-1, cut="target",
+        "int32", row="those that top-p and top-k left to choose from", fill=-1, cut="target",
         held=Held("sampling masks", "i", comes="appended", counted=True),
     )  # fmt: skip
     """[T, K] int32, the tokens that top-p and top-k left to choose from in each token's place, -1 beyond their number;
     all -1 where the policy did not sample the token. Log-probabilities of the model are then those of these tokens
     alone. None where sampling was not truncated."""
     teacher_topk_ids: Tensor | None = token(
-        torch.int32, row="teacher's tokens", fill=-1, cut="target",
+        "int32", row="teacher's tokens", fill=-1, cut="target",
         held=Held("most probable tokens of the teacher", "i"),
     )  # fmt: skip
     """[T, K] int32, the teacher's K most probable tokens at each position, most probable first."""
     routed_experts: Tensor | None = token(
-        torch.uint8, torch.int16, row="layers * experts a token", fill=None, cut="input",
+        "uint8", "int16", row="layers * experts a token", fill=None, cut="input",
         held=Held("experts that the engine's router chose", "B", wider="h", over="sequence", comes="newest"),
     )  # fmt: skip
     """[T, layers * experts a token] uint8 or int16, the experts that the engine's router chose for each token of prompt
@@ -259,9 +269,9 @@ def _table(cls: Any) -> dict[str, Field]:
     return {item.name: item.metadata[KEY] for item in dataclasses.fields(cls) if KEY in item.metadata}
 
 
-def fields_of(record: Any) -> Mapping[str, Field]:
+def fields_of(records: Any) -> Mapping[str, Field]:
     """Name -> declaration of what a record, or a class of records, has of the table."""
-    return _table(record if isinstance(record, type) else type(record))
+    return _table(records if isinstance(records, type) else type(records))
 
 
 @cache
@@ -272,6 +282,7 @@ def held_fields() -> Mapping[str, tuple[Field, Held]]:
 
 @cache
 def sample_columns() -> Mapping[str, Column]:
+    """What samples have of the table, by the name of the attribute."""
     return {column.name: column for name, (_, held) in held_fields().items() for column in held.columns(name)}
 
 
@@ -287,13 +298,16 @@ def holds_columns(cls: type[T]) -> type[T]:
 
 
 def declare(name: str, entry: Any, *, in_loss: bool = False) -> None:
-    """Another field, in all records of this process: `entry` as in the table. ValueError for a name that is taken."""
+    """Another field, in all records of this process: `entry` as in the table. Samples that exist do not get it.
+    ValueError for a name that is taken."""
+    field: Field = entry.metadata[KEY]
     if name in fields_of(BatchFields):
         raise ValueError(f"the table has a field {name} already")
+    if field.of == "ragged" and (in_loss or field.cut in ("input", "target")):
+        raise ValueError(f"{name} is ragged by sample: it has no place at single tokens")
     _add(LossFields if in_loss else BatchFields, name, "Tensor | None", entry)
     forget_cached()
-    held = entry.metadata[KEY].held
-    for column in held.columns(name) if held else ():
+    for column in field.held.columns(name) if field.held else ():
         for cls in _HOLDERS:
             _add(cls, column.name, "array[Any] | list[float]", dataclasses.field(default_factory=column.empty))
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import Ragged, TrainBatch
 from rltool.algorithms.fields import CODES, Field, Held, held_fields
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import TrainingStopped, UsageError
@@ -146,12 +147,20 @@ def _baselines(samples: Sequence[Sample]) -> torch.Tensor | None:
     return torch.tensor([sample.baseline_reward for sample in samples], dtype=torch.float32)
 
 
-def _columns(samples: Sequence[Sample]) -> dict[str, torch.Tensor | None]:
+def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
     """What samples hold of the table in algorithms/fields.py, as the batch has it; None: none of them has it."""
     return {
-        name: (_counted if held.counted else _uncounted)(samples, name, item, held)
+        name: (_ragged if item.of == "ragged" else _counted if held.counted else _uncounted)(samples, name, item, held)
         for name, (item, held) in held_fields().items()
     }
+
+
+def _ragged(samples: Sequence[Sample], name: str, item: Field, _held: Held) -> Ragged | None:
+    found = [getattr(sample, name) for sample in samples]
+    if not any(found):
+        return None
+    values = [torch.tensor(own, dtype=getattr(torch, item.dtypes[0])) for own in found]
+    return Ragged(torch.cat(values), torch.tensor([len(own) for own in found]))
 
 
 def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> torch.Tensor | None:
@@ -169,13 +178,13 @@ def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) ->
     if len(kinds) > 1:
         raise ValueError(f"{held.what}: samples have {sorted(size for _, size in kinds)} of them a token")
     ((code, size),) = kinds
-    dtype = item.dtype_of(CODES[code])
+    of_arrays, dtype = getattr(torch, CODES[code]), getattr(torch, item.dtype_of(CODES[code]))
     out = torch.full((sum(sample.num_tokens for sample in samples), size), item.filler(dtype), dtype=dtype)
     end = 0
     for sample, own, count in zip(samples, values, tokens, strict=True):
         end += sample.num_tokens
         if own:
-            read = torch.tensor(own) if isinstance(own, list) else torch.frombuffer(own, dtype=CODES[code])
+            read = torch.tensor(own) if isinstance(own, list) else torch.frombuffer(own, dtype=of_arrays)
             out[end - count : end] = read.view(count, size)
     return out if item.row else out.squeeze(1)
 
@@ -185,7 +194,7 @@ def _counted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> t
     numbers, sizes = ([getattr(sample, column.name) for sample in samples] for column in held.columns(name))
     if not any(sizes):
         return None
-    k, dtype = max(max(counts, default=0) for counts in sizes), item.dtypes[0]
+    k, dtype = max(max(counts, default=0) for counts in sizes), getattr(torch, item.dtypes[0])
     rows = []
     for sample, ids, counts in zip(samples, numbers, sizes, strict=True):
         own = torch.full((len(sample.response_ids), k), item.filler(dtype), dtype=dtype)

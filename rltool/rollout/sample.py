@@ -213,6 +213,8 @@ class Sample(Record):
     def _check_columns(self) -> None:
         rows: dict[str, int] = {}
         for name, (item, held) in held_fields().items():
+            if item.of == "ragged":
+                continue
             *_, column = held.columns(name)
             found = len(getattr(self, column.name))
             tokens = self.num_tokens if held.over == "sequence" else len(self.response_ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from array import array
 from dataclasses import fields, replace
 
@@ -10,7 +12,7 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
-from rltool.algorithms.fields import BatchFields, Held, LossFields, declare, fields_of, sample_columns, token
+from rltool.algorithms.fields import BatchFields, Held, LossFields, declare, fields_of, ragged, sample_columns, token
 from rltool.algorithms.losses import LossTokens
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.parallel import ParallelLayout
@@ -100,8 +102,8 @@ def test_a_completion_without_it_behind_one_with_it_is_an_error_and_so_is_the_re
 @pytest.mark.parametrize("cp", [1, 2])
 def test_fields_are_cut_over_context_parallel_ranks_as_the_tokens_are(cp):
     with table_of_its_own():
-        declare("read", token(torch.int64, cut="input", fill=-7))
-        declare("predicted", token(torch.int64, row="one", cut="target"))
+        declare("read", token("int64", cut="input", fill=-7))
+        declare("predicted", token("int64", row="one", cut="target"))
         batch = example_batch()
         batch = batch.replace(read=batch.tokens.clone(), predicted=batch.tokens[:, None].clone())
         rows, seen = loss_rows(batch), []
@@ -114,6 +116,30 @@ def test_fields_are_cut_over_context_parallel_ranks_as_the_tokens_are(cp):
             seen += read[read >= 0].tolist()
             assert not prepare(batch, rows, at, torch.device("cpu"), sequence_parallel=False).packed.inputs
         assert sorted(seen) == batch.tokens.tolist()
+
+
+def test_a_ragged_field_is_of_samples_whatever_their_tokens(tmp_path):
+    with table_of_its_own():
+        declare("patches", ragged("int32", held=Held("patches of pictures", "i")))
+        samples = [sample(i) for i in range(3)]
+        assert samples_to_batch(samples).patches is None
+        samples[0].patches, samples[2].patches = array("i", [5, 6, 7]), array("i", [8])
+        write_dump(tmp_path, step=0, seed=0, samples=samples)
+        batch = samples_to_batch(read_dump(tmp_path, 0).samples)
+        assert batch.patches.values.tolist() == [5, 6, 7, 8] and batch.patches.lengths.tolist() == [3, 0, 1]
+        [micro] = Shards(batch, [[[2, 1, 0]]]).micro_batches(0)
+        assert micro.patches.values.tolist() == [8, 5, 6, 7] and micro.patches.lengths.tolist() == [1, 0, 3]
+        with pytest.raises(ValueError, match="patches is of 3 samples, expected 2"):
+            batch.select([0, 1]).replace(patches=batch.patches)
+        with pytest.raises(ValueError, match="patches is torch.int64, expected torch.int32"):
+            batch.replace(patches=replace(batch.patches, values=batch.patches.values.long()))
+        with pytest.raises(ValueError, match="thumbs is ragged by sample"):
+            declare("thumbs", ragged(), in_loss=True)
+
+
+def test_a_process_that_has_samples_alone_does_not_import_torch():
+    code = "import sys, rltool.rollout.sample; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_table_is_what_the_records_have():
