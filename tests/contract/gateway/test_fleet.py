@@ -173,8 +173,8 @@ def test_agents_lose_no_turn_while_engines_join_fall_behind_leave_and_die(words,
         manager.gateway = gateway
         manager.send()
         ending = threading.Event()
-        stack.callback(ending.set)
         pool = stack.enter_context(ThreadPoolExecutor(8))
+        stack.callback(ending.set)
         agents: list[Agent] = []
         working: list[Future[int]] = []
 
@@ -193,6 +193,7 @@ def test_agents_lose_no_turn_while_engines_join_fall_behind_leave_and_die(words,
         def serves(*wanted: ScriptedVllm) -> None:
             before = [asked(engine) for engine in wanted]
             until(lambda: all(asked(e) > n + 1 for e, n in zip(wanted, before, strict=True)), "they get turns")
+            assert not [future.exception() for future in working if future.done()], "no agent has failed"
 
         more_agents()
         serves(one, two)
