@@ -10,20 +10,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 
-from rltool.agents.gateway_process import GatewayProcess
-from rltool.config.gateway import GatewayConfig
-from rltool.engines.client import EngineClient
+from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
+from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
 from rltool.gateway.fleet import FleetView
-from rltool.gateway.parts import Parts
+from rltool.rollout.versions import VersionBook
+from rltool.training.generation import Generation
 from tests import fleets
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import KEY, QUICK, Gateway
@@ -171,8 +170,8 @@ def test_agents_lose_no_turn_while_engines_join_fall_behind_leave_and_die(words,
         manager.gateway = gateway
         manager.send()
         ending = threading.Event()
-        stack.callback(ending.set)
         pool = stack.enter_context(ThreadPoolExecutor(8))
+        stack.callback(ending.set)
         agents: list[Agent] = []
         working: list[Future[int]] = []
 
@@ -191,6 +190,7 @@ def test_agents_lose_no_turn_while_engines_join_fall_behind_leave_and_die(words,
         def serves(*wanted: ScriptedVllm) -> None:
             before = [asked(engine) for engine in wanted]
             until(lambda: all(asked(e) > n + 1 for e, n in zip(wanted, before, strict=True)), "they get turns")
+            assert not [future.exception() for future in working if future.done()], "no agent has failed"
 
         more_agents()
         serves(one, two)
@@ -327,32 +327,34 @@ def test_engines_given_by_address_are_left_out_while_they_are_dead_and_taken_bac
 
 
 def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and_goes_on_without_the_run(
-    engines, tokenizer_dir, tmp_path
+    engines, model_dir, tmp_path
 ):
     one, two = engines
     manager = Manager()
     manager.join(one)
     manager.sync(0, one)
-    key_file: Path = tmp_path / "gateway.key"
-    key_file.write_text(KEY)
-    parts = Parts(
-        served_name="policy", max_model_len=4096, tokenizer=tokenizer_dir, endpoints=(), sessions=tmp_path / "sessions",
-        key_file=key_file, follows=True, lineage=LINEAGE.to_json(),
-    )  # fmt: skip
+    book = VersionBook(LINEAGE, published=0)
+    place = GatewayPlace(tmp_path / "sessions", tmp_path / "gateway.key", tmp_path / "gateway.log")
+    place.key_file.write_text(KEY)
+    place.key_file.chmod(0o600)
+    settings = {
+        "model": {"path": model_dir}, "steps": 1, "rollout": {"agent": "tests.contract.agents:two_questions"},
+        "sampling": {"max_prompt_tokens": 1000, "max_response_tokens": 2000}, "data": {"train": [tmp_path / "rows"]},
+    }  # fmt: skip
 
     async def go() -> None:
-        async with EngineClient() as client:
-            process = GatewayProcess(
-                GatewayConfig(), parts, tmp_path / "gateway.log", client, say=lambda line: None, view=manager.view
-            )
-            await process.start()
-            try:
-                await asyncio.to_thread(talk, process)
-            finally:
-                await process.close()
+        generation = Generation(
+            TrainConfig.model_validate(settings), place, refusal=book.refusal, say=lambda line: None
+        )
+        await generation.start(manager.fleet, None, book)
+        try:
+            assert generation._process is not None
+            await asyncio.to_thread(talk, generation._process)
+        finally:
+            await generation.close()
 
     def talk(process: GatewayProcess) -> None:
-        manager.gateway = gateway = Gateway(tmp_path, tokenizer_dir, [], port=int(process.url.rpartition(":")[2]))
+        manager.gateway = gateway = Gateway(tmp_path, model_dir, [], port=int(process.url.rpartition(":")[2]))
 
         def sees(wanted: dict[str, str]) -> bool:
             try:
@@ -368,7 +370,7 @@ def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and
         began = time.monotonic()
         until(lambda: sees({one.url: "draining", two.url: "ready"}), "it follows")
         assert time.monotonic() - began < 10.0
-        assert agent.turn() == "two"
+        assert agent.turn() == "two" and [versions for _, versions in agent.turns()] == [{version(0)}] * 2
         manager.fleet.remove(one.url, "gone")
         assert process._process is not None
         os.kill(process._process.pid, signal.SIGKILL)
@@ -378,7 +380,7 @@ def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and
         pipe = process._process.stdin
         assert pipe is not None
         process_loop.call_soon_threadsafe(pipe.close)
-        until(lambda: "manager is gone" in (tmp_path / "gateway.log").read_text(), "it notices")
+        until(lambda: "manager is gone" in place.log.read_text(), "it notices")
         assert agent.turn() == "two"
 
     with asyncio.Runner() as runner:
