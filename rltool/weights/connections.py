@@ -51,7 +51,7 @@ class Ranks(Protocol):
     async def send(self, version: str, urls: Collection[str]) -> SendReport: ...
 
     async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
-        """Beside `send`, of the ranks that send to this engine: see AcknowledgedSender. Raises EngineError."""
+        """Beside `send`, of the ranks that send to this engine: see SenderTransport.ready. Raises EngineError."""
         ...
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
