@@ -40,7 +40,7 @@ from benchmarks.weight_sync_weights import SOURCES, Weights, make_weights
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
@@ -97,7 +97,7 @@ class Link:
         world_size: int, staged: bool,
     ) -> None:  # fmt: skip
         self.client, self.server, self.senders = client, server, senders
-        self.speaks = dialect(KINDS[kind].dialect)
+        self.speaks = controls(KINDS[kind].dialect)
         offered = transport(KINDS[kind].dialect, backend)
         self.control = offered.staged if staged and offered.staged is not None else offered.control
         self.after_send = self.control.after_send

@@ -77,7 +77,9 @@ def micro_batch_loss(
         token_loss = sft_loss(logprobs)
     else:
         needed = objective.needed_fields(algorithm)
-        given = {name: field(name) if name in needed else optional(name) for name in fields_of(LossFields)}
+        given: dict[str, Any] = {
+            name: field(name) if name in needed else optional(name) for name in fields_of(LossFields)
+        }
         tokens = LossTokens(
             **given | {"old_logprobs": logprobs.detach() if on_policy else field("old_logprobs")},
             sample=to_device(sample, logprobs.device),

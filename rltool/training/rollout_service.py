@@ -52,8 +52,7 @@ from rltool.training.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_inputs import load_inputs
-from rltool.training.rollout_work import RolloutWork
-from rltool.training.routing_replay import wanted_routing
+from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 from rltool.weights.connections import Trainer
 from rltool.weights.sync_report import SyncReport
 
@@ -117,11 +116,10 @@ class RolloutService:
         self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
         self._weights, self._membership = self._policy.weights, self._policy.membership
         self._held = self._evaluation_engines(trainer, hooks)
+        policy = PolicyModel(self.tokenizer, vocab_size, require_versions=syncing is not None)
         self._work = RolloutWork(
-            config, self._plane, self._scorer, self.tokenizer, self._generation.function,
-            vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
-            evaluation_plane=self._held.plane if self._held else None, routing=wanted_routing(config),
-            http=self._http,
+            config, Planes(self._plane, self._held.plane if self._held else None), self._scorer, policy,
+            self._generation.function, models=self._models, http=self._http,
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
@@ -174,8 +172,9 @@ class RolloutService:
                 group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
                 max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
+                judges_age=self._syncing is not None,
             ),
-            judges_age=self._syncing is not None, on_event=self._on_event, clock=self._clock,
+            on_event=self._on_event, clock=self._clock,
         )  # fmt: skip
 
     def _engine_restarts(self) -> EngineRestarts | None:

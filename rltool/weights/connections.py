@@ -53,7 +53,7 @@ class Ranks(Protocol):
     async def send(self, version: str, urls: Collection[str]) -> SendReport: ...
 
     async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
-        """Beside `send`, of the ranks that send to this engine: see AcknowledgedSender. Raises EngineError."""
+        """Beside `send`, of the ranks that send to this engine: see SenderTransport.ready. Raises EngineError."""
         ...
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
@@ -126,18 +126,19 @@ class Connections:
         """It is to be connected anew."""
         self._connected.pop(url, None)
 
-    async def connect(self, engines: Sequence[Member]) -> tuple[set[str], Failures]:
-        """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
+    async def connect(self, engines: Sequence[Member]) -> tuple[set[str], dict[str, EngineError]]:
+        """Engines without a connection to this process of theirs join one each. Returns those, and the errors by
+        URL."""
         if self._left:
             left, self._left = sorted(self._left), set()
             await self._ranks.leave_transfer(left)
         new = [engine for engine in engines if not self._is_connected(engine)]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
-        failures = await self._calls.gather([engine.endpoint for engine in new], self._calls.answers)
-        chosen, refused = self._choose([engine for engine in new if engine.url not in failures])
-        failures |= refused
+        errors = await self._calls.gather([engine.endpoint for engine in new], self._calls.answers)
+        chosen, refused = self._choose([engine for engine in new if engine.url not in errors])
+        errors |= refused
         if not chosen:
-            return set(), failures
+            return set(), errors
         meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._trainer.directory)
         async with beside(self._ranks.join()) as (joining,):
             try:
@@ -146,14 +147,14 @@ class Connections:
             finally:
                 joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
-        failures |= joined | answered
-        failures |= {url: NO_RANK for url in chosen if url not in meeting and url not in failures}
+        errors |= {url: EngineError(reason) for url, reason in joined.items()} | answered
+        errors |= {url: EngineError(NO_RANK) for url in chosen if url not in meeting and url not in errors}
         self._connected |= {
             url: Connection(each.engine.boot_id, each.transport, meeting[url])
             for url, each in chosen.items()
-            if url not in failures
+            if url not in errors
         }
-        return set(chosen), failures
+        return set(chosen), errors
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run. The ranks, which may be in a training step now, leave its group at the next sync.
@@ -173,13 +174,13 @@ class Connections:
         async def resume(endpoint: EngineEndpoint) -> None:
             await calls.run(endpoint, controls(endpoint.dialect or "").resume())
 
-        failures = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
+        errors = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
         gone = (State.DEAD, State.STARTING, State.ASLEEP)
         members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
-        failures = await calls.gather([m.endpoint for m in members if m.url not in ceded], resume) | failures
+        errors = await calls.gather([m.endpoint for m in members if m.url not in ceded], resume) | errors
         self._connected = {}
         await self._ranks.leave_transfer()
-        return failures
+        return {url: str(error) for url, error in errors.items()}
 
     # -- the rest is private
 
@@ -189,15 +190,15 @@ class Connections:
         connection = self._connected.get(engine.url)
         return connection is not None and connection.boot_id == engine.boot_id and engine.version is not None
 
-    def _choose(self, engines: Sequence[Member]) -> tuple[dict[str, _Chosen], Failures]:
+    def _choose(self, engines: Sequence[Member]) -> tuple[dict[str, _Chosen], dict[str, EngineError]]:
         """How weights reach each; an engine that was started again may be another one than was checked at first."""
-        chosen, refused = {}, {}
+        chosen, refused = dict[str, _Chosen](), dict[str, EngineError]()
         for engine in engines:
             url, info, endpoint = engine.url, engine.info, engine.endpoint
             try:
                 backend = choose_for(endpoint, info, self._config, self._trainer.device, shares_gpus=self._shares_gpus)
             except UsageError as error:
-                refused[url] = str(error)
+                refused[url] = EngineError(str(error))
                 continue
             kind = transport(info.dialect, backend)
             if self._config.of(url, endpoint.group).staged and kind.staged is not None:  # None: with "auto" alone

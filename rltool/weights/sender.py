@@ -27,9 +27,6 @@ from rltool.weights.memory import NONE, Memory
 from rltool.weights.sending import Sending, end_in_order
 from rltool.weights.stream import fill_buckets
 from rltool.weights.transport import (
-    AcknowledgedSender,
-    HoldingSender,
-    PatchSender,
     Receiver,
     Rendezvous,
     SenderFactory,
@@ -125,7 +122,7 @@ class WeightSender:
         known = [url for url in urls if url in self._channels]
         unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels and url not in self._elsewhere}
         channels = self._of(known)
-        encoder = self._encoder if any(isinstance(c.transport, PatchSender) for c in channels) else None
+        encoder = self._encoder if any(c.transport.encoder is not None for c in channels) else None
         memory = Memory.on(self.device, stream_bytes)
         try:
             if channels:
@@ -152,11 +149,10 @@ class WeightSender:
         return not self._by_every_rank.isdisjoint(urls)
 
     def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
-        """See AcknowledgedSender. None: the next bucket is there; else why it does not come."""
+        """See SenderTransport.ready. None: the next bucket is there; else why it does not come."""
         channel = self._channels.get(url)
         if channel is None:
             return self._dropped.get(url, NOT_CONNECTED)
-        assert isinstance(channel.transport, AcknowledgedSender), "others are not asked"
         try:
             channel.transport.ready(version, number, seconds)
         except TransportError as error:
@@ -243,8 +239,7 @@ class WeightSender:
             encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
-        transports = (channel.transport for channel in channels)
-        own = sum((transport.memory for transport in transports if isinstance(transport, HoldingSender)), NONE)
+        own = sum((channel.transport.memory for channel in channels), NONE)
         return buffers.memory + own + Memory(host=encoder.held_bytes if encoder is not None else 0)
 
     def _of(self, urls: Collection[str]) -> list[Channel]:

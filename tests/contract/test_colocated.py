@@ -255,6 +255,28 @@ def test_a_judge_sleeps_with_its_weights_and_wakes_up_without_a_sync(serve, stac
     asyncio.run(run())
 
 
+def test_a_judge_that_dies_while_it_wakes_up_is_not_woken_in_the_fleet(serve, stack):
+    engine, judge = (stack.enter_context(vllm()) for _ in range(2))
+
+    async def run():
+        async with serve([engine], (judge,)) as r:
+            await r.step(0)
+            await r.service.sync_weights(1)
+            await r.service.next_batch(1)
+            await r.service.free_gpus()
+            side = r.service._side.started[0]
+            judge.delay("/resume", 0.3)
+            waking = asyncio.create_task(r.service.sync_weights(2))
+            before = judge.paths().count("/resume")
+            while judge.paths().count("/resume") == before:
+                await asyncio.sleep(0.01)
+            side.fleet.process_exited(judge.url, "killed")
+            await waking
+            assert side.fleet.member(judge.url).state is State.DEAD
+
+    asyncio.run(run())
+
+
 def test_a_judge_that_sleeps_to_disk_drops_its_weights_and_has_them_again_before_its_cache(serve, stack):
     engine, judge = stack.enter_context(vllm()), stack.enter_context(vllm())
 

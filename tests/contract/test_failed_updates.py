@@ -72,6 +72,24 @@ def test_tokens_of_an_engine_whose_update_failed_are_neither_the_old_versions_no
     asyncio.run(run())
 
 
+def test_engines_that_die_while_they_are_compared_do_not_differ(two, tmp_path):
+    """Values that differ twice end a run; processes that end are started again."""
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+
+            def die() -> None:
+                for engine in two:
+                    r.fleet.process_exited(engine.url, "killed")
+
+            r.ranks.on_logprobs = die
+            with pytest.raises(WeightSyncFailed) as raised:
+                await r.sync.sync(version(0))
+            assert not raised.value.values_differ and "dead (killed)" in str(raised.value)
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("path", ["/pause", "/finish_weight_update"])
 @pytest.mark.parametrize("why", ["its process ended", "another run has it"])
 def test_an_engine_that_is_lost_to_something_else_in_the_middle_is_its_own_failure_alone(two, tmp_path, path, why):

@@ -16,8 +16,7 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet import State
 from rltool.processes.ports import reserved_ports
-from rltool.weights import engine_calls, liveness
-from rltool.weights import sync as sync_module
+from rltool.weights import engine_calls, engine_update, liveness
 from rltool.weights.memory import Memory
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
@@ -190,7 +189,7 @@ def test_a_failed_step_is_that_engines_failure_and_the_next_sync_repairs(two, tm
 
 
 def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 60.0)  # the ranks give it up earlier, and it may still say why
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 60.0)  # the ranks give it up earlier, and it may still say why
     sick, healthy = two
 
     async def run() -> None:
@@ -308,7 +307,7 @@ def _report(sync: SyncReport) -> SendReport:
 
 
 def test_an_engine_that_the_ranks_have_lost_is_told_to_leave_when_its_request_has_ended(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 0.05)
     sick, events = two[0], []
 
     async def run() -> None:
@@ -823,7 +822,7 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
 
 def test_an_engine_that_holds_a_bucket_too_long_is_stale_and_not_waited_for(two, tmp_path, monkeypatch):
     """Its request stays open: nothing but the ranks shows that it takes nothing."""
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 0.05)
     sick, healthy = two
 
     async def run() -> None:

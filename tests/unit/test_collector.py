@@ -24,7 +24,7 @@ from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import SampleStatus
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.scoring import FailureLimit, Scorer
 from rltool.rollout.snapshot import books, restore, snapshot
 from tests.declared import declare_surprise, table_of_its_own
 
@@ -450,7 +450,7 @@ class ScoredWork(Work):
     broken: bool = False
 
     def __post_init__(self):
-        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", max_failure_fraction=0.1, batch_samples=8)
+        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", may_fail=FailureLimit(0.1, 8))
 
     async def finish(self, group):
         return await self.scorer.finish(group.samples)

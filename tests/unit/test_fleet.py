@@ -493,6 +493,29 @@ def test_what_was_observed_before_the_last_transition_says_nothing():
     assert (world.fleet.member(A).probe_failures, world.fleet.member(A).incidents) == (0, 0)
 
 
+def test_a_probe_is_what_is_known_of_an_engine_unless_it_was_sent_before_the_last_transition():
+    world = World().serving(A)
+    engine, before = fleets.endpoint(A, plugin=True, role="decode"), world.fleet.member(A)
+    sent_at, found = world.later(), fleets.info_of(engine, boot_id=world.boots[A], version=str(V0), role="decode")
+    world.fleet.probe_succeeded(A, found, sent_at=sent_at)
+    known = world.fleet.member(A)
+    assert known.info == found and (known.endpoint.plugin, known.endpoint.role) == (True, "decode")
+    assert not before.endpoint.plugin, "who looked before keeps what it saw"
+    late = world.later()
+    world.later()
+    world.synced(V1, A)
+    world.fleet.probe_succeeded(A, replace(found, role="prefill"), sent_at=late)
+    assert world.fleet.member(A).info == found and world.fleet.member(A).endpoint.role == "decode"
+
+
+def test_members_are_found_by_url_and_by_state_and_a_stranger_is_none():
+    world = World().serving(A).added(B)
+    assert world.fleet.find(A) == world.fleet.member(A) and world.fleet.find(JUDGE) is None
+    assert [m.url for m in world.fleet.members(State.READY)] == [A]
+    assert [m.url for m in world.fleet.members(State.READY, State.STARTING)] == [A, B]
+    assert [m.url for m in world.fleet.members()] == [A, B]
+
+
 def test_facts_about_an_engine_that_was_removed_are_ignored():
     world = World().added(A)
     world.fleet.remove(A, "gone")

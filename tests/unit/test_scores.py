@@ -21,7 +21,7 @@ from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.scores import Scores, add_teacher_logprobs
 from rltool.rollout.tokenizer import Tokenizer
-from rltool.training.rollout_work import RolloutWork
+from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 
 
 class StandIn:
@@ -124,14 +124,7 @@ def test_a_group_is_scored_by_the_teacher_unless_it_is_dropped(reason, scored, a
     config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models=models, algorithm=algorithm)
     tokenizer, scorer = SimpleNamespace(stop_ids=()), SimpleNamespace(finish=finish)
     work = RolloutWork(
-        config,
-        None,
-        scorer,
-        tokenizer,
-        None,
-        vocab_size=9,
-        require_versions=False,
-        models=Models({"teacher": teacher()}),
+        config, Planes(None), scorer, PolicyModel(tokenizer, 9, False), None, models=Models({"teacher": teacher()})
     )
     group = Group(0, SimpleNamespace(), [sample(0, [1], [1])])
     assert asyncio.run(work.finish(group)) == reason

@@ -16,10 +16,10 @@ from rltool.weights import buffers as buffers_module
 from rltool.weights import channel as channel_module
 from rltool.weights import sender as sender_module
 from rltool.weights.buffers import BucketBuffers
-from rltool.weights.memory import Memory, most
+from rltool.weights.memory import NONE, Memory, most
 from rltool.weights.sender import WeightSender
 from rltool.weights.stream import WeightStreamError
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from tests.ranks import plan_of
 
 PATIENCE = 30.0
@@ -36,9 +36,11 @@ def stream(pulled: list[str] | None = None) -> Iterator:
         yield meta, tensor
 
 
-class Link:
+class Link(SenderTransport):
     """A SenderTransport that goes nowhere. gate: closed, its buckets are not taken; broken_at: the bucket that fails;
     deaf: it heeds no deadline."""
+
+    memory = NONE
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.receiver, self.device = receiver, torch.device("cpu")
